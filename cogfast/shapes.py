@@ -1,0 +1,110 @@
+"""The legend of tensor shapes, and the size rules of the model families.
+
+B batch, C latent channels, T latent frames, h w latent rows and columns, L text tokens, V video
+tokens, S = L + V, H heads, D head width, M = H*D model width, E text embedding width.
+Pixels are [B, 3, 4(T-1)+1, 8h, 8w], latents [B, C, T, h, w], tokens [B, S, M] with the text first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TEMPORAL_COMPRESSION = 4  # the VAE keeps the first frame and squeezes every four that follow
+SPATIAL_COMPRESSION = 8
+
+
+def num_latent_frames(num_frames: int) -> int:
+    """Latent frames T of a clip of 4(T-1)+1 frames."""
+    return (num_frames - 1) // TEMPORAL_COMPRESSION + 1
+
+
+def num_pixel_frames(latent_frames: int) -> int:
+    """Frames of the clip that T latent frames decode to."""
+    return (latent_frames - 1) * TEMPORAL_COMPRESSION + 1
+
+
+@dataclass(frozen=True, slots=True)
+class PatchSize:
+    """Latent frames, rows and columns that one video token covers."""
+
+    t: int
+    h: int
+    w: int
+
+    @classmethod
+    def from_config(cls, value: int | list[int] | tuple[int, ...]) -> PatchSize:
+        """SAT's `patch_size`: 2 (CogVideoX 1.0, one latent frame) or [2, 2, 2] (1.5)."""
+        if isinstance(value, int):
+            return cls(1, value, value)
+        if len(value) != 3:
+            raise ValueError(f"patch_size={list(value)} must be one number or three (t, h, w)")
+        return cls(*(int(v) for v in value))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGrid:
+    """Video tokens along time, rows and columns: V = t*h*w, in that order."""
+
+    t: int
+    h: int
+    w: int
+
+    @classmethod
+    def from_latents(cls, latents: Tensor, patch: PatchSize) -> TokenGrid:
+        """The grid of latents [B, C, T, h, w]."""
+        _, _, t, h, w = latents.shape
+        if t % patch.t or h % patch.h or w % patch.w:
+            raise ValueError(
+                f"latents of {t}x{h}x{w} (frames x rows x columns) do not divide into patches of "
+                f"{patch.t}x{patch.h}x{patch.w}; use a clip whose size fits (see cogfast.shapes)"
+            )
+        return cls(t // patch.t, h // patch.h, w // patch.w)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.t * self.h * self.w
+
+
+def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
+    """Latents [B, C, T, h, w] with copies of the first frame in front until patches divide T.
+
+    CogVideoX 1.5 puts two latent frames into a token while 16N+1 frames give an odd T; upstream's
+    diffusers trainer pads this way (finetune/models/cogvideox_i2v/lora_trainer.py).
+    """
+    missing = -latents.shape[2] % patch.t
+    if missing == 0:
+        return latents
+    return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
+
+
+def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: str) -> None:
+    """Refuse a frame count that the family cannot take, naming the counts that it can.
+
+    CogVideoX 1.0 takes 8N+1 frames, 1.5 takes 16N+1, up to what the position table holds.
+    """
+    step = 8 * patch.t
+    below = (num_frames - 1) // step * step + 1
+    if num_frames == below and 1 <= num_frames <= max_frames:
+        return
+    most = (max_frames - 1) // step * step + 1
+    fits = sorted({n for n in (below, below + step) if 1 <= n <= max_frames} or {most})
+    version = "1.0" if patch.t == 1 else "1.5"
+    raise ValueError(
+        f"{key}={num_frames}: CogVideoX {version} takes {step}N+1 frames, at most {most}; "
+        f"use {' or '.join(map(str, fits))}"
+    )
+
+
+def check_video_size(height: int, width: int, patch: PatchSize, key: str) -> None:
+    """Refuse a frame size that does not divide into latent patches, naming the next that does."""
+    rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
+    if height % rows == 0 and width % columns == 0 and height > 0 and width > 0:
+        return
+    fix_h, fix_w = max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns
+    raise ValueError(
+        f"{key}=[{height}, {width}]: rows must be a multiple of {rows} and columns of {columns}; "
+        f"use [{fix_h}, {fix_w}]"
+    )

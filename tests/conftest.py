@@ -1,0 +1,35 @@
+"""Shared fixtures: where the golden files are, one thread, NaN in uninitialised memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPLETE = Path(os.environ.get("COGFAST_GOLDEN", ROOT.parent / "shared" / "golden"))
+SUBSET = ROOT / "tests" / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The complete golden folder where it is at hand, else the part that the project carries."""
+    return COMPLETE if COMPLETE.is_dir() else SUBSET
+
+
+@pytest.fixture(scope="session")
+def sat_configs() -> Path:
+    """Upstream's ten YAML files, as they are."""
+    return ROOT / "tests" / "golden" / "sat_configs"
+
+
+@pytest.fixture(autouse=True)
+def _nan_filled_empty():
+    """`torch.empty` holds NaN, so that a value nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
