@@ -1,0 +1,150 @@
+"""The frozen text encoders: T5 from a folder, and a small random one that reads bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+# Any one of these lets transformers build T5's tokenizer.
+VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
+
+
+class T5TextEncoder(nn.Module):
+    """T5's encoder as CogVideoX uses it: padded to `max_length`, padding attended to.
+
+    The arguments are those of SAT's FrozenT5Embedder (sat/sgm/modules/encoders/modules.py), whose
+    default `max_length` is 77; every CogVideoX config sets 226. `model_dir` is a folder that
+    transformers wrote, or one with text_encoder/ and tokenizer/ inside (diffusers). With
+    `cache_dir` a hub name is taken from there. `device` None leaves the weights where they load.
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        device: str | torch.device | None = None,
+        max_length: int = 77,
+        freeze: bool = True,
+        cache_dir: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        from transformers import AutoTokenizer, T5EncoderModel
+
+        weights, vocabulary = _find_folders(model_dir, cache_dir)
+        self.max_length = max_length
+        self.tokenizer = AutoTokenizer.from_pretrained(vocabulary, cache_dir=cache_dir)
+        _check_vocabulary(self.tokenizer, vocabulary)
+        self.transformer = T5EncoderModel.from_pretrained(weights, cache_dir=cache_dir, dtype=dtype)
+        self.width: int = self.transformer.config.d_model
+        if freeze:
+            self.eval().requires_grad_(False)
+        if device is not None:
+            self.to(device)
+
+    def tokenize(self, captions: list[str]) -> Tensor:
+        """Captions [B] -> token ids [B, L] int64 on the CPU."""
+        return _tokenize(self.tokenizer, captions, self.max_length)
+
+    @torch.no_grad()
+    def forward(self, captions: list[str]) -> Tensor:
+        """Captions [B] -> embeddings [B, L, E], padding rows included."""
+        ids = self.tokenize(captions).to(self.transformer.device)
+        # No attention mask, like SAT: the video model was trained on rows that saw the padding.
+        return self.transformer(input_ids=ids).last_hidden_state
+
+
+class ByteTextEncoder(nn.Module):
+    """A small T5 with random weights that reads bytes: no vocabulary file, nothing to download.
+
+    Random, yet two captions always differ, and the video model learns to read the difference.
+    The weights are a function of the arguments alone, so that every process builds the same.
+    """
+
+    def __init__(
+        self,
+        max_length: int = 32,
+        d_model: int = 64,
+        d_kv: int = 16,
+        d_ff: int = 256,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
+
+        self.max_length = max_length
+        self.width = d_model
+        self.tokenizer = ByT5Tokenizer()
+        config = T5Config(
+            vocab_size=len(self.tokenizer),
+            d_model=d_model,
+            d_kv=d_kv,
+            d_ff=d_ff,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            feed_forward_proj="gated-gelu",
+        )
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            self.transformer = T5EncoderModel(config)
+        self.eval().requires_grad_(False)
+
+    def tokenize(self, captions: list[str]) -> Tensor:
+        """Captions [B] -> token ids [B, L] int64 on the CPU."""
+        return _tokenize(self.tokenizer, captions, self.max_length)
+
+    @torch.no_grad()
+    def forward(self, captions: list[str]) -> Tensor:
+        """Captions [B] -> embeddings [B, L, E], padding rows included."""
+        ids = self.tokenize(captions).to(self.transformer.device)
+        return self.transformer(input_ids=ids).last_hidden_state
+
+
+def _tokenize(tokenizer, captions: list[str], max_length: int) -> Tensor:
+    """Captions [B] -> ids [B, max_length], cut and padded."""
+    batch = tokenizer(
+        list(captions),
+        truncation=True,
+        max_length=max_length,
+        padding="max_length",
+        return_tensors="pt",
+    )
+    return batch["input_ids"]
+
+
+def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
+    """Where the weights and the vocabulary are; a hub name stands for both."""
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        if cache_dir is not None:
+            return model_dir, model_dir
+        raise ValueError(
+            f"model_dir={model_dir} is not a folder; give the folder of T5's encoder "
+            "(config.json, weights and spiece.model or tokenizer.json)"
+        )
+    is_pipeline = (folder / "text_encoder").is_dir() and (folder / "tokenizer").is_dir()
+    weights = folder / "text_encoder" if is_pipeline else folder
+    vocabulary = folder / "tokenizer" if is_pipeline else folder
+    if not (weights / "config.json").is_file():
+        raise ValueError(
+            f"model_dir={model_dir} has no config.json; give the folder of T5's encoder"
+        )
+    if not any((vocabulary / name).is_file() for name in VOCABULARY_FILES):
+        raise ValueError(
+            f"model_dir={model_dir} has no vocabulary ({' or '.join(VOCABULARY_FILES)}), so every "
+            "word would become <unk>; copy the file from the T5 download into the folder"
+        )
+    return str(weights), str(vocabulary)
+
+
+def _check_vocabulary(tokenizer, folder: str) -> None:
+    """Refuse a vocabulary in which plain words are unknown."""
+    ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
+    if not ids or all(token == tokenizer.unk_token_id for token in ids):
+        raise ValueError(
+            f"model_dir={folder}: its vocabulary knows no plain English word, every one becomes "
+            "<unk>; copy spiece.model or tokenizer.json from the T5 download into the folder"
+        )

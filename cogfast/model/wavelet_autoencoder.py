@@ -1,0 +1,190 @@
+"""A first stage without learned weights: an orthonormal wavelet that keeps the strongest bands.
+
+A block of 4 frames x 8 rows x 8 columns x 3 colours becomes 768 bands: an orthonormal luma-chroma
+matrix for colour, Haar wavelets in time, rows and columns. Kept are the bands with the most energy
+on a set of clips; each is shifted to mean 0 and divided by a power of its spread. It stands in for
+the 3D VAE where its weights are not at hand (the quickstart, tests), with the same interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from cogfast.model.autoencoder import Moments
+from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION
+
+COLOURS = 3
+NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2
+_FORMAT = "cogfast-wavelet-1"
+# 1 would whiten: faint bands then carry as much of the loss as the strong ones, and samples turn to
+# confetti; 0 leaves the loss to a few bands. The square root was the best of the three.
+_SPREAD_POWER = 0.5
+
+
+def haar_matrix(size: int) -> Tensor:
+    """The orthonormal Haar wavelet of `size` = 2^n samples: [band, sample] float64, mean first."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        pair = torch.eye(matrix.shape[0], dtype=torch.float64)
+        averages = torch.kron(matrix, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
+        details = torch.kron(pair, torch.tensor([[1.0, -1.0]], dtype=torch.float64))
+        matrix = torch.cat([averages, details]) / 2**0.5
+    assert matrix.shape[0] == size, f"Haar of {size} samples: not a power of two"
+    return matrix
+
+
+def band_matrix() -> Tensor:
+    """All bands of one block: [768 bands, 768 values of (colour, frame, row, column)] float64."""
+    luma_chroma = torch.tensor([[1, 1, 1], [1, 0, -1], [-1, 2, -1]], dtype=torch.float64)
+    luma_chroma = luma_chroma / luma_chroma.norm(dim=1, keepdim=True)
+    space = haar_matrix(SPATIAL_COMPRESSION)
+    return torch.kron(
+        torch.kron(luma_chroma, haar_matrix(TEMPORAL_COMPRESSION)), torch.kron(space, space)
+    )
+
+
+def _to_blocks(video: Tensor) -> Tensor:
+    """Video [B, 3, 4(T-1)+1, 8h, 8w] -> blocks [B, T, h, w, 768]; frame 0 fills block 0."""
+    num_frames, height, width = video.shape[2:]
+    if (num_frames - 1) % TEMPORAL_COMPRESSION:
+        raise ValueError(
+            f"a clip of {num_frames} frames does not divide into latent frames; "
+            f"use {TEMPORAL_COMPRESSION}N+1 frames"
+        )
+    if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
+        raise ValueError(
+            f"frames of {height}x{width} do not divide into latent pixels; "
+            f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
+        )
+    copies = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
+    return rearrange(
+        torch.cat([copies, video], dim=2),
+        "b c (t dt) (h dh) (w dw) -> b t h w (c dt dh dw)",
+        dt=TEMPORAL_COMPRESSION,
+        dh=SPATIAL_COMPRESSION,
+        dw=SPATIAL_COMPRESSION,
+    )
+
+
+def _from_blocks(blocks: Tensor) -> Tensor:
+    """Blocks [B, T, h, w, 768] -> video [B, 3, 4(T-1)+1, 8h, 8w]."""
+    video = rearrange(
+        blocks,
+        "b t h w (c dt dh dw) -> b c (t dt) (h dh) (w dw)",
+        c=COLOURS,
+        dt=TEMPORAL_COMPRESSION,
+        dh=SPATIAL_COMPRESSION,
+        dw=SPATIAL_COMPRESSION,
+    )
+    # The mean is the nearest still picture to the four frames that a model made of block 0.
+    first = video[:, :, :TEMPORAL_COMPRESSION].mean(dim=2, keepdim=True)
+    return torch.cat([first, video[:, :, TEMPORAL_COMPRESSION:]], dim=2)
+
+
+@dataclass(frozen=True, slots=True)
+class WaveletState:
+    """Which bands are kept and how they are normalised; all [C], C = number of latent channels."""
+
+    bands: Tensor  # int64 rows of band_matrix(), strongest first
+    mean: Tensor  # float32, subtracted
+    scale: Tensor  # float32, divided by
+
+    @classmethod
+    def all_bands(cls) -> WaveletState:
+        """Every band as it is: the exact transform, for tests."""
+        return cls(torch.arange(NUM_BANDS), torch.zeros(NUM_BANDS), torch.ones(NUM_BANDS))
+
+    @classmethod
+    def fit(cls, videos: Iterable[Tensor], num_bands: int) -> WaveletState:
+        """Keep the `num_bands` bands with the most energy on `videos` [B, 3, F, H, W] in [-1, 1]."""
+        if not 1 <= num_bands <= NUM_BANDS:
+            raise ValueError(f"num_bands={num_bands} must be 1 to {NUM_BANDS}")
+        matrix = band_matrix()
+        count, total, energy = 0, torch.zeros(NUM_BANDS).double(), torch.zeros(NUM_BANDS).double()
+        for video in videos:
+            values = _to_blocks(video.double()).flatten(0, 3) @ matrix.T  # [blocks, 768]
+            count += values.shape[0]
+            total += values.sum(dim=0)
+            energy += values.square().sum(dim=0)
+        if count == 0:
+            raise ValueError("the wavelet needs at least one clip to choose its bands; got none")
+        bands = torch.sort(energy, descending=True, stable=True).indices[:num_bands]
+        mean = total[bands] / count
+        std = (energy[bands] / count - mean.square()).clamp_min(0).sqrt()
+        # A band that never moved still has to be invertible.
+        spread = std.clamp_min(std.mean() * 1e-3).clamp_min(1e-6) ** _SPREAD_POWER
+        overall = (std / spread).square().mean().sqrt().clamp_min(1e-6)
+        return cls(bands, mean.float(), (spread * overall).float())
+
+    def save(self, path: str | Path) -> None:
+        """Write the state as safetensors; its metadata says what the file is."""
+        from safetensors.torch import save_file
+
+        tensors = {"bands": self.bands, "mean": self.mean, "scale": self.scale}
+        save_file(tensors, str(path), metadata={"format": _FORMAT, "num_bands": str(NUM_BANDS)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> WaveletState:
+        """Read what `save` wrote."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise ValueError(
+                f"first_stage_config.params.ckpt_path={path} does not exist; "
+                "write it with scripts/quickstart.py prepare FOLDER"
+            )
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                found = (file.metadata() or {}).get("format")
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(
+                f"ckpt_path={path} is not a safetensors file ({error}); make it again"
+            ) from None
+        if found != _FORMAT:
+            raise ValueError(
+                f"ckpt_path={path} has format {found!r}, the wavelet reads {_FORMAT!r}; "
+                "write it with scripts/quickstart.py prepare FOLDER"
+            )
+        return cls(tensors["bands"], tensors["mean"], tensors["scale"])
+
+
+class WaveletAutoencoder(nn.Module):
+    """The wavelet with the interface of VideoAutoencoder; `std` of its moments is None."""
+
+    temporal_compression = TEMPORAL_COMPRESSION
+    spatial_compression = SPATIAL_COMPRESSION
+
+    def __init__(
+        self, ckpt_path: str | Path | None = None, state: WaveletState | None = None
+    ) -> None:
+        super().__init__()
+        if (ckpt_path is None) == (state is None):
+            raise ValueError(
+                f"the wavelet takes either ckpt_path (got {ckpt_path}) or a state; give one of them"
+            )
+        self.state = WaveletState.load(ckpt_path) if state is None else state
+        self.latent_channels = len(self.state.bands)
+        analysis = band_matrix()[self.state.bands].float()  # [C, 768]
+        self.register_buffer("analysis", analysis, persistent=False)
+        self.register_buffer("mean", self.state.mean.clone(), persistent=False)
+        self.register_buffer("scale", self.state.scale.clone(), persistent=False)
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Moments:
+        """Video [B, 3, 4(T-1)+1, 8h, 8w] in [-1, 1] -> mean [B, C, T, h, w]."""
+        bands = _to_blocks(video.to(self.analysis.dtype)) @ self.analysis.T  # [B, T, h, w, C]
+        latents = (bands - self.mean) / self.scale
+        return Moments(mean=latents.permute(0, 4, 1, 2, 3).contiguous(), std=None)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, C, T, h, w] -> video [B, 3, 4(T-1)+1, 8h, 8w], not clamped."""
+        bands = latents.to(self.analysis.dtype).permute(0, 2, 3, 4, 1)  # [B, T, h, w, C]
+        return _from_blocks((bands * self.scale + self.mean) @ self.analysis)
