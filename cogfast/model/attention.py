@@ -1,0 +1,35 @@
+"""Self-attention over all rows, text and video together."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from cogfast.kernels import qk_norm_rope3d as qk
+from cogfast.kernels.flash_attention import flash_attention
+
+
+class Attention(nn.Module):
+    """QKV linear, norm and rotation of queries and keys, attention, output linear."""
+
+    def __init__(self, width: int, num_heads: int, has_qk_norm: bool, has_affine_norms: bool):
+        super().__init__()
+        self.head_width = width // num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.query_norm = self.key_norm = None
+        if has_qk_norm:
+            make = lambda: nn.LayerNorm(
+                self.head_width, qk.EPS, elementwise_affine=has_affine_norms
+            )
+            self.query_norm, self.key_norm = make(), make()
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        """x [B, S, M], rotation [S, D/2] complex or None -> [B, S, M]."""
+        # the head count is taken from the data: a slice of the heads runs the same code
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, S, 3, H, D]
+        q, k = qk.qk_norm_rope3d(qkv, _affine(self.query_norm), _affine(self.key_norm), rotation)
+        return self.out(flash_attention(q, k, qkv[:, :, 2]).flatten(2))
+
+
+def _affine(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None] | None:
+    return None if norm is None else (norm.weight, norm.bias)

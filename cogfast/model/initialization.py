@@ -1,0 +1,52 @@
+"""Fresh weights, each a function of (seed, parameter name): no layout of processes and no order of
+construction changes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.slot_random import random_bits
+
+STD = 0.02  # of the linears in SAT's transformer layers (sat/model/transformer.py)
+
+
+@torch.no_grad()
+def initialize(transformer: nn.Module, seed: int) -> None:
+    """Set every parameter of a DiffusionTransformer as at the start of a run from scratch.
+
+    Linears: normal with std 0.02, biases zero. Patch embedding: Xavier, as upstream. Modulation
+    layers and the output layer: zero, so that every block starts as the identity and the first
+    prediction is zero (upstream zeroes them when a checkpoint lacks them). LayerNorms: one and
+    zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. The fixed sincos table keeps its values, a
+    learned one starts at zero.
+    """
+    for name, parameter in transformer.named_parameters():
+        _initialize_parameter(name, parameter, _generator(seed, name, parameter.device))
+
+
+def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(random_bits(seed, "weights", name))
+
+
+def _initialize_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    module, _, kind = name.rpartition(".")
+    owner = module.rpartition(".")[2]
+    if owner == "position_table":
+        if parameter.requires_grad:
+            parameter.zero_()
+    elif owner == "matrix_A":
+        bound = 1 / math.sqrt(parameter.shape[1])
+        parameter.uniform_(-bound, bound, generator=generator)
+    elif owner == "matrix_B" or kind == "bias":
+        parameter.zero_()
+    elif owner.endswith("norm"):
+        parameter.fill_(1.0)
+    elif ".modulation." in name or owner in ("output_modulation", "output"):
+        parameter.zero_()
+    elif owner == "patch_embedding":
+        nn.init.xavier_uniform_(parameter, generator=generator)
+    else:
+        parameter.normal_(std=STD, generator=generator)

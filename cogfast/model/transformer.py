@@ -1,0 +1,274 @@
+"""The denoising network of the CogVideoX family: 2B, 5B, 5B-I2V, 1.5-5B and 1.5-5B-I2V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cogfast.model.block import NORM_EPS, Block
+from cogfast.model.embeddings import SinusoidEmbedding, patchify, unpatchify
+from cogfast.model.initialization import initialize
+from cogfast.model.lora import add_lora
+from cogfast.model.positions import (
+    NoPositionTable,
+    NoRotation,
+    PositionTable,
+    RotaryPositions,
+    sincos_table,
+)
+from cogfast.model.weights.sat import DEFAULT_FROZEN_PREFIXES, freeze
+from cogfast.shapes import PatchSize, TokenGrid
+
+OUTPUT_NORM_EPS = 1e-6  # SAT's; diffusers has 1e-5 here, which shifts outputs by 2e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerConfig:
+    """A member of the family. Lengths in tokens, sizes in latent rows, columns and pixel frames."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    in_channels: int  # image latents included
+    out_channels: int
+    patch_size: PatchSize
+    text_hidden_size: int
+    text_length: int
+    time_embed_dim: int
+    ofs_embed_dim: int | None = None  # 1.5-I2V only
+    default_ofs: float = 2.0  # what 1.5-I2V was trained and is sampled with
+    num_frames: int
+    time_compressed_rate: int = 4
+    latent_height: int
+    latent_width: int
+    position: Literal["sincos", "rotary"]
+    learnable_position: bool = False
+    height_interpolation: float = 1.0
+    width_interpolation: float = 1.0
+    time_interpolation: float = 1.0
+    rope_theta: float = 10000.0
+    qk_norm: bool = True
+    elementwise_affine: bool = True
+    max_sequence_length: int = 64  # rows of a table that SAT's rotary models carry and never read
+    checkpoint_activations: bool = False
+    lora_rank: int | None = None
+    lora_alpha: float = 1.0
+    lora_dropout: float = 0.0
+    lora_layers: tuple[int, ...] | None = None  # None: all
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must divide "
+                f"hidden_size={self.hidden_size}"
+            )
+        if self.position == "rotary" and self.head_width % 16:
+            raise ValueError(
+                f"hidden_size/num_attention_heads={self.head_width}: a rotary head needs a multiple "
+                "of 16 entries (a quarter for time, 3/8 each for rows and columns); use 64"
+            )
+        if self.position == "sincos" and self.hidden_size % 16:
+            raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of 16")
+        if self.ofs_embed_dim not in (None, self.time_embed_dim):
+            raise ValueError(
+                f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim="
+                f"{self.time_embed_dim}: the two embeddings are added"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def grid(self) -> TokenGrid:
+        """The tokens of the largest video that the position tables hold."""
+        patch = self.patch_size
+        latent_frames = (self.num_frames - 1) // self.time_compressed_rate + 1
+        # SAT's tables have an entry per latent frame, also where a token covers two (1.5)
+        return TokenGrid(latent_frames, self.latent_height // patch.h, self.latent_width // patch.w)
+
+
+class DiffusionTransformer(nn.Module):
+    """Predicts from noised latents; see forward. Weights are PyTorch's defaults until
+    cogfast.model.initialization.initialize or a checkpoint sets them."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = config
+        width, patch = config.hidden_size, config.patch_size
+        patch_numel = patch.t * patch.h * patch.w
+        make_norm = partial(nn.LayerNorm, width, elementwise_affine=config.elementwise_affine)
+
+        self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
+        self.text_embedding = nn.Linear(config.text_hidden_size, width)
+        self.position_table, self.rotary = _make_positions(config)
+        self.time_embedding = SinusoidEmbedding(width, config.time_embed_dim)
+        self.ofs_embedding = None
+        if config.ofs_embed_dim is not None:
+            self.ofs_embedding = SinusoidEmbedding(config.ofs_embed_dim, config.ofs_embed_dim)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                config.num_attention_heads,
+                config.time_embed_dim,
+                has_qk_norm=config.qk_norm,
+                has_affine_norms=config.elementwise_affine,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.final_norm = make_norm(eps=NORM_EPS)
+        self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
+        self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
+        self.output = nn.Linear(width, config.out_channels * patch_numel)
+        self.unused_position_embeddings = None
+        if config.position == "rotary":
+            # SAT carries it in every rotary checkpoint; kept so that names and counts agree
+            unused = torch.empty(config.max_sequence_length, width)
+            self.unused_position_embeddings = nn.Parameter(unused)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embedding.weight.dtype
+
+    @property
+    def patch_size(self) -> PatchSize:
+        return self.config.patch_size
+
+    def unused_parameter_names(self) -> list[str]:
+        """Parameters that never get a gradient."""
+        return [] if self.unused_position_embeddings is None else ["unused_position_embeddings"]
+
+    def forward(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        image_latents: Tensor | None = None,
+        ofs: Tensor | None = None,
+    ) -> Tensor:
+        """The network's prediction, [B, C_out, T, h, w] in the model's dtype.
+
+        latents [B, C, T, h, w]; timesteps [B], 0..999; text [B, L, E]; image_latents
+        [B, C', T, h, w], stacked behind the latents' channels (I2V); ofs [B] or [1] (1.5-I2V).
+        """
+        grid = TokenGrid.from_latents(latents, self.patch_size)
+        num_text = text.shape[1]
+
+        hidden = self.embed(latents, text, image_latents, grid)  # [B, S, M]
+        conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
+        rotation = self.rotary(num_text, grid)  # [S, D/2] or None
+        hidden = self.run_blocks(hidden, conditioning, num_text, rotation)
+        return self.unembed(hidden[:, num_text:], conditioning, grid)
+
+    def embed(
+        self, latents: Tensor, text: Tensor, image_latents: Tensor | None, grid: TokenGrid
+    ) -> Tensor:
+        """Tokens [B, S, M] of text [B, L, E] and of latents with their image latents."""
+        latents = latents.to(self.dtype)
+        if image_latents is not None:
+            latents = torch.cat([latents, image_latents.to(self.dtype)], dim=1)
+        if latents.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"latents and image latents have {latents.shape[1]} channels together, the model "
+                f"takes in_channels={self.config.in_channels}; an I2V model needs image latents "
+                "(model.noised_image_input: true), a T2V model takes none"
+            )
+        text = self.text_embedding(text.to(self.dtype))
+        video = self.patch_embedding(patchify(latents, self.patch_size))
+        return self.position_table(torch.cat([text, video], dim=1), text.shape[1], grid)
+
+    def condition(self, timesteps: Tensor, ofs: Tensor | None) -> Tensor:
+        """The vector that modulates all blocks, [B, time_embed_dim], after the SiLU that SAT has in
+        front of each modulation layer."""
+        embedding = self.time_embedding(timesteps)
+        if self.ofs_embedding is not None:
+            if ofs is None:
+                ofs = torch.full((1,), self.config.default_ofs, device=timesteps.device)
+            embedding = embedding + self.ofs_embedding(ofs)
+        return F.silu(embedding)
+
+    def run_blocks(
+        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Tensor | None
+    ) -> Tensor:
+        """hidden [B, S, M] -> [B, S, M]; with checkpoint_activations each block runs again in the
+        backward pass instead of keeping its activations."""
+        if self.training and self.config.checkpoint_activations:
+            # only LoRA's dropout draws inside a block
+            keep_rng = self.config.lora_dropout > 0
+            run = partial(checkpoint, use_reentrant=False, preserve_rng_state=keep_rng)
+        else:
+            run = _call
+        for block in self.blocks:
+            hidden = run(block, hidden, conditioning, num_text, rotation)
+        return hidden
+
+    def unembed(self, hidden: Tensor, conditioning: Tensor, grid: TokenGrid) -> Tensor:
+        """Video rows [B, V, M] -> [B, C_out, T, h, w]."""
+        hidden = self.output_norm(self.final_norm(hidden))
+        shift, scale = self.output_modulation(conditioning)[:, None].chunk(2, dim=-1)
+        rows = self.output(torch.addcmul(shift, hidden, 1 + scale))
+        return unpatchify(rows, grid, self.patch_size)
+
+
+def _call(block: Block, *inputs: Any) -> Tensor:
+    return block(*inputs)
+
+
+def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
+    """The module that adds a position to tokens, and the one that gives the angles of heads."""
+    table: nn.Module = NoPositionTable()
+    rotary: nn.Module = NoRotation()
+    if config.position == "rotary":
+        rotary = RotaryPositions(config.grid, config.head_width, config.rope_theta)
+    if config.position == "sincos" or config.learnable_position:
+        is_learned = config.position == "rotary"
+        table = PositionTable(config.grid, config.text_length, config.hidden_size, is_learned)
+    if config.position == "sincos":
+        scales = (
+            config.time_interpolation,
+            config.height_interpolation,
+            config.width_interpolation,
+        )
+        with torch.no_grad():
+            rows = sincos_table(config.grid, config.hidden_size, scales)
+            table.weight[:, config.text_length :] = rows.to(table.weight.device)
+    return table, rotary
+
+
+def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> DiffusionTransformer:
+    """The transformer of a config's `model` section, freshly initialised, with LoRA, and with
+    requires_grad as `not_trainable_prefixes` and `lora_train` ask. Under `torch.device("meta")` it
+    is built without memory."""
+    from cogfast.sat_names import (
+        transformer_arguments,
+    )  # here: the factory's table, not the model's
+
+    arguments = transformer_arguments(model_section["network_config"]["params"])
+    transformer = assemble_transformer(TransformerConfig(**arguments), seed)
+    prefixes = model_section.get("not_trainable_prefixes", DEFAULT_FROZEN_PREFIXES)
+    freeze(transformer, prefixes, is_lora_only=bool(model_section.get("lora_train", False)))
+    return transformer
+
+
+def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionTransformer:
+    """The freshly initialised transformer of `config`, with LoRA where the config has a rank."""
+    transformer = DiffusionTransformer(config)
+    if config.lora_rank is not None:
+        layers = range(config.num_layers) if config.lora_layers is None else config.lora_layers
+        for i in layers:
+            add_lora(
+                transformer.blocks[i].attention,
+                config.lora_rank,
+                config.lora_alpha,
+                config.lora_dropout,
+            )
+    if not transformer.patch_embedding.weight.is_meta:
+        initialize(transformer, seed)
+    return transformer

@@ -1,0 +1,135 @@
+"""SAT's tensor names, shapes and trainable sets; the one table that knows them, both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cogfast.model.lora import is_lora_parameter
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import DiffusionTransformer
+
+PREFIX = "model.diffusion_model."
+DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
+ROTARY_BUFFERS = ("mixins.pos_embed.freqs_sin", "mixins.pos_embed.freqs_cos")  # 1.0 only
+
+# ours -> SAT's, {i} the block; a name that goes on (.weight, .original.bias, ...) goes on the same
+_MODULES = {
+    "patch_embedding": "mixins.patch_embed.proj",
+    "text_embedding": "mixins.patch_embed.text_proj",
+    "position_table.weight": "mixins.pos_embed.pos_embedding",
+    "time_embedding.fc1": "time_embed.0",
+    "time_embedding.fc2": "time_embed.2",
+    "ofs_embedding.fc1": "ofs_embed.0",
+    "ofs_embedding.fc2": "ofs_embed.2",
+    "blocks.{i}.modulation.linear": "mixins.adaln_layer.adaLN_modulations.{i}.1",
+    "blocks.{i}.attention_norm": "transformer.layers.{i}.input_layernorm",
+    "blocks.{i}.attention.qkv": "transformer.layers.{i}.attention.query_key_value",
+    "blocks.{i}.attention.out": "transformer.layers.{i}.attention.dense",
+    "blocks.{i}.attention.query_norm": "mixins.adaln_layer.query_layernorm_list.{i}",
+    "blocks.{i}.attention.key_norm": "mixins.adaln_layer.key_layernorm_list.{i}",
+    "blocks.{i}.mlp_norm": "transformer.layers.{i}.post_attention_layernorm",
+    "blocks.{i}.fc1": "transformer.layers.{i}.mlp.dense_h_to_4h",
+    "blocks.{i}.fc2": "transformer.layers.{i}.mlp.dense_4h_to_h",
+    "final_norm": "transformer.final_layernorm",
+    "output_norm": "mixins.final_layer.norm_final",
+    "output_modulation": "mixins.final_layer.adaLN_modulation.1",
+    "output": "mixins.final_layer.linear",
+    "unused_position_embeddings": "transformer.position_embeddings.weight",
+}
+
+
+def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | None:
+    for pattern, replacement in table:
+        match = pattern.fullmatch(name)
+        if match:
+            return replacement.replace("{i}", match.groupdict().get("i", "")) + match["rest"]
+    return None
+
+
+def _compile(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
+    # an escaped "{i}" becomes the block's number; the rest of the name starts with a dot
+    def pattern(name: str) -> re.Pattern[str]:
+        return re.compile(re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)")
+
+    return [(pattern(left), right) for left, right in pairs]
+
+
+_TO_SAT = _compile(_MODULES.items())
+_FROM_SAT = _compile((sat, ours) for ours, sat in _MODULES.items())
+
+
+def sat_name(our_name: str) -> str:
+    """SAT's full key of one of our parameters."""
+    name = _translate(our_name, _TO_SAT)
+    assert name is not None, f"no SAT name for {our_name}"
+    return PREFIX + name
+
+
+def from_sat_name(key: str) -> str | None:
+    """Our name of SAT's key, with or without SAT's prefix; None for a key that is not ours."""
+    return _translate(key.removeprefix(PREFIX), _FROM_SAT)
+
+
+def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
+    """{SAT key: tensor} with SAT's shapes; tensors share memory with the parameters.
+
+    CogVideoX 1.0 (one latent frame per patch) has its patch embedding as a convolution weight
+    [M, C, 2, 2] and, with rotary positions, the flattened tables [V, D] as buffers.
+    """
+    config = transformer.config
+    patch = config.patch_size
+    state = {sat_name(n): p.detach() for n, p in transformer.named_parameters()}
+    if patch.t == 1:
+        key = sat_name("patch_embedding.weight")
+        state[key] = state[key].view(config.hidden_size, config.in_channels, patch.h, patch.w)
+        if config.position == "rotary":
+            angles = transformer.rotary.angles(config.grid)
+            angles = angles.repeat_interleave(2, dim=-1)
+            for name, table in zip(ROTARY_BUFFERS, (angles.sin(), angles.cos()), strict=True):
+                state[PREFIX + name] = table
+    return state
+
+
+def freeze(
+    transformer: DiffusionTransformer, not_trainable_prefixes: Iterable[str], is_lora_only: bool
+) -> None:
+    """Set requires_grad as upstream's disable_untrainable_params (sat/diffusion_video.py): what
+    starts with a prefix, or everything for "all", is frozen; adapters never are.
+
+    `lora_train: true` freezes all but the adapters. Upstream looks for another kind of adapter
+    there (`lora_layer`) and then trains nothing of lora2's.
+    """
+    prefixes = tuple(not_trainable_prefixes)
+    freezes_all = is_lora_only or "all" in prefixes
+    for name, parameter in transformer.named_parameters():
+        if is_lora_parameter(name):
+            continue
+        if freezes_all or sat_name(name).startswith(prefixes):
+            parameter.requires_grad_(False)
+
+
+# how a tensor is cut over the mp_rank files of a SAT checkpoint: (dim, number of interleaved parts)
+_SPLITS = {
+    r".*\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # each of q, k, v is cut
+    r".*\.attention\.qkv\.matrix_B\.\d": (0, 1),
+    r".*\.attention\.out(\.original)?\.weight": (1, 1),
+    r".*\.attention\.out\.matrix_A\.\d": (1, 1),
+    r".*\.fc1\.(weight|bias)": (0, 1),
+    r".*\.fc2\.weight": (1, 1),
+}
+
+
+def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:
+    """The whole tensor from its pieces in mp_rank_00, mp_rank_01, ...; replicated ones from the
+    first."""
+    for pattern, (dim, num_parts) in _SPLITS.items():
+        if len(shards) > 1 and re.fullmatch(pattern, our_name):
+            pieces = [s.chunk(num_parts, dim) for s in shards]
+            return torch.cat([p[i] for i in range(num_parts) for p in pieces], dim)
+    return shards[0]
