@@ -82,13 +82,15 @@ def render_clip(
 
 
 def _write_mp4(path: Path, frames: np.ndarray) -> None:
-    """Frames uint8 [F, H, W, 3] as H.264; one thread, so that the bytes are always the same."""
+    """Frames uint8 [F, H, W, 3] as H.264, the same bytes every time."""
     import av
 
     with av.open(str(path), "w", options={"fflags": "+bitexact"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(FPS))
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        stream.options = {"crf": "16", "threads": "1"}
+        # x264 alone is not repeatable on clips this short: its macroblock tree and its assembly
+        # gave other bytes in up to a third of the clips from one call to the next (x264 of PyAV 18).
+        stream.options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0:no-asm=1"}
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())

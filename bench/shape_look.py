@@ -1,0 +1,146 @@
+"""An automatic look at videos of moving shapes: is it the right colour, shape and direction?
+
+Made for the clips of cogfast.data.sample_clips and for what a model that learned them samples.
+Pure functions of uint8 frames; `None` is the answer where nothing can be seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cogfast.data.sample_clips import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
+
+# Halfway from the background to the palette entry that is nearest to it, so that the outline lies
+# where the shape covers half a pixel.
+_FOREGROUND_DISTANCE = 100.0  # in RGB, 0 to 442
+_COLOUR_DISTANCE = 80.0  # grey is 101 from green: noise has no colour
+_MIN_AREA = 60  # pixels; the smallest shape covers 648
+_MIN_PIXELS_IN_LINE = 3  # a row or column with fewer is a speck outside the shape
+_TRIANGLE_RATIO = 0.6  # area of the upper half over the lower: triangle 0.33, others 1
+_SQUARE_FILL = 0.89  # of the bounding box: square 1, circle 0.79
+_MIN_SPEED = 0.5  # pixels per frame; the clips move at 2
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What can be seen in one video; None: cannot be told."""
+
+    colour: str | None
+    shape: str | None
+    direction: str | None
+
+    @classmethod
+    def from_caption(cls, caption: str) -> Look:
+        """What `a red circle moves right` promises."""
+        words = caption.split()
+        known = [w for w in words if w in COLOURS or w in SHAPES or w in DIRECTIONS]
+        if len(known) != 3:
+            raise ValueError(
+                f"caption {caption!r} must name one colour, one shape and one direction, "
+                "as in 'a red circle moves right'"
+            )
+        colour, shape, direction = known
+        return cls(colour, shape, direction)
+
+
+def foreground(frames: np.ndarray) -> np.ndarray:
+    """Where a video [F, H, W, 3] uint8 differs from the clips' background: [F, H, W] bool."""
+    difference = frames.astype(np.float32) - np.array(BACKGROUND, np.float32)
+    return np.sqrt((difference**2).sum(axis=-1)) > _FOREGROUND_DISTANCE
+
+
+def see_colour(frames: np.ndarray, mask: np.ndarray) -> str | None:
+    """The palette entry nearest to the median foreground pixel."""
+    if mask.sum() < _MIN_AREA:
+        return None
+    median = np.median(frames[mask].astype(np.float32), axis=0)
+    distances = {name: float(np.linalg.norm(median - rgb)) for name, rgb in COLOURS.items()}
+    nearest = min(distances, key=distances.__getitem__)
+    return nearest if distances[nearest] <= _COLOUR_DISTANCE else None
+
+
+def see_shape(mask: np.ndarray) -> str | None:
+    """The vote of the frames [F, H, W] on how full and how bottom-heavy the shape's box is."""
+    votes = Counter(filter(None, map(_see_shape_of_frame, mask)))
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def _see_shape_of_frame(mask: np.ndarray) -> str | None:
+    """One frame's vote, from its mask [H, W]."""
+    rows = np.flatnonzero(mask.sum(axis=1) >= _MIN_PIXELS_IN_LINE)
+    columns = np.flatnonzero(mask.sum(axis=0) >= _MIN_PIXELS_IN_LINE)
+    if mask.sum() < _MIN_AREA or rows.size == 0 or columns.size == 0:
+        return None
+    box = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    half = box.shape[0] // 2
+    if half == 0:
+        return None
+    top, bottom = box[:half].sum(), box[-half:].sum()
+    if top < _TRIANGLE_RATIO * bottom:
+        return "triangle"
+    return "square" if box.mean() > _SQUARE_FILL else "circle"
+
+
+def see_direction(mask: np.ndarray) -> str | None:
+    """The axis along which the middle of the shape moves fastest, from masks [F, H, W]."""
+    times = np.flatnonzero(mask.sum(axis=(1, 2)) >= _MIN_AREA)
+    if times.size < 3:
+        return None
+    middles = np.array([np.argwhere(mask[t]).mean(axis=0) for t in times])  # [seen frames, (y, x)]
+    down, right = np.polyfit(times, middles, deg=1)[0]  # pixels per frame
+    if max(abs(down), abs(right)) < _MIN_SPEED:
+        return None
+    if abs(right) > abs(down):
+        return "right" if right > 0 else "left"
+    return "down" if down > 0 else "up"
+
+
+def look_at(frames: np.ndarray) -> Look:
+    """What a video [F, H, W, 3] uint8 shows."""
+    mask = foreground(frames)
+    return Look(see_colour(frames, mask), see_shape(mask), see_direction(mask))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Shares of videos that show what their captions say, 0 to 1."""
+
+    colour: float
+    shape: float
+    motion: float
+    num_videos: int
+
+    # Shape is the noisiest of the three (0.06 from one set of samples to the next).
+    @property
+    def has_learned(self) -> bool:
+        """Whether a model that sampled these videos has learned the clips."""
+        return self.colour >= 0.9 and self.motion >= 0.8 and self.shape >= 0.6
+
+    def __str__(self) -> str:
+        return f"colour {self.colour:.2f}  shape {self.shape:.2f}  motion {self.motion:.2f}"
+
+
+def score(videos: Sequence[np.ndarray], captions: Sequence[str]) -> Scores:
+    """Compare videos ([F, H, W, 3] uint8 each) with their captions."""
+    if len(videos) != len(captions) or not videos:
+        raise ValueError(f"{len(videos)} videos and {len(captions)} captions; give one for each")
+    pairs = [(look_at(v), Look.from_caption(c)) for v, c in zip(videos, captions, strict=True)]
+    return Scores(
+        colour=float(np.mean([seen.colour == told.colour for seen, told in pairs])),
+        shape=float(np.mean([seen.shape == told.shape for seen, told in pairs])),
+        motion=float(np.mean([seen.direction == told.direction for seen, told in pairs])),
+        num_videos=len(pairs),
+    )
+
+
+def read_frames(path: str | Path) -> np.ndarray:
+    """All frames of an mp4: uint8 [F, H, W, 3]."""
+    import av
+
+    with av.open(str(path)) as container:
+        return np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])

@@ -1,0 +1,115 @@
+"""Before and after the quickstart's training: make its data, look at its samples.
+
+python scripts/quickstart.py prepare FOLDER
+    writes FOLDER/videos, FOLDER/labels (the clips), FOLDER/wavelet.safetensors (the first stage,
+    fitted to them) and FOLDER/captions.txt (all 48 captions, the held-out ones too), and prints
+    how the clips and their reconstructions score: no model can do better than the latter.
+python scripts/quickstart.py look SAMPLES [SAMPLES ...]
+    scores folders of sampled mp4s. SAMPLES/prompts.json is {file: caption}; a folder with videos/
+    and labels/ works too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# bench is not installed with the package; it lies beside this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.shape_look import read_frames, score  # noqa: E402
+from cogfast.data.sample_clips import (  # noqa: E402
+    HELD_OUT,
+    caption_of,
+    combinations,
+    write_sample_clips,
+)
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  # noqa: E402
+
+NUM_BANDS = 48  # of 768: reconstructions at 27.8 dB, latents small enough for two CPU cores
+FIT_BATCH = 16  # clips
+
+
+def prepare(folder: Path) -> None:
+    """Write clips, captions and wavelet; print the scores that bound what training can reach."""
+    paths = write_sample_clips(folder)
+    captions = [read_caption(path) for path in paths]
+    all_captions = [caption_of(*parts) for parts in combinations()]
+    (folder / "captions.txt").write_text("\n".join(all_captions) + "\n")
+
+    frames = [read_frames(path) for path in paths]
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 4, 1, 2, 3)  # [B, 3, F, H, W]
+    video = pixels.float() / 127.5 - 1
+    wavelet_path = folder / "wavelet.safetensors"
+    WaveletState.fit(video.split(FIT_BATCH), NUM_BANDS).save(wavelet_path)
+
+    wavelet = WaveletAutoencoder(wavelet_path)
+    decoded = wavelet.decode(wavelet.encode(video).mean).clamp(-1, 1)
+    noise = (decoded - video).div(2).square().mean().log10().mul(-10).item()
+    rebuilt = ((decoded + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 4, 1).numpy()
+    print(f"{len(paths)} clips in {folder}; first stage keeps {NUM_BANDS} bands, {noise:.1f} dB")
+    print(f"  the clips             {score(frames, captions)}")
+    print(f"  their reconstructions {score(list(rebuilt), captions)}")
+
+
+def look(folders: list[Path]) -> None:
+    """Print the scores of each folder, and those of the held-out captions alone."""
+    held_out = {caption_of(*parts) for parts in HELD_OUT}
+    for folder in folders:
+        videos, captions = read_samples(folder)
+        scores = score(videos, captions)
+        verdict = "learned" if scores.has_learned else "not learned"
+        print(f"{folder}: {scores}  over {scores.num_videos} videos: {verdict}")
+        chosen = [i for i, caption in enumerate(captions) if caption in held_out]
+        if chosen and len(chosen) < len(captions):
+            part = score([videos[i] for i in chosen], [captions[i] for i in chosen])
+            print(f"  the {part.num_videos} with a caption that was held out: {part}")
+
+
+def read_samples(folder: Path) -> tuple[list[np.ndarray], list[str]]:
+    """The videos (uint8 [F, H, W, 3]) and captions of a folder of samples or of clips."""
+    prompts = folder / "prompts.json"
+    if prompts.is_file():
+        named = {folder / name: text for name, text in json.loads(prompts.read_text()).items()}
+    else:
+        named = {path: read_caption(path) for path in sorted(folder.glob("videos/*.mp4"))}
+    if not named:
+        raise ValueError(
+            f"{folder} has neither prompts.json ({{file: caption}}) nor videos/*.mp4; "
+            "give a folder of samples"
+        )
+    missing = [path for path in named if not path.is_file()]
+    if missing:
+        raise ValueError(f"{prompts} names {missing[0]}, which does not exist; sample again")
+    return [read_frames(path) for path in named], list(named.values())
+
+
+def read_caption(path: Path) -> str:
+    """The caption of a clip in SAT's layout: videos/x.mp4 -> labels/x.txt."""
+    return (path.parent.parent / "labels" / f"{path.stem}.txt").read_text().strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("prepare").add_argument("folder", type=Path)
+    commands.add_parser("look").add_argument("samples", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "prepare":
+            prepare(arguments.folder)
+        else:
+            look(arguments.samples)
+    except ValueError as error:
+        sys.exit(f"quickstart: {error}")
+
+
+if __name__ == "__main__":
+    main()
