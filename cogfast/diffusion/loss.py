@@ -1,0 +1,118 @@
+"""The training loss: draw timesteps and noise, noise the latents, weigh the denoiser's error."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
+from cogfast.diffusion.timestep_sampling import DiscreteSampling
+from cogfast.slot_random import SlotRandom
+
+
+class VideoDiffusionLoss:
+    """Weighted error of the clean latents that the denoiser finds in noised ones.
+
+    With a = alpha_sqrt[idx], x_t = a x0 + sqrt(1 - a^2) noise, and SNR = a^2 / (1 - a^2):
+        loss = w * mean((denoise(x_t) - x0)^2),  w = 1 / (1 - a^2) = SNR + 1,
+    which is the unweighted loss of the v that the network predicts.
+
+    offset_noise_level: adds one more normal number per sample, times this, to all its noise.
+    min_snr_value: gamma of Min-SNR (arXiv 2303.09556). That paper weighs a v loss with
+        min(SNR, gamma) / (SNR + 1), hence the x0 loss here with w = min(SNR, gamma). The last
+        timestep has SNR 0 and weight 0 then. (Upstream's option clamps w itself and fails on a
+        batch above 1.)
+    fixed_frames: the first so many latent frames stay clean in the network's input and are left
+        out of the loss, which is what a sampler with the same fixed_frames continues from.
+        (Upstream's loss takes the option and ignores it; 0 is what its configs say.)
+    type: "l2", or "l1" for the absolute error.
+    """
+
+    def __init__(
+        self,
+        sigma_sampler: DiscreteSampling,
+        type: Literal["l2", "l1"] = "l2",
+        offset_noise_level: float = 0.0,
+        min_snr_value: float | None = None,
+        fixed_frames: int = 0,
+    ) -> None:
+        if type not in ("l2", "l1"):
+            raise ValueError(f"loss_fn_config type={type!r} must be 'l2' or 'l1'; use 'l2'")
+        if min_snr_value is not None and min_snr_value <= 0:
+            raise ValueError(
+                f"loss_fn_config min_snr_value={min_snr_value} must be above 0; "
+                "use 5, or leave it out"
+            )
+        if fixed_frames < 0:
+            raise ValueError(f"loss_fn_config fixed_frames={fixed_frames} must be 0 or more")
+        self.sigma_sampler = sigma_sampler
+        self.is_squared = type == "l2"
+        self.offset_noise_level = offset_noise_level
+        self.min_snr_value = min_snr_value
+        self.fixed_frames = fixed_frames
+
+    def __call__(
+        self,
+        network: Network,
+        denoiser: DiscreteDenoiser,
+        latents: Tensor,
+        conditioning: Conditioning,
+        rng: SlotRandom,
+    ) -> Tensor:
+        """Loss per sample [B] float32 of latents [B, C, T, h, w], at draws of `rng`."""
+        idx = self.sigma_sampler.sample(rng)
+        noise = rng.normal("noise", latents.shape)
+        offset_noise = None
+        if self.offset_noise_level > 0:
+            offset_noise = rng.normal("offset noise", latents.shape[:1])
+        return self.at(network, denoiser, latents, conditioning, idx, noise, offset_noise)
+
+    def at(
+        self,
+        network: Network,
+        denoiser: DiscreteDenoiser,
+        latents: Tensor,
+        conditioning: Conditioning,
+        idx: Tensor,
+        noise: Tensor,
+        offset_noise: Tensor | None = None,
+    ) -> Tensor:
+        """Loss per sample [B] float32 at given timesteps idx [B] and noise [B, C, T, h, w].
+
+        offset_noise: [B] normal numbers, needed where offset_noise_level is above 0.
+        """
+        denoiser.require_video_scaling("VideoDiffusionLoss")
+        x0 = latents.float()
+        alpha_sqrt = self.sigma_sampler.alpha_sqrt(idx)
+        if self.offset_noise_level > 0:
+            assert offset_noise is not None, "offset_noise_level > 0 needs offset_noise"
+            noise = noise + broadcast_over(offset_noise, noise) * self.offset_noise_level
+        noised = self.noised(x0, noise, alpha_sqrt)
+        denoised = denoiser.denoise(network, noised, alpha_sqrt, conditioning, idx)
+
+        error = (denoised - x0)[:, :, self.fixed_frames :]
+        error = error.square() if self.is_squared else error.abs()
+        return self.weight(alpha_sqrt) * error.flatten(1).mean(dim=1)
+
+    def noised(self, x0: Tensor, noise: Tensor, alpha_sqrt: Tensor) -> Tensor:
+        """Latents [B, C, T, h, w] at the noise level alpha_sqrt [B]; fixed frames stay clean."""
+        signal = broadcast_over(alpha_sqrt, x0)
+        noised = x0 * signal + noise.float() * (1 - signal**2) ** 0.5
+        if self.fixed_frames == 0:
+            return noised
+        if self.fixed_frames >= x0.shape[2]:
+            raise ValueError(
+                f"loss_fn_config fixed_frames={self.fixed_frames} must be below the clip's "
+                f"{x0.shape[2]} latent frames"
+            )
+        clean, rest = x0[:, :, : self.fixed_frames], noised[:, :, self.fixed_frames :]
+        return torch.cat([clean, rest], dim=2)
+
+    def weight(self, alpha_sqrt: Tensor) -> Tensor:
+        """The loss weight [B] at noise levels alpha_sqrt [B]."""
+        if self.min_snr_value is None:
+            return 1 / (1 - alpha_sqrt**2)
+        snr = alpha_sqrt**2 / (1 - alpha_sqrt**2)
+        return snr.clamp(max=self.min_snr_value)

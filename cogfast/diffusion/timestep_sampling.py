@@ -1,0 +1,66 @@
+"""Which timestep each sample of the global batch trains at."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cogfast.diffusion.denoiser import Schedule
+from cogfast.diffusion.noise_schedule import DeviceTable
+from cogfast.slot_random import SlotRandom
+
+
+class DiscreteSampling:
+    """Draws timesteps 0..num_idx-1, evenly on average.
+
+    With uniform_sampling the range is cut into equal strata and the slots of the global batch
+    share them out, so that every step covers all noise levels, on any number of ranks. group_num
+    (SAT's name) is the number of strata; None or 0 gives each slot one of its own, and more than
+    there are slots counts as that. A rotation, drawn once per step, moves each slot through all
+    strata over time: a slot's own timesteps are uniform too.
+    """
+
+    def __init__(
+        self,
+        discretization: Schedule,
+        num_idx: int = 1000,
+        uniform_sampling: bool = False,
+        group_num: int | None = None,
+    ) -> None:
+        if num_idx != discretization.num_timesteps:
+            raise ValueError(
+                f"sigma_sampler_config num_idx={num_idx} must be the discretization's "
+                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
+            )
+        if group_num is not None and group_num < 0:
+            raise ValueError(
+                f"sigma_sampler_config group_num={group_num} must be 0 or more; "
+                "leave it out for one stratum per sample"
+            )
+        self.num_idx = num_idx
+        self.uniform_sampling = uniform_sampling
+        self.group_num = group_num
+        self.table = DeviceTable(discretization.table())
+
+    def sample(self, rng: SlotRandom) -> Tensor:
+        """The timesteps [B] int64 of the slots of `rng`, on its device."""
+        within = rng.uniform("timestep")  # [B] float64 in [0, 1)
+        if self.uniform_sampling:
+            num_strata = min(self.group_num or rng.num_slots, rng.num_slots)
+            strata = self.strata(rng, num_strata).to(torch.float64)
+            within = (strata + within) / num_strata
+        # (stratum + within) may round up to the next stratum: at the top that is one too far.
+        idx = (within * self.num_idx).long().clamp_(max=self.num_idx - 1)
+        return idx.to(rng.device, non_blocking=True)  # pageable and small: no wait for the stream
+
+    def strata(self, rng: SlotRandom, num_strata: int) -> Tensor:
+        """The stratum [B] int64 of each slot at this step, on the CPU."""
+        rotation = math.floor(rng.shared_unit("timestep rotation") * num_strata)
+        slots = torch.tensor(list(rng.slots))
+        return (slots * num_strata // rng.num_slots + rotation) % num_strata
+
+    def alpha_sqrt(self, idx: Tensor) -> Tensor:
+        """The table's alpha_sqrt [B] float32 at timesteps idx [B]."""
+        return self.table.on(idx.device)[idx]
