@@ -1,0 +1,111 @@
+"""Samples that cannot be read: how they are told, listed once per run, and when they end it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_NUM_NAMED = 10  # samples that the error lists
+_NUM_HOPELESS = (
+    10  # from here on, a majority of bad samples ends the run whatever the data set's size
+)
+
+
+class BadSample(Exception):
+    """A sample that cannot be used: `path` names it, `reason` says why in one line."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)  # both, so that it travels between processes
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class BadSampleLog:
+    """The distinct bad samples of a run, in a JSON-lines file that all ranks share.
+
+    file: one line {"path", "reason"} per bad sample; None keeps the list in memory only.
+    num_samples: size of the data set; max_bad_fraction: the part of it that may be bad. One bad
+    sample is always borne, else a data set of ten could not have any.
+    """
+
+    def __init__(
+        self, file: str | Path | None, num_samples: int, max_bad_fraction: float = 0.05
+    ) -> None:
+        if not 0.0 <= max_bad_fraction <= 1.0:
+            raise ValueError(
+                f"args.max_bad_fraction={max_bad_fraction} must be between 0 and 1; "
+                "0.05 bears five bad samples of a hundred"
+            )
+        self.file = None if file is None else Path(file)
+        self.num_samples = num_samples
+        self.max_bad_fraction = max_bad_fraction
+        self.reasons: dict[str, str] = {}  # path -> reason, in the order of discovery
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            if self.file.exists():
+                self.reasons = _read(self.file.read_bytes())
+
+    @property
+    def limit(self) -> int:
+        """The most bad samples that the run bears."""
+        return max(1, int(self.max_bad_fraction * self.num_samples))
+
+    def add(self, path: str, reason: str) -> bool:
+        """Take a bad sample down; False when it was known, from this or another rank."""
+        if path in self.reasons:
+            return False
+        is_new = True
+        if self.file is not None:
+            with open(self.file, "a+b") as f:
+                fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
+                f.seek(0)
+                text = f.read()
+                self.reasons = _read(text)
+                is_new = path not in self.reasons
+                if is_new:
+                    # A process killed while it wrote leaves half a line: begin a new one.
+                    start = b"" if not text or text.endswith(b"\n") else b"\n"
+                    line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
+                    f.write(start + line.encode() + b"\n")
+        if is_new:
+            self.reasons[path] = reason
+            logger.warning("skipped %s: %s", path, reason)
+        return is_new
+
+    def check(self, num_seen: int | None = None) -> None:
+        """Raise where too many are bad; num_seen: the distinct samples that this rank has tried."""
+        num_bad = len(self.reasons)
+        is_hopeless = (
+            num_seen is not None
+            and self.max_bad_fraction < 0.5
+            and num_bad >= _NUM_HOPELESS
+            and 2 * num_bad > num_seen
+        )
+        if num_bad <= self.limit and not is_hopeless:
+            return
+        named = "; ".join(f"{p}: {r}" for p, r in list(self.reasons.items())[:_NUM_NAMED])
+        where = "" if self.file is None else f" (all in {self.file})"
+        raise ValueError(
+            f"{num_bad}/{self.num_samples} videos unreadable (>{100 * self.max_bad_fraction:g}%), "
+            f"args.max_bad_fraction={self.max_bad_fraction:g}; mend or remove them, or raise it; "
+            f"first: {named}{where}"
+        )
+
+
+def _read(text: bytes) -> dict[str, str]:
+    """{path: reason} of a log's lines; a line that a killed process left torn is passed over."""
+    reasons = {}
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        reasons[entry["path"]] = entry["reason"]
+    return reasons

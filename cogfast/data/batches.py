@@ -1,0 +1,284 @@
+"""Stop 3 of nine: micro-batches of one data-parallel rank, in the global order, read by workers.
+
+The order alone says what a slot reads, so neither the number of ranks or workers nor a restart
+changes a batch. A bad sample is replaced within its slot and reported; only too many end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from cogfast.data.bad_samples import BadSample, BadSampleLog
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.global_order import GlobalOrder
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Any]
+
+_BATCH_KEY = {"video": "mp4", "path": "paths", "encoded_video": "encoded_videos"}
+_MAX_ATTEMPTS = 100  # bad samples in a row that one slot passes over
+_MIDDLE = 127.5  # uint8 0..255 -> [-1, 1]
+
+
+class BatchLoader:
+    """Endless (or `num_steps` long) iterator over the micro-batches of one data-parallel rank.
+
+    A step has `accumulation` micro-batches; item i of number a on rank r fills slot
+    a * (micro_batch * dp_size) + r * micro_batch + i of the global batch. Each is
+    {"mp4": uint8 [B, F, 3, H, W], "txt": [str], "fps": [B], "num_frames": [B], "paths": [str]}, or
+    what the data set's items hold (tensors stacked, strings listed), plus
+    {"step": int, "slots": [int], "bad": [(path, reason)] passed over for this micro-batch}.
+
+    start_step: where a resumed run goes on. num_workers=0 reads in this process. timeout: seconds
+    that reading one sample may take, 0 for ever. bad_samples_path: see BadSampleLog.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: GlobalOrder,
+        *,
+        micro_batch: int,
+        accumulation: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        start_step: int = 0,
+        num_steps: int | None = None,
+        num_workers: int = 1,
+        prefetch_factor: int = 4,
+        timeout: float = 60.0,
+        bad_samples_path: str | Path | None = None,
+        max_bad_fraction: float = 0.05,
+    ) -> None:
+        assert order.global_batch == micro_batch * accumulation * dp_size, (
+            f"{order.global_batch=} is not {micro_batch=} * {accumulation=} * {dp_size=}"
+        )
+        assert order.num_samples == len(dataset), f"{order.num_samples=}, {len(dataset)=}"
+        for key, value, least in (
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+            ("decode_timeout", timeout, 0),
+        ):
+            if value < least:
+                raise ValueError(f"args.{key}={value} must be at least {least}")
+        self.bad_samples = BadSampleLog(bad_samples_path, len(dataset), max_bad_fraction)
+        self.num_padded = 0  # clips delivered so far whose last frame was repeated
+        self._dataset = dataset
+        self._order = order
+        self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
+        slots = _Slots(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps)
+        self._expected = iter(slots)
+        self._batches: Iterator[Batch] | None = iter(
+            DataLoader(
+                _MicroBatches(dataset, order, timeout),
+                batch_size=None,  # an element of `slots` is a whole micro-batch
+                sampler=slots,
+                collate_fn=_as_is,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                pin_memory=torch.cuda.is_available(),
+                multiprocessing_context=_start_method() if num_workers else None,
+            )
+        )
+
+    def __iter__(self) -> BatchLoader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            raise StopIteration
+        expected = next(self._expected)
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            self.close()
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            step, slots = expected
+            names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
+            raise RuntimeError(
+                f"a reading process was killed (out of memory?) at or after step {step}, "
+                f"{', '.join(names)}; fewer args.num_workers need less memory"
+            ) from error
+        assert (batch["step"], batch["slots"]) == expected, f"{batch['step']=} {expected=}"
+        self._account(batch)
+        return batch
+
+    def _account(self, batch: Batch) -> None:
+        """Count and report what was bad or padded, and stop where it is too much."""
+        for index in batch.pop("tried"):
+            self._tried[index] = 1
+        for path, reason in batch["bad"]:
+            self.bad_samples.add(path, reason)
+        if batch["bad"]:
+            try:
+                self.bad_samples.check(num_seen=sum(self._tried))
+                if batch.pop("unfilled", False):
+                    path, reason = batch["bad"][-1]
+                    raise ValueError(
+                        f"step {batch['step']}: no readable sample in {len(batch['bad'])} tried; "
+                        f"mend the files under args.train_data; last: {path}: {reason}"
+                    )
+            except ValueError:
+                self.close()
+                raise
+        if "num_padded" in batch:
+            self.num_padded += int((batch.pop("num_padded") > 0).sum())
+
+    def close(self) -> None:
+        """Stop the workers; later calls of next() end the iteration."""
+        self._batches = None  # torch's iterator joins its workers when it is dropped
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def to_device(
+    batch: Batch, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Batch:
+    """The batch with its tensors on `device`; "mp4" becomes [B, F, 3, H, W] `dtype` in [-1, 1].
+
+    The bytes travel as uint8 and become numbers on the device, in float32 before `dtype`.
+    Other tensors (latents, embeddings) keep their dtype.
+    """
+    out = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            value = value.to(device, non_blocking=True)
+        if key == "mp4":
+            if value.dtype == torch.uint8:
+                value = value.to(torch.float32).sub_(_MIDDLE).div_(_MIDDLE)
+            value = value.to(dtype)
+        out[key] = value
+    return out
+
+
+class _Slots:
+    """(step, slots) of one rank's micro-batches, in order."""
+
+    def __init__(
+        self,
+        micro_batch: int,
+        accumulation: int,
+        dp_rank: int,
+        dp_size: int,
+        start_step: int,
+        num_steps: int | None,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
+        width = micro_batch * dp_size
+        first = [a * width + dp_rank * micro_batch for a in range(accumulation)]
+        self._slots = [list(range(f, f + micro_batch)) for f in first]
+        self._start_step, self._num_steps = start_step, num_steps
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        step = self._start_step
+        while self._num_steps is None or step < self._start_step + self._num_steps:
+            for slots in self._slots:
+                yield step, slots
+            step += 1
+
+
+class _MicroBatches(Dataset):
+    """Reads the micro-batch of a (step, slots); lives in the workers."""
+
+    def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
+        self._dataset, self._order, self._timeout = dataset, order, timeout
+
+    def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
+        step, slots = step_and_slots
+        items: list[dict] = []
+        bad: list[tuple[str, str]] = []
+        tried: list[int] = []
+        for slot in slots:
+            item = self._fill(step, slot, bad, tried)
+            if item is None:
+                break
+            items.append(item)
+        batch: Batch = {"step": step, "slots": slots, "bad": bad, "tried": tried}
+        if len(items) < len(slots):
+            return {**batch, "unfilled": True}
+        return {**_collate(items), **batch}
+
+    def _fill(
+        self, step: int, slot: int, bad: list[tuple[str, str]], tried: list[int]
+    ) -> dict | None:
+        """The first readable candidate of a slot; None where there is none."""
+        for attempt in range(min(_MAX_ATTEMPTS, self._order.num_samples)):
+            index = self._order.index(step, slot, attempt)
+            tried.append(index)
+            try:
+                return self._read(index)
+            except BadSample as error:
+                bad.append((error.path, error.reason))
+        return None
+
+    def _read(self, index: int) -> dict:
+        if self._timeout == 0:
+            return self._dataset[index]
+        # A thread, since no signal interrupts a decoder that hangs in its own code. It is left
+        # behind then; as a daemon it does not keep the process from ending.
+        result: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=_put_item, args=(self._dataset, index, result), daemon=True).start()
+        try:
+            item, error = result.get(timeout=self._timeout)
+        except queue.Empty:
+            reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
+            raise BadSample(_name_of(self._dataset, index), reason) from None
+        if error is not None:
+            raise error
+        return item
+
+
+def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:
+    try:
+        result.put((dataset[index], None))
+    except BaseException as error:
+        result.put((None, error))
+
+
+def _name_of(dataset: Dataset, index: int) -> str:
+    """The sample's file where the data set can say it, as ours do; users' own need not."""
+    return dataset.paths[index] if isinstance(dataset, CaptionedVideos) else f"sample {index}"
+
+
+def _collate(items: list[dict]) -> Batch:
+    """Items with the same keys as one batch: tensors stacked, numbers as a tensor, strings listed."""
+    keys = list(items[0])
+    for item in items[1:]:
+        if list(item) != keys:
+            raise ValueError(f"samples of one batch differ in keys: {keys} and {list(item)}")
+    batch = {}
+    for key in keys:
+        values = [item[key] for item in items]
+        if isinstance(values[0], torch.Tensor) and len({v.shape for v in values}) > 1:
+            shapes = ", ".join(str(list(v.shape)) for v in values)
+            raise ValueError(f"samples of one batch differ in the shape of {key!r}: {shapes}")
+        # default_collate stacks straight into shared memory when it runs in a worker.
+        batch[_BATCH_KEY.get(key, key)] = default_collate(values)
+    return batch
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _start_method() -> str:
+    """How workers start: by fork, the quick way, where nothing speaks against it."""
+    if sys.platform != "linux":
+        return "spawn"
+    # A fork of a process that holds a CUDA context inherits one that it cannot use.
+    return "forkserver" if torch.cuda.is_initialized() else "fork"

@@ -1,0 +1,328 @@
+"""Data sets of video files with captions, in SAT's folder layout and the diffusers trainer's lists.
+
+Both give the same sample, {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames", "path",
+"num_padded"}, and raise BadSample for a file that cannot be used. The files are found, and the
+captions read, once at the start; no video is opened before it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_transform import (
+    FrameSelection,
+    Selection,
+    resize_and_center_crop,
+    select_frames_sat,
+    select_frames_timestamp,
+    select_frames_uniform,
+)
+from cogfast.data.packed_strings import PackedStrings
+from cogfast.data.video_reader import ReaderName, VideoReader, open_video
+
+_NUM_NAMED = 5  # files that an error lists
+_FRAMES_AT_ONCE = 16  # full-size frames held before they are scaled down
+_OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm", ".MP4")
+
+DataDir = str | Path | Sequence[str | Path]
+ShortClips = Literal["skip", "pad"]
+
+
+class Sample(TypedDict):
+    video: Tensor  # uint8 [F, 3, H, W]
+    txt: str
+    fps: int
+    num_frames: int  # before padding
+    path: str
+    num_padded: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """What a video file becomes: data.params of the YAML.
+
+    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
+    out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
+    pad as upstream does; padded clips are counted either way.
+    """
+
+    video_size: tuple[int, int]  # rows, columns
+    fps: int
+    max_num_frames: int
+    skip_frms_num: float = 0.0
+    frame_selection: FrameSelection = "timestamp"
+    short_clips: ShortClips | None = None
+    reader: ReaderName = "auto"
+
+    def __post_init__(self) -> None:
+        size = tuple(self.video_size)
+        if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
+            raise ValueError(
+                f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
+            )
+        object.__setattr__(self, "video_size", size)
+        for key, value, least in (
+            ("fps", self.fps, "positive"),
+            ("max_num_frames", self.max_num_frames, "positive"),
+            ("skip_frms_num", self.skip_frms_num, "0 or more"),
+        ):
+            if value < 0 or (value == 0 and least == "positive"):
+                raise ValueError(f"data.params.{key}={value} must be {least}")
+        for key, value, choices in (
+            ("frame_selection", self.frame_selection, get_args(FrameSelection)),
+            ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
+            ("reader", self.reader, get_args(ReaderName)),
+        ):
+            if value not in choices:
+                allowed = ", ".join(str(c) for c in choices if c is not None)
+                raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
+
+    @property
+    def skips_short_clips(self) -> bool:
+        if self.short_clips is None:
+            return self.frame_selection == "timestamp"
+        return self.short_clips == "skip"
+
+
+def select_frames(video: VideoReader, settings: ClipSettings) -> Selection:
+    """The clip's frames, or BadSample where the video is too short for it."""
+    fps, num_frames, skip = settings.fps, settings.max_num_frames, settings.skip_frms_num
+    try:
+        if settings.frame_selection == "timestamp":
+            selection = select_frames_timestamp(video.times, fps, num_frames, int(skip))
+        elif settings.frame_selection == "sat":
+            selection = select_frames_sat(len(video), video.fps, fps, num_frames, skip)
+        else:
+            selection = select_frames_uniform(len(video), num_frames)
+    except ValueError as error:
+        raise BadSample(video.path, str(error)) from None
+    if selection.num_padded and settings.skips_short_clips:
+        has, need = len(video) / video.fps, num_frames / fps
+        digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
+        raise BadSample(
+            video.path,
+            f"{len(video)} frames at {video.fps:g} fps = {has:.{digits}f} s, "
+            f"need {need:.{digits}f} s (data.params.short_clips=pad repeats the last frame)",
+        )
+    return selection
+
+
+def read_clip(path: str, settings: ClipSettings) -> tuple[Tensor, Selection]:
+    """The clip [F, 3, rows, columns] uint8 of a video file, and its selection."""
+    video = open_video(path, settings.reader)
+    selection = select_frames(video, settings)
+    # Padded frames are copied, not decoded; full-size frames are let go a few at a time.
+    chosen = selection.indices[: len(selection.indices) - selection.num_padded]
+    parts = [
+        resize_and_center_crop(
+            video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
+        )
+        for i in range(0, len(chosen), _FRAMES_AT_ONCE)
+    ]
+    clip = torch.cat(parts)
+    if selection.num_padded:
+        clip = torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
+    return clip, selection
+
+
+class CaptionedVideos(Dataset):
+    """Video files with one caption each; `settings` says what a file becomes."""
+
+    def __init__(
+        self, paths: Sequence[str], captions: Sequence[str], settings: ClipSettings
+    ) -> None:
+        assert len(paths) == len(captions), f"{len(paths)=}, {len(captions)=}"
+        self.paths = PackedStrings(paths)
+        self.captions = PackedStrings(captions)
+        self.settings = settings
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Sample:
+        clip, selection = read_clip(self.paths[index], self.settings)
+        return {
+            "video": clip,
+            "txt": self.captions[index],
+            "fps": self.settings.fps,
+            "num_frames": selection.num_frames,
+            "path": self.paths[index],
+            "num_padded": selection.num_padded,
+        }
+
+
+class VideoFolder(CaptionedVideos):
+    """SAT's layout: <dir>/**/videos/x.mp4 with its caption, one line, in <dir>/**/labels/x.txt.
+
+    As sat/data_video.SFTDataset finds them: every .mp4 below `data_dir`, whose label is named by
+    putting labels for videos and .txt for .mp4 in its path (so x.txt beside x.mp4 works too).
+    """
+
+    def __init__(
+        self,
+        data_dir: DataDir,
+        video_size: Sequence[int],
+        fps: int,
+        max_num_frames: int,
+        skip_frms_num: float = 0.0,
+        frame_selection: FrameSelection = "timestamp",
+        short_clips: ShortClips | None = None,
+        allow_empty_captions: bool = False,
+        reader: ReaderName = "auto",
+    ) -> None:
+        settings = ClipSettings(
+            video_size=tuple(video_size),
+            fps=fps,
+            max_num_frames=max_num_frames,
+            skip_frms_num=skip_frms_num,
+            frame_selection=frame_selection,
+            short_clips=short_clips,
+            reader=reader,
+        )
+        paths, captions, missing, empty = [], [], [], []
+        for folder in _folders(data_dir):
+            found = list(_find_videos(folder))
+            if not found:
+                raise ValueError(f"data_dir={folder}: no .mp4 file in it{_other_videos(folder)}")
+            for path in found:
+                label = _label_of(path, folder)
+                caption = "" if label is None else _first_line(label)
+                if label is None:
+                    missing.append(_sat_label(path))
+                elif not caption:
+                    empty.append(str(label))
+                paths.append(path)
+                captions.append(caption)
+        if not allow_empty_captions:
+            _refuse(missing, len(paths), "videos without a label file")
+            _refuse(empty, len(paths), "label files without a caption in the first line")
+        super().__init__(paths, captions, settings)
+
+
+class VideoList(CaptionedVideos):
+    """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, a line each a sample.
+
+    Paths in videos.txt are relative to it; blank lines count in neither file.
+    """
+
+    def __init__(
+        self,
+        data_dir: DataDir,
+        video_size: Sequence[int],
+        fps: int,
+        max_num_frames: int,
+        skip_frms_num: float = 0.0,
+        frame_selection: FrameSelection = "timestamp",
+        short_clips: ShortClips | None = None,
+        caption_column: str = "prompts.txt",
+        video_column: str = "videos.txt",
+        reader: ReaderName = "auto",
+    ) -> None:
+        settings = ClipSettings(
+            video_size=tuple(video_size),
+            fps=fps,
+            max_num_frames=max_num_frames,
+            skip_frms_num=skip_frms_num,
+            frame_selection=frame_selection,
+            short_clips=short_clips,
+            reader=reader,
+        )
+        paths, captions = [], []
+        for folder in _folders(data_dir):
+            lists = folder / video_column, folder / caption_column
+            for key, file in zip(("video_column", "caption_column"), lists, strict=True):
+                if not file.is_file():
+                    raise ValueError(
+                        f"data.params.{key}={file.name}: {file} does not exist; name the list's "
+                        "file, one line a sample (folders of videos/ and labels/: VideoFolder)"
+                    )
+            videos, prompts = (_lines(file) for file in lists)
+            if len(videos) != len(prompts):
+                raise ValueError(
+                    f"{lists[0]} has {len(videos)} lines and {lists[1]} {len(prompts)}; "
+                    "give every video one caption line"
+                )
+            if not videos:
+                raise ValueError(f"{lists[0]}: no video in it")
+            paths += [str(lists[0].parent / line) for line in videos]
+            captions += prompts
+        _refuse([p for p in paths if not os.path.isfile(p)], len(paths), "listed videos missing")
+        super().__init__(paths, captions, settings)
+
+
+def _folders(data_dir: DataDir) -> list[Path]:
+    """The folders of data_dir, which must exist."""
+    dirs = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
+    if not dirs:
+        raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
+    for folder in dirs:
+        if not Path(folder).is_dir():
+            raise ValueError(
+                f"data_dir={folder}: no such folder; args.train_data and args.valid_data name them"
+            )
+    return [Path(folder) for folder in dirs]
+
+
+def _find_videos(folder: Path) -> Iterator[str]:
+    """Every .mp4 below `folder`, sorted: os.walk's own order differs between machines."""
+    for root, dirs, files in os.walk(folder, followlinks=True):
+        dirs.sort()
+        yield from (os.path.join(root, name) for name in sorted(files) if name.endswith(".mp4"))
+
+
+def _other_videos(folder: Path) -> str:
+    num = sum(n.endswith(_OTHER_VIDEOS) for _, _, names in os.walk(folder) for n in names)
+    return f", but {num} of {', '.join(_OTHER_VIDEOS)}; convert them to .mp4" if num else ""
+
+
+def _sat_label(path: str) -> str:
+    return path.replace(".mp4", ".txt").replace("videos", "labels")
+
+
+def _label_of(path: str, folder: Path) -> Path | None:
+    """The label file of a video: SAT's name for it, else with only the last videos/ replaced."""
+    if os.path.exists(_sat_label(path)):
+        return Path(_sat_label(path))
+    # SAT replaces the word anywhere, also in /my_videos/ above the data set.
+    parts = list(Path(path).relative_to(folder).with_suffix(".txt").parts)
+    if "videos" in parts[:-1]:
+        parts[len(parts) - 2 - parts[-2::-1].index("videos")] = "labels"
+    elif folder.name == "videos":
+        folder = folder.parent / "labels"
+    label = folder.joinpath(*parts)
+    return label if label.exists() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}); "
+            "save the captions as UTF-8"
+        ) from None
+
+
+def _first_line(file: Path) -> str:
+    lines = _text(file).splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _lines(file: Path) -> list[str]:
+    return [line.strip() for line in _text(file).splitlines() if line.strip()]
+
+
+def _refuse(files: list[str], num_samples: int, what: str) -> None:
+    if files:
+        named = ", ".join(files[:_NUM_NAMED]) + (", ..." if len(files) > _NUM_NAMED else "")
+        fix = " or set data.params.allow_empty_captions=true" if "label" in what else ""
+        raise ValueError(f"{len(files)}/{num_samples} {what}: {named}; add them{fix}")

@@ -1,0 +1,147 @@
+"""Stop 1 of nine: an open video file: when each frame is shown, and the pixels of chosen frames.
+
+decord reads where it is installed, PyAV elsewhere; both give the same pixels bit for bit. A reader
+lives as long as one sample: open, read, close. Every failure to read is a BadSample.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cogfast.data.bad_samples import BadSample
+
+ReaderName = Literal["auto", "decord", "pyav"]
+
+
+class VideoReader(Protocol):
+    """An open file. times: seconds at which each of the n frames is shown, float64 [n]."""
+
+    path: str
+    times: np.ndarray
+    fps: float  # mean rate
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        """Frames [F, H, W, 3] uint8 RGB at `indices`, which must not decrease."""
+
+
+def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
+    """The file's reader; `reader` chooses the library, "auto" prefers decord."""
+    if reader not in ("auto", "decord", "pyav"):
+        raise ValueError(f"reader={reader!r} is not known; use auto, decord or pyav")
+    has_decord = importlib.util.find_spec("decord") is not None
+    if reader == "decord" and not has_decord:
+        raise ValueError("reader=decord: decord is not installed; install it, or use reader=pyav")
+    try:
+        size = os.path.getsize(path)
+    except OSError as error:
+        raise BadSample(path, f"cannot be opened ({error.strerror})") from None
+    if size == 0:
+        raise BadSample(path, "the file is empty (0 bytes)")
+    return DecordReader(path) if has_decord and reader != "pyav" else PyAVReader(path)
+
+
+def _one_line(error: BaseException) -> str:
+    """The telling line of a library's message, without its stack and source positions."""
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text.rsplit("Check failed:", 1)[-1].strip()[:200]
+
+
+class DecordReader:
+    """decord with one thread: workers are the parallelism, and many threads cost memory each."""
+
+    def __init__(self, path: str) -> None:
+        import decord
+
+        self.path = path
+        self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError)
+        try:
+            self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
+            num_frames = len(self._reader)
+            if num_frames == 0:
+                raise BadSample(path, "no frame in it")
+            shown = self._reader.get_frame_timestamp(range(num_frames))  # [n, 2] start, end
+            self.fps = float(self._reader.get_avg_fps())
+        except self._errors as error:
+            raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+        self.times = shown[:, 0].astype(np.float64)
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        try:
+            frames = self._reader.get_batch(list(indices))
+        except self._errors as error:
+            reason = f"frames {indices[0]}..{indices[-1]} of {len(self)} do not decode"
+            raise BadSample(self.path, f"{reason} ({_one_line(error)})") from None
+        return torch.from_numpy(frames.asnumpy())
+
+
+class PyAVReader:
+    """PyAV, decoding from the start of the file up to the last frame asked for."""
+
+    def __init__(self, path: str) -> None:
+        import av
+
+        self.path = path
+        self._errors = (av.error.FFmpegError, ValueError, OSError)
+        try:
+            with av.open(path) as container:
+                stream = self._video_stream(container)
+                shown = [p.pts for p in container.demux(stream) if p.pts is not None]
+                base, rate = stream.time_base, stream.average_rate
+        except self._errors as error:
+            raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+        if not shown or base is None:
+            raise BadSample(path, "no frame in it")
+        # Packets come in decoding order, frames in the order of their times.
+        self.times = np.sort(np.array(shown, dtype=np.float64)) * float(base)
+        self.fps = float(rate) if rate else len(shown) / max(float(np.ptp(self.times)), 1e-3)
+        self._next = 0
+        self._frames: Iterator[Tensor] = self._decode()
+
+    def _video_stream(self, container):
+        if not container.streams.video:
+            raise BadSample(self.path, "no video stream in it")
+        stream = container.streams.video[0]
+        stream.thread_type = "NONE"  # workers are the parallelism
+        return stream
+
+    def _decode(self) -> Iterator[Tensor]:
+        import av
+
+        with av.open(self.path) as container:
+            for frame in container.decode(self._video_stream(container)):
+                yield torch.from_numpy(frame.to_ndarray(format="rgb24"))  # [H, W, 3]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        assert list(indices) == sorted(indices), f"{indices=} go back"
+        if indices[0] < self._next:
+            self._next, self._frames = 0, self._decode()
+        out: list[Tensor] = []
+        try:
+            for index in indices:
+                if out and index < self._next:
+                    out.append(out[-1])
+                    continue
+                while self._next <= index:
+                    frame = next(self._frames)
+                    self._next += 1
+                out.append(frame)
+        except (StopIteration, *self._errors) as error:
+            why = "the file ends early" if isinstance(error, StopIteration) else _one_line(error)
+            reason = f"frame {self._next} of {len(self)} does not decode ({why})"
+            raise BadSample(self.path, reason) from None
+        return torch.stack(out)
