@@ -1,19 +1,284 @@
-"""The 3D VAE of CogVideoX: diffusers' AutoencoderKLCogVideoX, built from SAT's config or a folder."""
+"""The 3D VAE of CogVideoX: diffusers' AutoencoderKLCogVideoX, built from SAT's config or a folder.
+
+Its group norms take their statistics over all frames of a call, so the numbers depend on how a clip
+is cut into calls. We cut as SAT does: a clip is encoded whole, latents are decoded 3, 2, 2, ... at
+a time with the convolutions' caches kept in between (SAT v1.0's sampling).
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from cogfast.model.weights.vae import read_sat_vae, to_diffusers
+from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_pixel_frames
+
+logger = logging.getLogger(__name__)
+
+_NORM_GROUPS = 32  # SAT's Normalize
+_DIFFUSERS_FRAMES = 8  # pixel frames per call of diffusers' own encode
+_SERIAL_LATENTS = 2  # latent frames per call; the first call takes one more
+# diffusers' tiles overlap by these shares of their rows and columns.
+_TILE_OVERLAP = (1 / 6, 1 / 5)
+_TILE_STEP = (48, 40)  # tile sizes whose stride falls on whole latent pixels
+
+EncodeChunks = Literal["whole", "diffusers"]
+DecodeChunks = Literal["serial", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The Gaussian that a clip encodes to, not scaled: mean and std [B, C, T, h, w]."""
+    """The Gaussian that a clip encodes to, not scaled: mean and std [B, C, T, h, w], float32."""
 
     mean: Tensor
     std: Tensor | None  # None: the first stage is deterministic
 
     def sample(self, noise: Tensor | None) -> Tensor:
-        """Latents [B, C, T, h, w] from standard normal `noise` of that shape."""
+        """Latents [B, C, T, h, w] from standard normal `noise` of that shape; None: the mean."""
         return self.mean if self.std is None or noise is None else self.mean + self.std * noise
+
+
+class VideoAutoencoder(nn.Module):
+    """Clips to latents and back, frozen, with no scale factor applied.
+
+    path: a diffusers VAE folder (or one with vae/ inside); `inner` instead: a built
+    AutoencoderKLCogVideoX. encode_chunks: "whole" as SAT, "diffusers" 8 frames at a time.
+    decode_chunks: "serial" or "whole". use_slicing: one clip of the batch at a time (same numbers).
+    use_tiling: tiles of tile_size = [rows, columns] pixels (default 240x360) for frames larger than
+    that; other numbers, since each tile has its own group norm statistics.
+    """
+
+    temporal_compression = TEMPORAL_COMPRESSION
+    spatial_compression = SPATIAL_COMPRESSION
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        inner: nn.Module | None = None,
+        encode_chunks: EncodeChunks = "whole",
+        decode_chunks: DecodeChunks = "serial",
+        use_slicing: bool = False,
+        use_tiling: bool = False,
+        tile_size: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        _check_choice("encode_chunks", encode_chunks, ("whole", "diffusers"))
+        _check_choice("decode_chunks", decode_chunks, ("serial", "whole"))
+        if (path is None) == (inner is None):
+            raise ValueError(
+                f"first_stage_config.params.path={path}: give the vae folder of a diffusers "
+                "CogVideoX model (SAT's 3d-vae.pt goes with encoder_config and decoder_config)"
+            )
+        self.inner = _read_folder(Path(path), dtype) if inner is None else inner
+        self.encode_chunks = encode_chunks
+        self.decode_chunks = decode_chunks
+        self.latent_channels: int = self.inner.config.latent_channels
+        self.inner.use_slicing = use_slicing
+        if use_tiling:
+            rows, columns = _check_tile_size(tile_size)
+            self.inner.enable_tiling(rows, columns, *_TILE_OVERLAP)
+        self.eval().requires_grad_(False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.inner.parameters()).dtype
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Moments:
+        """Video [B, 3, F, 8h, 8w] in [-1, 1] -> moments [B, C, T, h, w], F = 4(T-1)+1.
+
+        An even F gives F/4 latent frames, as SAT v1.0 and diffusers do.
+        """
+        num_frames, height, width = video.shape[2:]
+        if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
+            raise ValueError(
+                f"frames of {height}x{width} do not divide into latent pixels; "
+                f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
+            )
+        is_whole = self.encode_chunks == "whole"
+        self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
+        posterior = self.inner.encode(video.to(self.dtype)).latent_dist
+        # The logarithm is clamped to [-30, 20] there; in bf16 its exponential would lose bits.
+        return Moments(posterior.mean.float(), (0.5 * posterior.logvar.float()).exp())
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, C, T, h, w] -> video [B, 3, 4T-3, 8h, 8w], not clamped.
+
+        diffusers and SAT v1.0 treat the first frame apart only in an odd count and make 4T frames
+        of an even one. A copy of the first latent in front makes the count odd; its frames go.
+        """
+        num_frames = num_pixel_frames(latents.shape[2])
+        if latents.shape[2] % 2 == 0:
+            latents = torch.cat([latents[:, :, :1], latents], dim=2)
+        is_whole = self.decode_chunks == "whole"
+        self.inner.num_latent_frames_batch_size = latents.shape[2] if is_whole else _SERIAL_LATENTS
+        video = self.inner.decode(latents.to(self.dtype)).sample
+        return video[:, :, -num_frames:]
+
+
+def video_autoencoder_from_sat(
+    encoder_config: Mapping[str, Any],
+    decoder_config: Mapping[str, Any],
+    ckpt_path: str | Path | None = None,
+    ignore_keys: Sequence[str] = (),
+    encode_chunks: EncodeChunks = "whole",
+    decode_chunks: DecodeChunks = "serial",
+    use_slicing: bool = False,
+    use_tiling: bool = False,
+    tile_size: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> VideoAutoencoder:
+    """The autoencoder of SAT's VideoAutoencoderInferenceWrapper; weights from its 3d-vae.pt.
+
+    Both configs are either SAT's {target, params} or the params alone. Keys that change nothing in
+    a frozen autoencoder on one rank (resolution, dropout, gather_norm, ...) may stand in them.
+    """
+    from diffusers import AutoencoderKLCogVideoX
+
+    sizes = _sizes(encoder_config, decoder_config)
+    num_levels = len(sizes["block_out_channels"])
+    blocks = {
+        "down_block_types": ("CogVideoXDownBlock3D",) * num_levels,
+        "up_block_types": ("CogVideoXUpBlock3D",) * num_levels,
+    }
+    if ckpt_path is None:
+        logger.warning("first_stage_config has no ckpt_path: the autoencoder has random weights")
+        inner = AutoencoderKLCogVideoX(**sizes, **blocks).to(dtype)
+    else:
+        with torch.device("meta"):
+            inner = AutoencoderKLCogVideoX(**sizes, **blocks)
+        names = to_diffusers(
+            read_sat_vae(ckpt_path, ignore_keys), num_levels, sizes["layers_per_block"]
+        )
+        _load(inner, names, ckpt_path, dtype)
+    return VideoAutoencoder(
+        inner=inner,
+        encode_chunks=encode_chunks,
+        decode_chunks=decode_chunks,
+        use_slicing=use_slicing,
+        use_tiling=use_tiling,
+        tile_size=tile_size,
+    )
+
+
+def _sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of diffusers' class for SAT's two sections, which must describe one autoencoder."""
+    encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
+    # Key -> what the CogVideoX autoencoder has and diffusers' class is written for.
+    fixed = {
+        "attn_resolutions": [],
+        "resamp_with_conv": True,
+        "pad_mode": "first",
+        "give_pre_end": False,
+        "zq_ch": None,
+        "add_conv": False,
+        "double_z": True,
+        "temporal_compress_times": TEMPORAL_COMPRESSION,
+    }
+    for name, config in (("encoder_config", encoder), ("decoder_config", decoder)):
+        for key, only in fixed.items():
+            value = config.get(key, only)
+            if (list(value) if isinstance(value, Sequence) and only == [] else value) != only:
+                raise ValueError(f"{name}.params.{key}={value}: only {only} works; use it")
+        for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
+            if key not in config:
+                raise ValueError(f"{name}.params.{key} is missing; set it as SAT's config does")
+    for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
+        if encoder[key] != decoder[key]:
+            raise ValueError(
+                f"encoder_config.params.{key}={encoder[key]} and decoder_config.params.{key}="
+                f"{decoder[key]} must be equal; make both the checkpoint's"
+            )
+    if encoder["ch"] % _NORM_GROUPS:
+        raise ValueError(
+            f"encoder_config.params.ch={encoder['ch']} must be a multiple of {_NORM_GROUPS} "
+            "(group norm); use 128 for CogVideoX"
+        )
+    return {
+        "in_channels": encoder.get("in_channels", 3),
+        "out_channels": decoder.get("out_ch", 3),
+        "block_out_channels": tuple(encoder["ch"] * m for m in encoder["ch_mult"]),
+        "layers_per_block": encoder["num_res_blocks"],
+        "latent_channels": encoder["z_channels"],
+        "norm_num_groups": _NORM_GROUPS,
+        "temporal_compression_ratio": TEMPORAL_COMPRESSION,
+    }
+
+
+def _load(inner: nn.Module, state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> None:
+    """Put every tensor in its place, a copy in `dtype`; what is missing or too much is an error."""
+    wanted = inner.state_dict()
+    missing = [name for name in wanted if name not in state]
+    unexpected = [name for name in state if name not in wanted]
+    if missing or unexpected:
+        raise ValueError(
+            f"ckpt_path={path} does not fit the autoencoder: {_count(missing)} missing, "
+            f"{_count(unexpected)} unexpected; give a matching 3d-vae.pt, or list what to leave "
+            "out in ignore_keys"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != wanted[name].shape:
+            raise ValueError(
+                f"ckpt_path={path}: {name} has shape {list(tensor.shape)}, the config asks for "
+                f"{list(wanted[name].shape)}; make ch, ch_mult and num_res_blocks the checkpoint's"
+            )
+    # Copies, since a file's tensors may share memory and a memory-mapped file may be moved away.
+    inner.load_state_dict({k: v.to(dtype, copy=True) for k, v in state.items()}, assign=True)
+
+
+def _count(names: Sequence[str]) -> str:
+    """`3 tensors (a.weight, b.weight, ...)`."""
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} tensors ({shown})" if names else "0 tensors"
+
+
+def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
+    """The autoencoder in a diffusers folder, or in its vae/."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    folder = path / "vae" if (path / "vae" / "config.json").is_file() else path
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"first_stage_config.params.path={path} has no config.json; "
+            "give the vae folder of a diffusers CogVideoX model"
+        )
+    found = AutoencoderKLCogVideoX.load_config(str(folder)).get("_class_name")
+    if found != "AutoencoderKLCogVideoX":
+        raise ValueError(
+            f"first_stage_config.params.path={path} holds a {found}; "
+            "give the vae folder of a diffusers CogVideoX model (AutoencoderKLCogVideoX)"
+        )
+    inner, report = AutoencoderKLCogVideoX.from_pretrained(
+        str(folder), torch_dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    if report["missing_keys"] or report["unexpected_keys"]:
+        raise ValueError(
+            f"first_stage_config.params.path={path}: {_count(sorted(report['missing_keys']))} "
+            f"missing, {_count(sorted(report['unexpected_keys']))} unexpected; copy the folder again"
+        )
+    return inner
+
+
+def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def _check_tile_size(size: Sequence[int] | None) -> tuple[int | None, int | None]:
+    """Rows and columns of a tile; None: diffusers' own 240x360."""
+    if size is None:
+        return None, None
+    if len(size) != 2 or any(n <= 0 or n % step for n, step in zip(size, _TILE_STEP, strict=True)):
+        raise ValueError(
+            f"tile_size={list(size)} must be [rows, columns] in pixels, rows a multiple of "
+            f"{_TILE_STEP[0]} and columns of {_TILE_STEP[1]}; use [240, 360]"
+        )
+    return size[0], size[1]
