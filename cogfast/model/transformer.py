@@ -246,9 +246,8 @@ def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> Diffus
     """The transformer of a config's `model` section, freshly initialised, with LoRA, and with
     requires_grad as `not_trainable_prefixes` and `lora_train` ask. Under `torch.device("meta")` it
     is built without memory."""
-    from cogfast.sat_names import (
-        transformer_arguments,
-    )  # here: the factory's table, not the model's
+    # imported here: the table is the factory's, and a transformer can be built without it
+    from cogfast.sat_names import transformer_arguments
 
     arguments = transformer_arguments(model_section["network_config"]["params"])
     transformer = assemble_transformer(TransformerConfig(**arguments), seed)

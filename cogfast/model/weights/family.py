@@ -1,0 +1,102 @@
+"""Which member of the CogVideoX family a config or a set of tensors is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+Shapes = Mapping[str, tuple[int, ...]]  # {our parameter name: shape}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What tells the members apart. in_channels counts image latents."""
+
+    is_rotary: bool
+    has_learned_table: bool
+    has_ofs: bool
+    patch_t: int
+    in_channels: int
+    out_channels: int
+
+    @classmethod
+    def of_config(cls, config: TransformerConfig) -> Family:
+        return cls(
+            is_rotary=config.position == "rotary",
+            has_learned_table=config.position == "rotary" and config.learnable_position,
+            has_ofs=config.ofs_embed_dim is not None,
+            patch_t=config.patch_size.t,
+            in_channels=config.in_channels,
+            out_channels=config.out_channels,
+        )
+
+    @classmethod
+    def of_shapes(cls, shapes: Shapes, config: TransformerConfig, is_rotary: bool) -> Family:
+        """The family of tensors; config helps where shapes alone leave a choice: how many of the
+        numbers of a flat patch are channels."""
+        patch = shapes["patch_embedding.weight"]
+        if len(patch) == 4:  # the convolution of CogVideoX 1.0
+            patch_t, in_channels = 1, patch[1]
+            out_channels = shapes["output.weight"][0] // (patch[2] * patch[3])
+        else:
+            out_channels = config.out_channels
+            volume = max(1, shapes["output.weight"][0] // out_channels)
+            patch_t = max(1, volume // (config.patch_size.h * config.patch_size.w))
+            in_channels = patch[1] // volume
+        return cls(
+            is_rotary=is_rotary,
+            has_learned_table=is_rotary and "position_table.weight" in shapes,
+            has_ofs="ofs_embedding.fc1.weight" in shapes,
+            patch_t=patch_t,
+            in_channels=in_channels,
+            out_channels=out_channels,
+        )
+
+    @property
+    def name(self) -> str:
+        i2v = "-I2V" if self.in_channels > self.out_channels else ""
+        if self.patch_t > 1:
+            return f"CogVideoX1.5-5B{i2v}"
+        return f"CogVideoX-5B{i2v}" if self.is_rotary else f"CogVideoX-2B{i2v}"
+
+    @property
+    def config_file(self) -> str:
+        """The config of this family, by the names that upstream and we give them."""
+        name = self.name.lower().replace("-", "_")
+        return f"configs/{name}.yaml"
+
+    def __str__(self) -> str:
+        facts = [f"patch_size {self.patch_t}x2x2", f"in_channels {self.in_channels}"]
+        facts.append("rotary positions" if self.is_rotary else "a sincos table")
+        facts += ["a learned table"] * self.has_learned_table + ["ofs"] * self.has_ofs
+        return f"{self.name} ({', '.join(facts)})"
+
+
+def check_family(path: str, found: Family, config: TransformerConfig) -> None:
+    """ValueError where a checkpoint's tensors belong to another member than the config."""
+    wanted = Family.of_config(config)
+    if found != wanted:
+        raise ValueError(
+            f"{path}: the checkpoint is {found}, the config says {wanted}; use "
+            f"{found.config_file} or a checkpoint of {wanted.name}"
+        )
+
+
+def num_blocks(shapes: Shapes) -> int:
+    return len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+
+
+def check_size(path: str, shapes: Shapes, config: TransformerConfig) -> None:
+    """ValueError where depth or width differ."""
+    found = (num_blocks(shapes), shapes["patch_embedding.weight"][0])
+    wanted = (config.num_layers, config.hidden_size)
+    if found != wanted:
+        raise ValueError(
+            f"{path}: the checkpoint has {found[0]} blocks of width {found[1]}, the config "
+            f"num_layers={wanted[0]} and hidden_size={wanted[1]}; use the config that belongs to "
+            "the checkpoint"
+        )

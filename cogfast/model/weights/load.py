@@ -1,0 +1,173 @@
+"""Weights from any folder that holds a transformer of the family: SAT's, diffusers', ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.diffusers import open_diffusers
+from cogfast.model.weights.family import Family, check_family, check_size
+from cogfast.model.weights.run import find_run_checkpoint, open_run
+from cogfast.model.weights.sat_files import find_sat_files, open_sat
+from cogfast.model.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import DiffusionTransformer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What was found. Names in `missing` are ours, in the others the checkpoint's."""
+
+    description: str
+    num_loaded: int
+    missing: list[str]  # kept as they were initialised: adapters, tables that are computed
+    unexpected: list[str]
+    ignored: list[str]
+
+    def __str__(self) -> str:
+        line = f"{self.description}: {self.num_loaded} tensors loaded"
+        for what, names in (
+            ("not in it", self.missing),
+            ("unknown", self.unexpected),
+            ("ignored", self.ignored),
+        ):
+            if names:
+                line += f"; {len(names)} {what}: {_first(names)}"
+        return line
+
+
+def load_transformer(
+    transformer: DiffusionTransformer,
+    path: str | Path,
+    ema: bool = False,
+    allow_missing: bool = False,
+) -> LoadReport:
+    """Copy the weights at `path` into the transformer and say what was found.
+
+    path: a SAT folder (with `latest`), one iteration of it or its .pt file; a diffusers pipeline or
+    transformer folder; a run of ours or one of its checkpoints. ema: the moving average, where the
+    folder has one. A checkpoint without adapters loads into a model with LoRA, whose adapters stay
+    as they are. allow_missing: accept a checkpoint that lacks other tensors too.
+    ValueError for a checkpoint of another member of the family, or one that is damaged.
+    """
+    source = _open(transformer, Path(path), ema)
+    parameters = dict(transformer.named_parameters())
+    if not source.is_partial:
+        is_rotary = source.is_rotary
+        if is_rotary is None:
+            is_rotary = transformer.config.position == "rotary"
+        _check_complete_enough(path, source)
+        found = Family.of_shapes(source.shapes, transformer.config, is_rotary)
+        check_family(str(path), found, transformer.config)
+        check_size(str(path), source.shapes, transformer.config)
+
+    targets = {name: _target(name, parameters) for name in source.shapes}
+    _check_adapters(path, source, targets)
+    ignored, unexpected = list(source.ignored), list(source.unexpected)
+    loaded = []
+    for name, target in targets.items():
+        if target is None:
+            unexpected.append(name)
+        elif _fits(source.shapes[name], parameters[target].shape):
+            loaded.append((name, target))
+        elif name == "position_table.weight" and transformer.config.position == "sincos":
+            ignored.append(name)  # computed for another size than the checkpoint's
+        else:
+            raise ValueError(
+                f"{path}: {name} is {list(source.shapes[name])} in the checkpoint and "
+                f"{list(parameters[target].shape)} in the model; {_fix(name)}"
+            )
+    missing = sorted(parameters.keys() - {target for _, target in loaded})
+    required = [name for name in missing if not _may_be_missing(name, transformer)]
+    if required and not source.is_partial and not allow_missing:
+        raise ValueError(
+            f"{path}: {len(required)} tensors of the model are not in the checkpoint, first "
+            f"{_first(required)}; use a complete checkpoint"
+        )
+    with torch.no_grad():
+        for name, target in loaded:
+            parameter = parameters[target]
+            parameter.copy_(source.read(name).reshape(parameter.shape))
+    return LoadReport(source.description, len(loaded), missing, unexpected, ignored)
+
+
+def _open(transformer: DiffusionTransformer, path: Path, ema: bool) -> WeightSource:
+    if not path.exists():
+        raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
+    checkpoint = find_run_checkpoint(path)
+    if checkpoint is not None:
+        return open_run(checkpoint, ema)
+    for folder in (path, path / "transformer"):
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            names = [_plain(name) for name, _ in transformer.named_parameters()]
+            return open_diffusers(folder, names)
+    return open_sat(find_sat_files(path, ema))
+
+
+def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
+    """The parameter that a checkpoint's tensor goes to; with LoRA it sits one level deeper."""
+    module, _, kind = name.rpartition(".")
+    for candidate in (name, f"{module}.original.{kind}"):
+        if candidate in parameters:
+            return candidate
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.replace(".original.", ".")
+
+
+def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Equal shapes, or a flat tensor or a convolution's weight with the same numbers in order."""
+    same_numel = torch.Size(found).numel() == torch.Size(wanted).numel()
+    is_flat = len(found) == 1
+    is_convolution = len(found) == 4 and len(wanted) == 2 and found[0] == wanted[0]
+    return tuple(found) == tuple(wanted) or (same_numel and (is_flat or is_convolution))
+
+
+def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
+    is_computed = name == "position_table.weight" and transformer.config.position == "sincos"
+    return is_computed or is_lora_parameter(name) or name in transformer.unused_parameter_names()
+
+
+def _check_complete_enough(path: str | Path, source: WeightSource) -> None:
+    needed = ["patch_embedding.weight", "output.weight"]
+    absent = [name for name in needed if name not in source.shapes]
+    if absent:
+        raise ValueError(
+            f"{path}: no {' and no '.join(absent)} in the checkpoint ({len(source.shapes)} tensors, "
+            f"first {_first(list(source.shapes))}); it holds no whole transformer"
+        )
+
+
+def _check_adapters(path: str | Path, source: WeightSource, targets: dict[str, str | None]) -> None:
+    lost = [name for name, target in targets.items() if target is None and is_lora_parameter(name)]
+    if lost:
+        rank = source.shapes[lost[0]][0 if ".matrix_A." in lost[0] else 1]
+        raise ValueError(
+            f"{path}: the checkpoint has {len(lost)} LoRA tensors of rank {rank} and the model "
+            "none; add modules.lora_config with "
+            f"params.r={rank} to model.network_config, or merge the adapters first"
+        )
+
+
+def _fix(name: str) -> str:
+    if is_lora_parameter(name):
+        return "set lora_config.params.r to the checkpoint's rank"
+    if name == "position_table.weight":
+        return (
+            "a learned table is made for one video size: set num_frames, latent_height and "
+            "latent_width to the checkpoint's"
+        )
+    return "use the config that belongs to the checkpoint"
+
+
+def _first(names: Sequence[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
