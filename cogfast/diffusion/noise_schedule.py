@@ -74,12 +74,16 @@ class ZeroSNRDDPMDiscretization:
         return self._stretched(self.alphas_cumprod[timesteps]), timesteps
 
     def _stretched(self, alphas_cumprod: Tensor) -> Tensor:
-        alpha_sqrt = alphas_cumprod.float().sqrt()
-        first, last = alpha_sqrt[0].clone(), alpha_sqrt[-1].clone()
+        """alpha_sqrt float32 of alpha_bar float64, its first entry kept and its last moved to 0.
+
+        Rounded once, at the end: a float32 sqrt differs between machines (MKL's is not exact).
+        """
+        alpha_sqrt = alphas_cumprod.sqrt()
+        first, last = alpha_sqrt[0], alpha_sqrt[-1]
         alpha_sqrt = (alpha_sqrt - last) * (first / (first - last))
         if self.post_shift:
             alpha_sqrt = _shift(alpha_sqrt**2, self.shift_scale).sqrt()
-        return alpha_sqrt
+        return alpha_sqrt.float()
 
 
 class LegacyDDPMDiscretization:
@@ -96,7 +100,7 @@ class LegacyDDPMDiscretization:
 
     def table(self) -> Tensor:
         """sigma [num_timesteps] float32 by timestep: clean (0.03) first, 14.6 last."""
-        return ((1 - self.alphas_cumprod) / self.alphas_cumprod).float().sqrt()
+        return ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().float()
 
 
 def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
