@@ -1,0 +1,222 @@
+"""Builds objects from `{target: class path, params: {...}}`, SAT's way of naming components.
+
+One rule: a param `foo` or `foo_config` that is itself a component supplies the argument `foo` and
+is built first. Keys and values are checked against the constructor's signature before anything
+runs, so a misspelt key never reaches a constructor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from cogfast.sat_names import REFUSED, TARGETS
+from cogfast.value_check import (
+    KeyProblem,
+    check_fields,
+    check_keys,
+    check_type,
+    join,
+    nearest,
+    show,
+    unknown_key,
+)
+
+_ROOTS = ("cogfast", "torch")
+# What stands beside target and params in an entry of conditioner_config's emb_models.
+_BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """A constructor argument: its value, or the component that makes it, and its dotted key."""
+
+    value: object
+    key: str
+
+
+def instantiate(node: Mapping, allow_import: Sequence[str] = (), **given: object) -> Any:
+    """Build the object that a `{target, params}` node describes, `given` arguments added."""
+    target, arguments = _arguments(node, "", allow_import, given, {})
+    return target(**{n: _build(a.value, allow_import) for n, a in arguments.items()}, **given)
+
+
+def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
+    """The callable and its checked arguments; nested components are still nodes."""
+    target, arguments = _arguments(node, "", allow_import, None, {})
+    return target, {name: argument.value for name, argument in arguments.items()}
+
+
+def check_component(
+    node: object,
+    where: str,
+    allow_import: Sequence[str],
+    unused: dict[str, str],
+    given: Collection[str] | None = (),
+) -> None:
+    """Check a component and all components inside it; `where` is its dotted key.
+
+    given: arguments that the caller will add (None: do not ask for missing ones); keys that are
+    accepted and not used are added to `unused` with the reason.
+    """
+    try:
+        _, arguments = _arguments(node, where, allow_import, given, unused)
+    except KeyProblem as problem:  # TODO: goes when sampler, guidance and autoencoder are written
+        if " has no " in str(problem) and "=cogfast." in str(problem):
+            return
+        raise
+    for argument in arguments.values():
+        for component, key in _components(argument.value, argument.key):
+            check_component(component, key, allow_import, unused)
+
+
+def is_component(node: object) -> bool:
+    return isinstance(node, Mapping | DictConfig) and "target" in node
+
+
+def import_target(path: str, key: str, allow_import: Sequence[str] = ()) -> Callable:
+    """The object that a dotted path names, from the allowed packages only."""
+    root = path.partition(".")[0]
+    if root not in (*_ROOTS, *(name.partition(".")[0] for name in allow_import)):
+        raise KeyProblem(
+            key,
+            f"{key}={path}: targets must be in cogfast, torch or SAT's class paths"
+            f"{nearest(path, TARGETS) or f'; pass --allow-import {root} to import it'}",
+        )
+    names = path.split(".")
+    for count in range(len(names) - 1, 0, -1):
+        module_name = ".".join(names[:count])
+        try:
+            found = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (
+                module_name == error.name or module_name.startswith(error.name + ".")
+            ):
+                continue
+            raise KeyProblem(key, f"{key}={path}: importing it failed: {error}") from error
+        for name in names[count:]:
+            if not hasattr(found, name):
+                hint = nearest(name, dir(found))
+                raise KeyProblem(key, f"{key}={path}: {module_name} has no {name}{hint}")
+            found = getattr(found, name)
+        if not callable(found):
+            raise KeyProblem(key, f"{key}={path} is not a class or function")
+        return found
+    raise KeyProblem(key, f"{key}={path}: no module {names[0]!r} with that name is installed")
+
+
+def _arguments(
+    node: object,
+    where: str,
+    allow_import: Sequence[str],
+    given: Collection[str] | None,
+    unused: dict[str, str],
+) -> tuple[Callable, dict[str, Argument]]:
+    """A node's callable, and its arguments by name after SAT's names became ours."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
+        raise KeyProblem(where, f"{where or 'component'} must be a mapping with target and params")
+    check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
+    path, key = node["target"], join(where, "target")
+    params = {} if node.get("params") is None else node["params"]
+    where_params = join(where, "params")
+    if not isinstance(params, Mapping):
+        raise KeyProblem(where_params, f"{where_params}={show(params)} must be a mapping")
+    if path in REFUSED:
+        raise KeyProblem(key, f"{key}={path}: {REFUSED[path]}")
+    sat = TARGETS.get(path)
+    target = import_target(sat.path if sat else path, key, allow_import)
+    if sat:
+        params = sat.to_ours(params, where_params, path, unused)
+    parameters = _parameters(target)
+    hints = _hints(target)
+    arguments: dict[str, Argument] = {}
+    for given_name, value in params.items():
+        name, key = given_name, join(where_params, given_name)
+        if name not in parameters and name.endswith("_config"):
+            name = name.removesuffix("_config")
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if name not in parameters and not takes_any:
+            raise unknown_key(where_params, given_name, _known_names(parameters, hints, params))
+        if name in arguments:
+            raise KeyProblem(key, f"{key} and {arguments[name].key} both set {name}")
+        arguments[name] = Argument(_fit(value, hints.get(name, Any), key), key)
+    if given is not None:
+        _require(target, parameters, {*arguments, *given}, where_params)
+    return target, arguments
+
+
+def _fit(value: object, annotation: object, key: str) -> object:
+    """The value, checked; a mapping for a dataclass becomes the dataclass."""
+    options = get_args(annotation) or (annotation,)
+    if any(
+        option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
+    ):
+        return value  # the constructor reads the mapping itself, with or without a target in it
+    if _components(value, key):
+        return value
+    check_type(key, value, annotation)
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+            check_fields(value, option, key)
+            hints = typing.get_type_hints(option)
+            return option(**{k: _fit(v, hints[k], join(key, k)) for k, v in value.items()})
+    return tuple(value) if get_origin(annotation) is tuple else value
+
+
+def _require(target: Callable, parameters: Mapping, have: set[str], where: str) -> None:
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty
+        if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name not in have:
+            raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
+
+
+def _build(value: object, allow_import: Sequence[str]) -> object:
+    if is_component(value):
+        return instantiate(value, allow_import)
+    if isinstance(value, list) and _components(value, ""):
+        return [_build(item, allow_import) for item in value]
+    return value
+
+
+def _components(value: object, key: str) -> list[tuple[object, str]]:
+    """The components that a value is or lists, with their dotted keys."""
+    if is_component(value):
+        return [(value, key)]
+    if isinstance(value, list | ListConfig) and value and all(is_component(v) for v in value):
+        return [(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return []
+
+
+def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(target).parameters)
+    except ValueError:  # a function of C without a signature takes what it takes
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _hints(target: Callable) -> dict[str, object]:
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError, AttributeError):  # names that only a type checker imports
+        return {}
+
+
+def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
+    """Keys to suggest: SAT's spelling `foo_config` where a component is expected."""
+    plain = (bool, int, float, str)
+    names = []
+    for name in parameters:
+        options = get_args(hints.get(name, Any)) or (hints.get(name, Any),)
+        built = not any(option in plain for option in options) and name in hints
+        names.append(f"{name}_config" if built and f"{name}_config" not in params else name)
+    return [n for n in names if n not in params and n not in ("args", "kwargs", "self")]

@@ -1,0 +1,204 @@
+"""Configuration: load, merge, override, check every key, build objects from target/params.
+
+The files are SAT's YAML: sections `model`, `data`, `args` and `deepspeed`; of several files the
+later wins, and `key=value` words of the command line win over all. Every value keeps its origin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cogfast.component_factory import instantiate, resolve
+from cogfast.config_check import (
+    COMMAND_LINE,
+    DEFAULT,
+    KeyProblem,
+    check_sections,
+    complete_sections,
+)
+
+__all__ = ["Config", "instantiate", "load_config", "resolve"]
+
+SECTIONS = ("model", "data", "args", "deepspeed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A merged and checked configuration; a section that no file has is empty."""
+
+    model: DictConfig
+    data: DictConfig
+    args: DictConfig
+    deepspeed: DictConfig
+    origins: dict[str, str]  # dotted key of a leaf -> file name, "command line" or "default"
+    unused: dict[str, str] = field(default_factory=dict)  # accepted key that nothing reads -> why
+    allow_import: tuple[str, ...] = ()  # packages outside cogfast and torch that may be imported
+
+    def sections(self) -> dict[str, DictConfig]:
+        """The sections by name, in the order in which they are printed."""
+        return {
+            "model": self.model,
+            "data": self.data,
+            "args": self.args,
+            "deepspeed": self.deepspeed,
+        }
+
+    def to_yaml(self) -> str:
+        """All sections as YAML without interpolations; it loads again to the same values."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.sections()), resolve=True)
+
+    def describe(self) -> str:
+        """The merged configuration as YAML with each value's origin as comment (`--dry-run`)."""
+        rows: list[tuple[str, str]] = []
+        for name, section in self.sections().items():
+            rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
+            plain = OmegaConf.to_container(section, resolve=True)
+            rows += [("  " + text, origin) for text, origin in self._rows(plain, (name,))]
+        width = min(72, max(len(text) for text, _ in rows))
+        lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
+        lines += [f"# {key} is accepted and not used: {why}" for key, why in self.unused.items()]
+        return "\n".join(lines) + "\n"
+
+    def _rows(self, node: Mapping, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Lines of YAML for a mapping, each with its value's origin."""
+        for key, value in node.items():
+            here = (*path, str(key))
+            if isinstance(value, dict) and value:
+                yield f"{key}:", ""
+                yield from (("  " + text, origin) for text, origin in self._rows(value, here))
+            elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+                yield f"{key}:", ""
+                for i, item in enumerate(value):
+                    rows = self._rows(item, (*here, str(i)))
+                    for n, (text, origin) in enumerate(rows):
+                        yield ("    " if n else "  - ") + text, origin
+            else:
+                yield f"{key}: {_flow(value)}", find_origin(self.origins, ".".join(here))
+
+
+def load_config(
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    allow_import: Sequence[str] = (),
+) -> Config:
+    """Merge the YAML files and the `key=value` overrides, and check every key of the result.
+
+    A target outside cogfast, torch and SAT's own class paths needs its package in `allow_import`.
+    """
+    origins: dict[str, str] = {}
+    merged = OmegaConf.create({})
+    for path, name in zip(paths, _file_names(paths), strict=True):
+        loaded = _read_yaml(Path(path), name)
+        _forget_replaced(origins, loaded)
+        origins.update(dict.fromkeys(_leaf_keys(loaded), name))
+        merged = OmegaConf.merge(merged, loaded)
+    for word in overrides:
+        _override(merged, word, origins)
+    try:
+        for key in OmegaConf.missing_keys(merged):
+            raise KeyProblem(key, f"{key} has no value (???)")
+        OmegaConf.resolve(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    except KeyProblem as problem:
+        raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from None
+    try:
+        plain = OmegaConf.to_container(merged)
+        complete_sections(plain, origins)
+        unused = check_sections(plain, origins, tuple(allow_import))
+    except KeyProblem as problem:
+        raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from None
+    sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
+    return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
+
+
+def find_origin(origins: Mapping[str, str], key: str) -> str:
+    """Where the value of `key` came from; a part of a list came from where the list did."""
+    path = key
+    while path:
+        if path in origins:
+            return origins[path]
+        path = path.rpartition(".")[0]
+    below = [origin for name, origin in origins.items() if name.startswith(key + ".")]
+    return below[-1] if below else DEFAULT
+
+
+def _read_yaml(path: Path, name: str) -> DictConfig:
+    if not path.is_file():
+        raise ValueError(f"--base {path}: no such file")
+    try:
+        loaded = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" line {where.line + 1}" if where else ""
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"{name}{line}: not valid YAML: {what}") from None
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{name}: {error.full_key}: {str(error).splitlines()[0]}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: not a text file") from None
+    if isinstance(loaded, ListConfig):
+        raise ValueError(f"{name}: holds a list; sections {', '.join(SECTIONS)} are expected")
+    return loaded
+
+
+def _file_names(paths: Sequence[str | Path]) -> list[str]:
+    """Short names of the files; the whole path where two files are called the same."""
+    short = [Path(path).name for path in paths]
+    return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
+
+
+def _leaf_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all values; a list counts as one value since merging replaces it whole."""
+    for key in node:
+        child = node._get_node(key)  # the node, not its value: interpolations stay unresolved
+        if isinstance(child, DictConfig) and not child._is_none() and len(child):
+            yield from _leaf_keys(child, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _forget_replaced(origins: dict[str, str], loaded: DictConfig) -> None:
+    """Drop origins of values inside what `loaded` replaces by a plain value or a list."""
+    for key in _leaf_keys(loaded):
+        for old in [name for name in origins if name.startswith(key + ".")]:
+            if OmegaConf.select(loaded, key) != {}:
+                del origins[old]
+
+
+def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
+    """Apply one `key=value` word; the value is read as YAML, or as text where it is none."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ValueError(f"command line: {word!r} is not key=value")
+    try:
+        value = OmegaConf.create(f"value: {text}")._get_node("value") if text else ""
+    except (yaml.YAMLError, OmegaConfBaseException):
+        value = text
+    try:
+        OmegaConf.update(merged, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"command line: {key} cannot be set: {str(error).splitlines()[0]}"
+        ) from None
+    dotted = key.replace("[", ".").replace("]", "")
+    for old in [name for name in origins if name.startswith(dotted + ".")]:
+        del origins[old]
+    if isinstance(value, DictConfig):
+        origins.update({f"{dotted}.{leaf}": COMMAND_LINE for leaf in _leaf_keys(value)})
+    origins[dotted] = COMMAND_LINE
+
+
+def _flow(value: object) -> str:
+    """One line of YAML for a value."""
+    if isinstance(value, str):
+        plain = yaml.safe_dump(value, width=10**6).removesuffix("\n").removesuffix("\n...")
+        return plain if "\n" not in plain else json.dumps(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("\n...")

@@ -1,0 +1,294 @@
+"""SAT's nested network_config and first_stage_config turned into our constructors' arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from cogfast.sat_unused import UNUSED
+from cogfast.value_check import KeyProblem, check_type, join, show, unknown_key
+
+_NETWORK = "model.network_config.params"
+POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
+POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
+PATCH_EMBED = "dit_video_concat.ImagePatchEmbeddingMixin"
+ADALN = "dit_video_concat.AdaLNMixin"
+FINAL_LAYER = "dit_video_concat.FinalLayerMixin"
+LORA = "sat.model.finetune.lora2.LoraMixin"
+REGULARIZER = "vae_modules.regularizers.DiagonalGaussianRegularizer"
+
+_Interpolation = {f"{axis}_interpolation": float for axis in ("height", "width", "time")}
+_PatchSize = int | tuple[int, int, int]
+# Key -> type of what SAT's DiffusionTransformer takes and we read.
+_NETWORK_KEYS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("num_frames", "time_compressed_rate", "latent_width", "latent_height", "in_channels"), int
+    ),
+    **dict.fromkeys(("out_channels", "hidden_size", "num_layers", "num_attention_heads"), int),
+    "patch_size": _PatchSize,
+    "elementwise_affine": bool,
+    "time_embed_dim": int | None,
+    "ofs_embed_dim": int | None,
+    "default_ofs": float,  # ours: what the network gets as `ofs` where nothing else is given
+    **_Interpolation,
+}
+_REQUIRED = (
+    *("num_frames", "time_compressed_rate", "latent_width", "latent_height", "in_channels"),
+    *("out_channels", "hidden_size", "num_layers", "num_attention_heads", "patch_size"),
+    "elementwise_affine",
+)
+# Key -> the one value with which SAT's class is the network of CogVideoX.
+_NETWORK_ONLY = {
+    "num_classes": None,
+    "input_time": "adaln",
+    "use_SwiGLU": False,
+    "use_RMSNorm": False,
+}
+_TRANSFORMER_ARGS: dict[str, Any] = {"checkpoint_activations": bool, "max_sequence_length": int}
+_TRANSFORMER_ARGS_ONLY = {
+    "layernorm_order": "pre",
+    "is_decoder": False,
+    "is_gated_mlp": False,
+    "is_rotary_emb": False,  # SAT's own rotary embedding, not the video one
+    "num_multi_query_heads": 0,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "drop_path": 0.0,
+    "layernorm_epsilon": 1e-5,
+    "inner_hidden_size": None,
+    "hidden_size_per_attention_head": None,
+}
+_MODULES = (
+    "pos_embed_config",
+    "patch_embed_config",
+    "adaln_layer_config",
+    "final_layer_config",
+    "lora_config",
+)
+_POSITION: dict[str, Any] = {"text_length": int, **_Interpolation}
+_ROTARY = {
+    "hidden_size_head": int,
+    "text_length": int,
+    "theta": float,
+    "learnable_pos_embed": bool,
+}
+_LORA: dict[str, Any] = {
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout": float,
+    "layer_range": list[int] | None,
+}
+# What both halves of SAT's autoencoder take; z_channels, ch and so on are read by ours.
+_CODER: dict[str, Any] = {
+    **dict.fromkeys(("z_channels", "in_channels", "out_ch", "ch", "num_res_blocks"), int),
+    "ch_mult": list[int],
+    "double_z": bool,
+    "temporal_compress_times": int,
+}
+_CODER_ONLY = {
+    "attn_resolutions": [],
+    "resamp_with_conv": True,
+    "pad_mode": "first",
+    "zq_ch": None,
+    "add_conv": False,
+    "give_pre_end": False,
+}
+
+
+def transformer_arguments(
+    params: Mapping, where: str = _NETWORK, unused: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The fields of TransformerConfig for SAT's network_config.params, every key checked.
+
+    Both forms are read: CogVideoX 1.0 (patch_size: 2) and 1.5 ([2, 2, 2]); the interpolations may
+    stand beside num_frames or in pos_embed_config. `unused` receives accepted keys nobody reads.
+    """
+    from cogfast.shapes import PatchSize  # here, since it imports torch
+
+    unused = {} if unused is None else unused
+    if isinstance(params, DictConfig):
+        params = OmegaConf.to_container(params, resolve=True)
+    own = {k: v for k, v in params.items() if k not in ("transformer_args", "modules")}
+    fields = _read(own, _NETWORK_KEYS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
+    _require(fields, _REQUIRED, where)
+    fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
+    if fields.get("time_embed_dim") is None:
+        fields["time_embed_dim"] = fields["hidden_size"]
+    args = params.get("transformer_args") or {}
+    where_args = join(where, "transformer_args")
+    fields |= _read(
+        args, _TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
+    )
+    modules, where_modules = params.get("modules") or {}, join(where, "modules")
+    for name in modules:
+        if name not in _MODULES:
+            raise unknown_key(where_modules, name, _MODULES)
+    _require(modules, _MODULES[:-1], where_modules)
+    fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
+    patch = _module(modules, "patch_embed_config", PATCH_EMBED, where_modules)
+    where_patch = join(where_modules, "patch_embed_config.params")
+    known = {"text_hidden_size": int}
+    fields |= _read(patch, known, where_patch, unused, "ImagePatchEmbeddingMixin", {"bias": True})
+    _require(fields, ("text_hidden_size",), where_patch)
+    adaln = _module(modules, "adaln_layer_config", ADALN, where_modules)
+    where_adaln = join(where_modules, "adaln_layer_config.params")
+    fields["qk_norm"] = _read(adaln, {"qk_ln": bool}, where_adaln, unused).get("qk_ln", True)
+    final = _module(modules, "final_layer_config", FINAL_LAYER, where_modules)
+    _read(final, {}, join(where_modules, "final_layer_config.params"), unused)
+    if modules.get("lora_config") is not None:
+        fields |= _lora(modules, where_modules, unused)
+    return fields
+
+
+def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    """The argument of assemble_transformer for SAT's network_config.params."""
+    fields = transformer_arguments(params, where, unused)
+    from cogfast.model.transformer import TransformerConfig  # the factory may know the model
+
+    return {"config": TransformerConfig(**fields)}
+
+
+def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    """Fields about positions; interpolations at the network's level are already in `fields`."""
+    key = join(where, "pos_embed_config")
+    target = node.get("target") if isinstance(node, Mapping) else None
+    params = _module({"pos_embed_config": node}, "pos_embed_config", target, where)
+    where_params = join(key, "params")
+    head_width = fields["hidden_size"] // fields["num_attention_heads"]
+    if target == POSITION_SINCOS:
+        found = _read(params, _POSITION, where_params, unused)
+        for name in _Interpolation:
+            if name in found and fields.get(name, found[name]) != found[name]:
+                raise KeyProblem(
+                    join(where_params, name),
+                    f"{join(where_params, name)}={found[name]} but network_config.params.{name}="
+                    f"{fields[name]}; keep one of them",
+                )
+        return {"text_length": 0, **found, "position": "sincos"}
+    if target != POSITION_ROTARY:
+        raise KeyProblem(
+            join(key, "target"),
+            f"{join(key, 'target')}={target}: use {POSITION_SINCOS} (2B) or {POSITION_ROTARY}",
+        )
+    for name in _Interpolation:
+        if fields.pop(name, None) is not None:
+            outer = where.removesuffix(".modules")
+            unused[join(outer, name)] = UNUSED[f"Rotary3DPositionEmbeddingMixin.{name}"]
+    only = {"rot_v": False}
+    found = _read(params, _ROTARY, where_params, unused, "Rotary3DPositionEmbeddingMixin", only)
+    _require(found, ("hidden_size_head", "text_length"), where_params)
+    if found["hidden_size_head"] != head_width:
+        raise KeyProblem(
+            join(where_params, "hidden_size_head"),
+            f"{join(where_params, 'hidden_size_head')}={found['hidden_size_head']} must be "
+            f"hidden_size / num_attention_heads = {head_width}",
+        )
+    return {
+        "position": "rotary",
+        "text_length": found["text_length"],
+        "rope_theta": float(found.get("theta", 10000.0)),
+        "learnable_position": found.get("learnable_pos_embed", False),
+    }
+
+
+def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    params = _module(modules, "lora_config", LORA, where)
+    where_params = join(where, "lora_config.params")
+    found = _read(params, _LORA, where_params, unused, "LoraMixin", {"qlora": False})
+    _require(found, ("r",), where_params)
+    if found["r"] < 1:
+        raise KeyProblem(
+            join(where_params, "r"), f"{where_params}.r={found['r']} must be 1 or more"
+        )
+    layers = found.get("layer_range")
+    return {
+        "lora_rank": found["r"],
+        "lora_alpha": float(found.get("lora_alpha", 1.0)),  # SAT's default: scaling is 1/r
+        "lora_dropout": float(found.get("lora_dropout", 0.0)),
+        "lora_layers": None if layers is None else tuple(layers),
+    }
+
+
+def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    """Arguments of video_autoencoder_from_sat for the params of SAT's wrapper, ours allowed too."""
+    kinds: dict[str, Any] = {
+        "ckpt_path": str | None,
+        "ignore_keys": list[str],
+        "encode_chunks": Literal["whole", "diffusers"],
+        "decode_chunks": Literal["serial", "whole"],
+        "use_slicing": bool,
+        "use_tiling": bool,
+        "tile_size": tuple[int, int] | None,
+    }
+    nested = ("encoder_config", "decoder_config", "regularizer_config")
+    own = {k: v for k, v in params.items() if k not in nested}
+    arguments = _read(own, kinds, where, unused, "VideoAutoencoderInferenceWrapper")
+    _require(params, nested[:2], where)
+    for name, target in zip(nested[:2], ("Encoder3D", "Decoder3D"), strict=True):
+        paths = [
+            f"{home}.cp_enc_dec.ContextParallel{target}" for home in ("vae_modules", "sgm.modules")
+        ]
+        coder = _module(params, name, paths, where)
+        where_coder = join(where, f"{name}.params")
+        arguments[name] = _read(coder, _CODER, where_coder, unused, "encoder_config", _CODER_ONLY)
+        _require(arguments[name], ("z_channels", "ch", "ch_mult", "num_res_blocks"), where_coder)
+    if params.get("regularizer_config") is not None:
+        regularizers = [
+            REGULARIZER,
+            "sgm.modules.autoencoding.regularizers." + REGULARIZER.split(".")[-1],
+        ]
+        chosen = _module(params, "regularizer_config", regularizers, where)
+        where_regularizer = join(where, "regularizer_config.params")
+        _read(chosen, {}, where_regularizer, unused, "", {"sample": True})
+    return arguments
+
+
+def _module(
+    modules: Mapping, name: str, target: str | Collection[str] | None, where: str
+) -> Mapping[str, Any]:
+    """The params of one `{target, params}` node whose target must be (one of) `target`."""
+    node, key = modules[name], join(where, name)
+    if not isinstance(node, Mapping) or "target" not in node:
+        raise KeyProblem(key, f"{key}={show(node)} must be a mapping with target and params")
+    for part in node:
+        if part not in ("target", "params"):
+            raise unknown_key(key, part, ("target", "params"))
+    allowed = [target] if isinstance(target, str) else list(target or [])
+    if allowed and node["target"] not in allowed:
+        raise KeyProblem(
+            join(key, "target"), f"{join(key, 'target')}={node['target']}: use {allowed[0]}"
+        )
+    return node.get("params") or {}
+
+
+def _read(
+    params: Mapping,
+    kinds: Mapping[str, Any],
+    where: str,
+    unused: dict[str, str],
+    sat_class: str = "",
+    only: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """The params that are read, after checking names and types of all of them."""
+    only, found = only or {}, {}
+    for name, value in params.items():
+        key = join(where, name)
+        if name in kinds:
+            check_type(key, value, kinds[name])
+            found[name] = value
+        elif name in only:
+            if value != only[name]:
+                raise KeyProblem(key, f"{key}={show(value)}: only {show(only[name])} works; use it")
+        elif f"{sat_class}.{name}" in UNUSED:
+            unused[key] = UNUSED[f"{sat_class}.{name}"]
+        else:
+            raise unknown_key(where, name, [*kinds, *only])
+    return found
+
+
+def _require(params: Mapping, names: Collection[str], where: str) -> None:
+    for name in names:
+        if params.get(name) is None:
+            raise KeyProblem(where, f"{join(where, name)} is missing")

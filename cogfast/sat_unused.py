@@ -1,0 +1,82 @@
+"""Keys of SAT that are accepted and read by nothing here, with the reason of each."""
+
+from __future__ import annotations
+
+_DECIDED_HERE = "the device and the launch decide"
+_RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
+_ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
+_NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does not read it"
+_VAE_FROZEN = "the autoencoder is frozen"
+_TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
+
+# Keys that are accepted and read by nothing, with the reason: "section.key" or "SatClass.param".
+UNUSED: dict[str, str] = {
+    "args.no_load_rng": _RNG,
+    "args.no_save_rng": _RNG,
+    "args.resume_dataloader": "the position in the data is always resumed",
+    "args.device": _DECIDED_HERE,
+    "args.local_rank": _DECIDED_HERE,
+    "args.deepspeed": "training always goes through DeepSpeed",
+    "args.debug": "SAT reads it nowhere",
+    "args.log_image": "SAT reads it nowhere",
+    "args.force_pretrain": "SAT reads it nowhere",
+    "args.final_size": "SAT reads it nowhere",
+    "args.grid_num_rows": "SAT reads it nowhere",
+    "args.lcm_steps": "SAT reads it nowhere",
+    "args.input_dir": "SAT reads it nowhere",
+    "args.block_size": "samples are decoded when they are needed; nothing is kept in blocks",
+    "args.save_args": _ONE_TABLE,
+    "args.test_data": "there is no test phase; put the folders into valid_data",
+    "args.iterable_dataset_eval": "data sets are read by index",
+    "args.batch_from_same_dataset": "data sets are read by index, mixed in every batch",
+    "args.checkpoint_num_layers": _TORCH_CHECKPOINTING,
+    "args.checkpoint_skip_layers": _TORCH_CHECKPOINTING,
+    "model.log_keys": "captions are written beside every sample",
+    "model.disable_first_stage_autocast": "the first stage runs in its own dtype, without autocast",
+    "model.augmentation_dropout": "SAT reads it nowhere",
+    "model.network_wrapper": "the network is called directly",
+    "model.no_cond_log": "captions are written beside every sample",
+    "deepspeed.activation_checkpointing": _TORCH_CHECKPOINTING,
+    "deepspeed.zero_optimization.load_from_fp32_weights": "checkpoints hold the exact fp32 weights",
+    "DiffusionTransformer.adm_in_channels": "read only with num_classes, which no CogVideoX has",
+    "DiffusionTransformer.parallel_output": _NOT_SAT_NETWORK,
+    "DiffusionTransformer.zero_init_y_embed": _NOT_SAT_NETWORK,
+    "DiffusionTransformer.dtype": "the precision comes from the deepspeed section",
+    "transformer_args.vocab_size": _NOT_SAT_NETWORK,
+    "transformer_args.skip_init": "weights are initialised, then loaded",
+    "transformer_args.model_parallel_size": "args.model_parallel_size decides",
+    "transformer_args.checkpoint_num_layers": _TORCH_CHECKPOINTING,
+    "transformer_args.checkpoint_skip_layers": _TORCH_CHECKPOINTING,
+    "transformer_args.make_vocab_size_divisible_by": _NOT_SAT_NETWORK,
+    "transformer_args.use_gpu_initialization": _DECIDED_HERE,
+    "transformer_args.parallel_output": _NOT_SAT_NETWORK,
+    "Rotary3DPositionEmbeddingMixin.height_interpolation": "SAT's rotary table ignores it",
+    "Rotary3DPositionEmbeddingMixin.width_interpolation": "SAT's rotary table ignores it",
+    "Rotary3DPositionEmbeddingMixin.time_interpolation": "SAT's rotary table ignores it",
+    "LoraMixin.cross_attention": "the network has no cross attention",
+    "LoraMixin.layer_num": "the network's own number of layers counts",
+    "VideoDiffusionLoss.batch2model_keys": "the network gets what it needs",
+    **dict.fromkeys(
+        [f"{s}.device" for s in ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")],
+        _DECIDED_HERE,
+    ),
+    "FrozenT5Embedder.device": _DECIDED_HERE,
+    "FusedEmaAdam.set_grad_none": "DeepSpeed clears the gradients",
+    **dict.fromkeys(
+        [
+            f"VideoAutoencoderInferenceWrapper.{name}"
+            for name in (
+                *("loss_config", "ema_decay", "monitor", "input_key", "optimizer_config"),
+                *("lr_g_factor", "trainable_ae_params", "ae_optimizer_args", "disc_start_iter"),
+                *("trainable_disc_params", "disc_optimizer_args", "diff_boost_factor"),
+                *("image_video_weights", "only_train_decoder", "additional_decode_keys"),
+            )
+        ],
+        _VAE_FROZEN,
+    ),
+    "VideoAutoencoderInferenceWrapper.cp_size": "the autoencoder is not split over ranks",
+    "VideoAutoencoderInferenceWrapper.context_parallel_size": "the autoencoder is not split",
+    "encoder_config.resolution": "read only with attention layers, which the 3D VAE has none of",
+    "encoder_config.gather_norm": "the autoencoder is not split over ranks",
+    "encoder_config.dropout": _VAE_FROZEN,
+}

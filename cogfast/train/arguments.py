@@ -1,0 +1,150 @@
+"""The `args` and `model` sections as dataclasses: SAT's names and defaults, then ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from cogfast.config import Config
+
+Precision = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainArguments:
+    """The `args` section. Intervals and iterations count optimizer steps."""
+
+    # what runs, from what, into what
+    experiment_name: str = "cogfast"
+    mode: Literal["pretrain", "finetune", "inference"] = "finetune"
+    load: str | None = None  # folder of the weights to start from
+    save: str | None = None  # folder that run folders are made in; none: ./runs
+    resume: str | None = None  # auto, latest, or a run or checkpoint folder
+    seed: int = 1234
+    train_iters: int | None = None
+    epochs: int | None = None
+    exit_interval: int | None = None  # stop after this many steps, as if they were all
+    save_interval: int | None = 5000  # null: only at the end
+    keep_last: int = 2  # checkpoints kept besides the last; 0 keeps all
+    log_interval: int = 20
+    summary_dir: str | None = None  # TensorBoard's folder; none: tensorboard/ of the run folder
+    wandb: bool = False
+    wandb_project_name: str = "default_project"
+    deterministic: bool = False  # bitwise repeatable on a GPU, slower
+
+    # data
+    train_data: list[str] = field(default_factory=list)
+    valid_data: list[str] = field(default_factory=list)
+    train_data_weights: list[int] | None = None
+    split: str = "1,0,0"  # shares for training, validation and test where valid_data is empty
+    num_workers: int = 1
+    prefetch_factor: int = 4  # batches that each worker decodes ahead
+    decode_timeout: float = 120.0  # seconds that a worker may take over one batch
+    max_bad_fraction: float = 0.05  # share of unreadable samples at which the run ends
+
+    # the step
+    batch_size: int = 1  # samples per rank and micro-batch, or videos per prompt
+    gradient_accumulation_steps: int = 1
+    model_parallel_size: int = 1
+    checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
+    force_train: bool = False  # train even where the checkpoint lacks weights
+    bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
+    fp16: bool = False
+    zero_stage: int = 2
+    distributed_backend: Literal["nccl", "gloo"] | None = None  # none: by device
+    max_nonfinite_steps: int = 20  # steps in a row that may be skipped for a non-finite loss
+    ema: bool = True  # keep averaged weights, with an optimizer that can
+
+    # learning rate
+    lr: float | None = None  # lr and weight_decay count where deepspeed.optimizer has none
+    weight_decay: float = 0.01
+    lr_schedule: Literal["sat", "constant", "cosine", "linear"] = "sat"
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_ratio: float = 0.1
+    warmup: float = 0.01  # share of all steps
+    warmup_steps: int | None = None  # for lr_schedule other than sat; set, it replaces warmup
+    min_lr_ratio: float = 0.0  # the schedule's end over its peak, for lr_schedule other than sat
+
+    # evaluation
+    eval_interval: int | None = None  # none: no evaluation
+    eval_iters: int = 1  # batches per evaluation
+    eval_batch_size: int | None = None  # none: batch_size
+    strict_eval: bool = False  # all of valid_data instead of eval_iters batches
+    only_log_video_latents: bool = False  # sample latents, do not decode them
+    eval_prompts: list[str] = field(default_factory=list)  # none: captions of valid_data
+    eval_num_samples: int = 1  # videos that are sampled at an evaluation
+    eval_sampling_steps: int | None = None  # none: the sampler's own
+    eval_with_ema: bool = True
+    eval_timestep_bands: int = 4  # parts of the schedule with a held-out loss of their own
+
+    # sampling
+    force_inference: bool = False  # sample even where the checkpoint lacks weights
+    input_type: Literal["cli", "txt"] = "cli"
+    input_file: str = "input.txt"
+    output_dir: str = "samples"
+    image2video: bool = False  # lines of input_file are prompt@@image
+    latent_channels: int | None = None  # none: the network's out_channels
+    sampling_image_size: list[int] | None = None  # rows, columns; none: the position table's
+    sampling_num_frames: int | None = None  # latent frames; none: the position table's
+    sampling_fps: int = 8
+    only_save_latents: bool = False
+
+    @classmethod
+    def from_config(cls, config: Config) -> TrainArguments:
+        """The checked `args`; batch size, accumulation, precision, ZeRO stage, learning rate and
+        weight decay come from the deepspeed section where it says them, as in SAT."""
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in _plain(config.args).items() if k in known}
+        deepspeed = _plain(config.deepspeed)
+        if values.get("mode") != "inference":
+            for name, key in (
+                ("batch_size", "train_micro_batch_size_per_gpu"),
+                ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+            ):
+                if deepspeed.get(key) is not None:
+                    values[name] = deepspeed[key]
+        for name in ("bf16", "fp16"):
+            if "bf16" in deepspeed or "fp16" in deepspeed:
+                values[name] = bool((deepspeed.get(name) or {}).get("enabled", False))
+        stage = (deepspeed.get("zero_optimization") or {}).get("stage")
+        values["zero_stage"] = values.get("zero_stage", 2) if stage is None else stage
+        optimizer = (deepspeed.get("optimizer") or {}).get("params") or {}
+        values |= {name: optimizer[name] for name in ("lr", "weight_decay") if name in optimizer}
+        if values.get("train_iters") is None and values.get("epochs") is None:
+            values["train_iters"] = 10000  # SAT's
+        return cls(**values)
+
+    @property
+    def precision(self) -> Precision:
+        """The dtype of weights and activations."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelArguments:
+    """The `model` section without its components."""
+
+    input_key: str = "mp4"  # the batch's key of the videos
+    scale_factor: float = 1.0  # latents = scale_factor * the first stage's
+    latent_input: bool = False  # the batch holds latents of the first stage instead of pixels
+    en_and_decode_n_samples_a_time: int | None = None  # samples per first-stage call; none: all
+    noised_image_input: bool = False  # image-to-video
+    noised_image_all_concat: bool = False  # the image's latents beside every frame, not the first
+    noised_image_dropout: float = 0.0  # share of samples that see no image
+    not_trainable_prefixes: list[str] = field(
+        default_factory=lambda: ["first_stage_model", "conditioner"]
+    )  # of SAT's parameter names; "all" leaves LoRA matrices to be trained
+    lora_train: bool = False  # train only what is called lora_layer in SAT
+
+    @classmethod
+    def from_config(cls, config: Config) -> ModelArguments:
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in _plain(config.model).items() if k in known})
+
+
+def _plain(section: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(section, resolve=True)

@@ -1,0 +1,137 @@
+"""Checks of single keys and values: unknown keys with the nearest known one, types by annotation."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
+_SEQUENCES = (list, tuple, set, frozenset, Sequence, Collection, Iterable)
+_MOST_LISTED = 12  # a message that lists more known keys than this is no longer one line
+
+
+class KeyProblem(ValueError):
+    """What is wrong with one dotted `key`; load_config puts the key's file in front."""
+
+    def __init__(self, key: str, text: str):
+        super().__init__(text)
+        self.key = key
+
+
+def join(where: str, key: str) -> str:
+    """The dotted key of `key` inside `where`."""
+    return f"{where}.{key}" if where else key
+
+
+def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
+    """The error for a key that nothing reads, naming the nearest known one."""
+    known = sorted(set(known))
+    text = f"unknown key {join(where, key)}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if near:
+        text += f"; did you mean {near[0]}?"
+    elif known and len(known) <= _MOST_LISTED:
+        text += f"; known keys: {', '.join(known)}"
+    return KeyProblem(join(where, key), text)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def check_keys(section: Mapping, known: Collection[str], where: str) -> None:
+    """Refuse the first key of `section` that is not in `known`."""
+    for key in section:
+        if key not in known:
+            raise unknown_key(where, str(key), known)
+
+
+def check_type(key: str, value: object, annotation: object) -> None:
+    """Refuse a YAML value that does not fit the annotation of what it configures."""
+    if not _fits(value, annotation):
+        raise KeyProblem(key, f"{key}={show(value)} must be {describe_type(annotation)}")
+
+
+def check_fields(section: Mapping, schema: type, where: str) -> None:
+    """Check keys and types of a section against a dataclass."""
+    hints = typing.get_type_hints(schema)
+    known = [f.name for f in dataclasses.fields(schema)]
+    check_keys(section, known, where)
+    for key, value in section.items():
+        check_type(join(where, key), value, hints[key])
+
+
+def show(value: object) -> str:
+    """A value as the user would have written it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(show, value))}]"
+    return repr(value)
+
+
+def describe_type(annotation: object) -> str:
+    """What an annotation allows, in words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in _KINDS:
+        return _KINDS[annotation]
+    if origin is Literal:
+        return "one of " + ", ".join(show(a) if not isinstance(a, str) else a for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe_type(a) for a in args))
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        return f"a list of {len(args)} ({', '.join(describe_type(a) for a in args)})"
+    if annotation in _SEQUENCES or origin in _SEQUENCES:
+        return f"a list of {describe_type(args[0])} each" if args else "a list"
+    if annotation in (dict, Mapping) or origin in (dict, Mapping):
+        return "a mapping"
+    if dataclasses.is_dataclass(annotation):
+        return "a mapping of " + ", ".join(f.name for f in dataclasses.fields(annotation))
+    return f"a {getattr(annotation, '__name__', annotation)}, given as target and params"
+
+
+def _fits(value: object, annotation: object) -> bool:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is Path:
+        return isinstance(value, str)
+    if annotation in _KINDS:
+        return isinstance(value, annotation)
+    if origin is Literal:
+        return any(value == a and type(value) is type(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if annotation in _SEQUENCES or origin in _SEQUENCES:
+        return isinstance(value, list | tuple) and _items_fit(value, origin, args)
+    if annotation in (dict, Mapping) or origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if dataclasses.is_dataclass(annotation):
+        return isinstance(value, Mapping | annotation)
+    if isinstance(annotation, type) and annotation.__module__.startswith("cogfast"):
+        return not isinstance(value, str | int | float | list | None)
+    return True  # Any, protocols and other packages' classes: their constructor judges
+
+
+def _items_fit(value: Sequence, origin: Any, args: tuple) -> bool:
+    if not args:
+        return True
+    if origin is tuple and args[-1] is not Ellipsis:
+        return len(value) == len(args) and all(map(_fits, value, args))
+    return all(_fits(item, args[0]) for item in value)
