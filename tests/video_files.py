@@ -1,0 +1,63 @@
+"""Video files for tests, written and read with PyAV directly: independent of what is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+
+_TICK = Fraction(1, 90_000)
+
+
+def write_clip(
+    path: Path,
+    times: Sequence[float],
+    *,
+    size: tuple[int, int] = (48, 64),
+    codec: str = "libx264",
+    faststart: bool = False,
+) -> Path:
+    """An mp4 whose frame i, shown at times[i] seconds, is grey of level 20 + 8*(i % 24) with a
+    moving block, so that decoded frames tell which one they are."""
+    height, width = size
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"movflags": "faststart"} if faststart else {}
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream(codec, rate=30)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = _TICK
+        stream.options = {"crf": "12", "g": "12"}
+        for i, time in enumerate(times):
+            picture = np.full((height, width, 3), 20 + 8 * (i % 24), np.uint8)
+            left = i * 3 % (width - 8)
+            picture[:8, left : left + 8] = (255, 0, 0)
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts, frame.time_base = round(time / _TICK), _TICK
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def constant_rate(num_frames: int, fps: float) -> np.ndarray:
+    return np.arange(num_frames) / fps
+
+
+def decode_all(path: str | Path) -> np.ndarray:
+    """All frames [n, H, W, 3] uint8."""
+    with av.open(str(path)) as container:
+        frames = [f.to_ndarray(format="rgb24") for f in container.decode(video=0)]
+    return np.stack(frames)
+
+
+def sat_folder(root: Path, num_clips: int, num_frames: int = 9, fps: float = 8.0) -> Path:
+    """SAT's layout with `num_clips` small clips, captioned "clip 00", "clip 01", ..."""
+    for i in range(num_clips):
+        size = (32 + 16 * (i % 2), 48)
+        write_clip(root / f"videos/{i:02}.mp4", constant_rate(num_frames, fps), size=size)
+        label = root / f"labels/{i:02}.txt"
+        label.parent.mkdir(exist_ok=True)
+        label.write_text(f"clip {i:02}\n")
+    return root
