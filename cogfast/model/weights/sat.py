@@ -116,12 +116,12 @@ def freeze(
 
 # how a tensor is cut over the mp_rank files of a SAT checkpoint: (dim, number of interleaved parts)
 _SPLITS = {
-    r".*\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # each of q, k, v is cut
-    r".*\.attention\.qkv\.matrix_B\.\d": (0, 1),
-    r".*\.attention\.out(\.original)?\.weight": (1, 1),
-    r".*\.attention\.out\.matrix_A\.\d": (1, 1),
-    r".*\.fc1\.(weight|bias)": (0, 1),
-    r".*\.fc2\.weight": (1, 1),
+    r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # each of q, k, v is cut
+    r"blocks\.\d+\.attention\.qkv\.matrix_B\.\d": (0, 1),
+    r"blocks\.\d+\.attention\.out(\.original)?\.weight": (1, 1),
+    r"blocks\.\d+\.attention\.out\.matrix_A\.\d": (1, 1),
+    r"blocks\.\d+\.fc1\.(weight|bias)": (0, 1),
+    r"blocks\.\d+\.fc2\.weight": (1, 1),
 }
 
 
