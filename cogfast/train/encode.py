@@ -1,0 +1,157 @@
+"""From a batch to what the transformer learns from: latents, text and image latents.
+
+The frozen first stage (video autoencoder) and text encoder are built when a batch first needs
+them: batches that bring latents and embeddings never load them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.diffusion.denoiser import Conditioning
+from cogfast.shapes import PatchSize, pad_latent_frames
+from cogfast.slot_random import SlotRandom
+
+# The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
+# (upstream sat/diffusion_video.py add_noise_to_first_frame).
+IMAGE_NOISE_MEAN, IMAGE_NOISE_STD = -3.0, 0.5
+
+
+class Encoder:
+    """Frozen encoders around one transformer.
+
+    build_first_stage, build_text_encoder: make the frozen modules on the device, when needed.
+    scale_factor: latents = scale_factor * sample of the first stage. patch: pads latent frames.
+    latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w] already.
+    image_input: image-to-video; the first frame becomes image latents: alone, zeros behind it, or
+    repeated over all frames (image_on_all_frames). *_dropout: the share of samples whose image
+    latents or text embedding become zeros.
+    """
+
+    def __init__(
+        self,
+        build_first_stage: Callable[[], nn.Module | None],
+        build_text_encoder: Callable[[], nn.Module | None],
+        *,
+        scale_factor: float,
+        patch: PatchSize,
+        latent_input: bool = False,
+        image_input: bool = False,
+        image_on_all_frames: bool = False,
+        image_dropout: float = 0.0,
+        text_dropout: float = 0.0,
+        samples_at_a_time: int | None = None,
+    ) -> None:
+        self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
+        self._first_stage: nn.Module | None = None
+        self._text_encoder: nn.Module | None = None
+        self.scale_factor, self.patch = scale_factor, patch
+        self.latent_input = latent_input
+        self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
+        self.image_dropout, self.text_dropout = image_dropout, text_dropout
+        self.samples_at_a_time = samples_at_a_time
+
+    @property
+    def first_stage(self) -> nn.Module:
+        if self._first_stage is None:
+            self._first_stage = self._build_first_stage()
+            if self._first_stage is None:
+                raise ValueError(
+                    "model.first_stage_config names no autoencoder, but the batch holds pixels; "
+                    "name one or give batches with encoded_videos"
+                )
+        return self._first_stage
+
+    @property
+    def text_encoder(self) -> nn.Module:
+        if self._text_encoder is None:
+            self._text_encoder = self._build_text_encoder()
+            if self._text_encoder is None:
+                raise ValueError(
+                    "model.conditioner_config names no text encoder, but the batch holds captions; "
+                    "name one or give batches with prompt_embedding"
+                )
+        return self._text_encoder
+
+    @torch.no_grad()
+    def __call__(self, batch: dict, rng: SlotRandom) -> tuple[Tensor, Conditioning]:
+        """A batch on the device -> latents [B, C, T, h, w] in float32, and its conditioning."""
+        pixels, latents = self._latents(batch, rng)
+        text = self._text(batch, rng)
+        image = self._image_latents(batch, pixels, latents, rng) if self.image_input else None
+        return latents, Conditioning(text=text, image_latents=image)
+
+    def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
+        if "encoded_videos" in batch:
+            pixels, latents = None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
+        elif self.latent_input:
+            pixels, latents = None, batch["mp4"].transpose(1, 2).float() * self.scale_factor
+        else:
+            pixels = batch["mp4"].transpose(1, 2)  # [B, 3, F, H, W]: the one permute of the way
+            latents = self.encode_video(pixels, rng, "first_stage")
+        return pixels, pad_latent_frames(latents, self.patch)
+
+    def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
+        """Pixels [B, 3, F, H, W] in [-1, 1] -> scaled latents [B, C, T, h, w] in float32."""
+        dtype = next(self.first_stage.parameters(), torch.empty(0, dtype=torch.float32)).dtype
+        parts = pixels.split(self.samples_at_a_time or len(pixels))
+        moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
+        sample = torch.cat([m.mean for m in moments]).float()
+        if moments[0].std is not None:
+            std = torch.cat([m.std for m in moments]).float()
+            sample = sample + std * rng.normal(purpose, sample.shape)
+        return sample * self.scale_factor
+
+    def _text(self, batch: dict, rng: SlotRandom) -> Tensor:
+        text = batch.get("prompt_embedding")  # [B, L, E]
+        if text is None:
+            text = self.text_encoder(batch["txt"])
+        if self.text_dropout > 0:
+            keep = (rng.uniform("text_dropout") >= self.text_dropout).to(text.device, text.dtype)
+            text = text * keep[:, None, None]
+        return text
+
+    def _image_latents(
+        self, batch: dict, pixels: Tensor | None, latents: Tensor, rng: SlotRandom
+    ) -> Tensor:
+        """[B, C, T, h, w]: the noised first frame's latents, zeros (or the same) behind it."""
+        if "image_latents" in batch:
+            image = batch["image_latents"].float()  # [B, C, 1, h, w], scaled
+        else:
+            if "images" in batch:
+                frame = batch["images"][:, :, None]  # [B, 3, 1, H, W] in [-1, 1]
+            elif pixels is not None:
+                frame = pixels[:, :, :1]
+            else:
+                raise ValueError(
+                    "model.noised_image_input=true, but the batch holds neither pixels nor images "
+                    "nor image_latents; give one of them beside encoded_videos"
+                )
+            image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")
+        out = latents.new_zeros(latents.shape[0], image.shape[1], *latents.shape[2:])
+        out[:, :, : None if self.image_on_all_frames else 1] = image
+        keep = (rng.uniform("image_dropout") >= self.image_dropout).to(out.device, out.dtype)
+        return out * keep[:, None, None, None, None]
+
+    def _noised(self, frame: Tensor, rng: SlotRandom) -> Tensor:
+        """The frame [B, 3, 1, H, W] with Gaussian noise of one random strength per sample."""
+        draw = rng.normal("image_noise_strength", (len(frame), 1, 1, 1, 1))
+        sigma = torch.exp(IMAGE_NOISE_MEAN + IMAGE_NOISE_STD * draw)
+        return frame + sigma * rng.normal("image_noise", frame.shape)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, num_frames: int) -> Tensor:
+        """Scaled latents [B, C, T, h, w] -> pixels [B, 3, num_frames, H, W] in about [-1, 1].
+
+        Frames that padding put in front (CogVideoX 1.5) are dropped before decoding.
+        """
+        from cogfast.shapes import num_latent_frames
+
+        surplus = latents.shape[2] - num_latent_frames(num_frames)
+        dtype = next(self.first_stage.parameters(), torch.empty(0, dtype=torch.float32)).dtype
+        latents = (latents[:, :, surplus:] / self.scale_factor).to(dtype)
+        parts = latents.split(self.samples_at_a_time or len(latents))
+        return torch.cat([self.first_stage.decode(part).float() for part in parts])

@@ -1,0 +1,231 @@
+"""DeepSpeed ZeRO around the transformer, and the view of its sharded state that we rely on.
+
+ZeRO flattens the trainable parameters into a few float32 vectors, of which every rank owns a part
+("partition"). `ZeroEngine` names what lies where: each `Slice` says which elements of which
+parameter a rank owns and where they stand in its partition. Checkpoints, EMA evaluation and resume
+need nothing else of DeepSpeed. Private names of DeepSpeed 0.19 are used in this file alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+STATE_KINDS = ("exp_avg", "exp_avg_sq", "shadow")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [start, start + numel) of a flattened parameter: `offset` in partition `part`."""
+
+    parameter: str
+    start: int
+    numel: int
+    part: int
+    offset: int
+
+
+def deepspeed_config(section: dict, *, micro_batch: int, accumulation: int) -> dict:
+    """The `deepspeed` section as DeepSpeed takes it, with an optimizer that comes from us.
+
+    Stage 0 runs as stage 1: the same update, its state sharded. (DeepSpeed's bf16 optimizer of
+    stage 0 is another one: facts in docs/differences.md.)
+    """
+    config = deepcopy(section)
+    config.pop("optimizer", None)
+    config.pop("scheduler", None)
+    config["train_micro_batch_size_per_gpu"] = micro_batch
+    config["gradient_accumulation_steps"] = accumulation
+    config.pop("train_batch_size", None)
+    config.setdefault("steps_per_print", 2**31)
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    zero = config.setdefault("zero_optimization", {})
+    if zero.setdefault("stage", 2) == 0:
+        logger.warning("ZeRO stage 0 runs as stage 1: the same update, optimizer state sharded")
+        zero["stage"] = 1
+    if config.get("bf16", {}).get("enabled") and zero["stage"] < 3:
+        # The guard below skips non-finite steps without asking the host.
+        config["bf16"]["check_grad_overflow"] = False
+    return config
+
+
+class ZeroEngine:
+    """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
+
+    transformer: on the device, in its training dtype. groups: the optimizer's parameter groups.
+    config: from `deepspeed_config`.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, optimizer: torch.optim.Optimizer, config: dict
+    ) -> None:
+        import deepspeed
+        from deepspeed.utils import logger as deepspeed_logger
+
+        deepspeed_logger.setLevel(logging.WARNING)
+        # Building the shared-memory op takes 18 s and gloo does not need it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(
+            dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
+        )
+        self.transformer, self.optimizer = transformer, optimizer
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=transformer, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self.zero = self.engine.optimizer
+        self.stage = config["zero_optimization"]["stage"]
+        self.num_skipped = torch.zeros((), device=self.engine.device)  # in a row, on the device
+        names = {id(p): name for name, p in transformer.named_parameters()}
+        if self.stage == 3:
+            self.parts = self.zero.fp32_partitioned_groups_flat
+            self.slices = list(self._stage3_slices(names))
+        else:
+            self.parts = self.zero.single_partition_of_fp32_groups
+            self.slices = list(self._stage12_slices(names))
+        if self.stage < 3 and not self.engine.fp16_enabled():
+            self._guard_non_finite_steps()
+
+    def __call__(self, *inputs: Tensor, **named: Tensor | None) -> Tensor:
+        return self.engine(*inputs, **named)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.zero.loss_scale)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Norm of the last step's gradient before clipping, over all ranks, on the device."""
+        norm = self.engine.get_global_grad_norm()
+        return torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self, lr: float) -> None:
+        """Update weights and EMA with learning rate `lr` where the accumulation is complete.
+
+        Non-finite gradients on any rank leave weights, moments and EMA as they were, and count.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        if self.stage == 3 or self.engine.fp16_enabled():
+            self.num_skipped = (self.num_skipped + 1) * float(self.zero.overflow)
+
+    def _guard_non_finite_steps(self) -> None:
+        """Tell the optimizer through a device scalar to skip a step whose gradient is not finite.
+
+        DeepSpeed computes the global norm just before it steps the optimizer and marks a
+        non-finite one with -1. In bf16 and fp32 nothing else stops such a step.
+        """
+        global_norm = self.zero.scaled_global_norm
+
+        def scaled_global_norm(norm_type: int = 2) -> Tensor:
+            norm = global_norm(norm_type)
+            found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
+            self.optimizer.found_inf = found_inf
+            self.num_skipped = (self.num_skipped + 1) * found_inf
+            return norm
+
+        self.zero.scaled_global_norm = scaled_global_norm
+
+    def _stage12_slices(self, names: dict[int, str]) -> Iterator[Slice]:
+        for part, group in enumerate(self.zero.bit16_groups):
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    at, where = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    yield Slice(names[id(parameter)], at.start, at.numel, part, where.start)
+
+    def _stage3_slices(self, names: dict[int, str]) -> Iterator[Slice]:
+        rank = torch.distributed.get_rank()
+        for parameter in self.transformer.parameters():
+            place = self.zero.grad_position.get(self.zero.get_param_id(parameter))
+            if place is None:  # frozen
+                continue
+            part, offset, padded = place
+            numel = min(padded, parameter.ds_numel - rank * padded)
+            if numel > 0:
+                yield Slice(names[id(parameter)], rank * padded, numel, part, offset)
+
+    def state(self, part: int) -> dict:
+        """The optimizer's state of one partition: flat float32 tensors and counters."""
+        return self.optimizer.state[self.parts[part]]
+
+    def state_kinds(self) -> list[str]:
+        """Which of exp_avg, exp_avg_sq and shadow the optimizer keeps (after its first step)."""
+        return [k for k in STATE_KINDS if self.slices and k in self.state(self.slices[0].part)]
+
+    def view(self, piece: Slice, kind: str) -> Tensor:
+        """The live elements [numel] of a slice: "master" weights or a kind of optimizer state."""
+        whole = self.parts[piece.part] if kind == "master" else self.state(piece.part)[kind]
+        return whole.detach().narrow(0, piece.offset, piece.numel)
+
+    def allocate_state(self, kinds: list[str]) -> None:
+        """Make the optimizer's state ahead of its first step, to be filled by a checkpoint."""
+        for part in self.parts:
+            state = self.optimizer.state[part]
+            for kind in kinds:
+                state[kind] = torch.zeros_like(part, requires_grad=False)
+
+    @torch.no_grad()
+    def publish(self, kind: str = "master") -> None:
+        """Make the model's own weights those of "master" or of the EMA ("shadow"), everywhere."""
+        sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
+        if self.stage == 3:
+            self.zero._partition_all_parameters()
+            for i, source in enumerate(sources):
+                self.zero.fp16_partitioned_groups_flat[i].data.copy_(source)
+                self.zero._unflatten_partitioned_parameters(i)
+            if self.zero.persistent_parameters:
+                first = self.zero.persistent_parameters[0]
+                first.all_gather(self.zero.persistent_parameters)
+            return
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        for groups, process_group, source in zip(
+            self.zero.parallel_partitioned_bit16_groups,
+            self.zero.real_dp_process_group,
+            sources,
+            strict=True,
+        ):
+            groups[torch.distributed.get_rank(group=process_group)].data.copy_(source)
+        all_gather_dp_groups(
+            groups_flat=self.zero.bit16_groups_flat,
+            partitioned_param_groups=self.zero.parallel_partitioned_bit16_groups,
+            dp_process_group=self.zero.real_dp_process_group,
+            start_alignment_factor=self.zero.nccl_start_alignment_factor,
+            allgather_bucket_size=self.zero.allgather_bucket_size,
+        )
+
+    @contextmanager
+    def weights(self, kind: str) -> Iterator[None]:
+        """Evaluate with other weights: within the block the model holds `kind`'s, then its own."""
+        if kind == "master":
+            yield
+            return
+        self.publish(kind)
+        try:
+            yield
+        finally:
+            self.publish("master")
+
+    def loss_scaler_state(self) -> dict:
+        """fp16's loss scale and its counters, as plain numbers."""
+        scaler = getattr(self.zero, "loss_scaler", None)
+        if scaler is None or not self.engine.fp16_enabled():
+            return {}
+        return {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float, bool))}
+
+    def load_loss_scaler_state(self, state: dict) -> None:
+        for key, value in state.items():
+            setattr(self.zero.loss_scaler, key, value)
