@@ -1,0 +1,208 @@
+"""Classifier-free guidance (arXiv 2207.12598): from two estimates of the clean latents to one.
+
+A guider says how the conditioning goes into the network (unconditional first, both in one batch)
+and how the estimates that come out are put together. A thresholding tames what large scales do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from cogfast.diffusion.denoiser import Conditioning
+
+
+class Thresholding(Protocol):
+    """uncond, cond: [B, C, T, h, w] -> guided [B, C, T, h, w]."""
+
+    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor: ...
+
+
+class Guider(Protocol):
+    """batch_factor: how many estimates per sample the network makes."""
+
+    batch_factor: int
+
+    def inputs(
+        self, conditioning: Conditioning, unconditional: Conditioning | None
+    ) -> Conditioning: ...
+
+    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor: ...
+
+    def with_num_steps(self, before: int, after: int) -> Guider: ...
+
+
+class NoDynamicThresholding:
+    """uncond + scale * (cond - uncond), as it is."""
+
+    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
+        return uncond + scale * (cond - uncond)
+
+
+class StaticThresholding:
+    """Clamped to [-1, 1]."""
+
+    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
+        return (uncond + scale * (cond - uncond)).clamp(-1, 1)
+
+
+class DynamicThresholding:
+    """Brought to mean 0 and the unconditional estimate's deviation, over the whole batch."""
+
+    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
+        guided = uncond + scale * (cond - uncond)
+        return (guided - guided.mean()) / guided.std() * uncond.std()
+
+
+class DynamicThresholdingV1:
+    """Each channel clamped to its 0.9995 quantile around its mean, then scaled to the largest.
+
+    scale_factor: the VAE's; the clamp works on unscaled latents.
+    """
+
+    def __init__(self, scale_factor: float) -> None:
+        self.scale_factor = scale_factor
+
+    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
+        guided = (uncond + scale * (cond - uncond)) / self.scale_factor
+        flat = guided.flatten(2)  # [B, C, T*h*w]
+        mean = flat.mean(dim=2, keepdim=True)
+        largest = (flat - mean).abs().max()  # over the whole batch, as upstream's
+        unit = (flat - mean) / largest
+        limit = unit.abs().quantile(0.9995, dim=2, keepdim=True)  # [B, C, 1]
+        clamped = unit.clamp(-limit, limit) / limit
+        return (clamped * largest + mean).view_as(guided) * self.scale_factor
+
+
+class DynamicThresholdingV2:
+    """Guided at a scale of 8 whatever the guider's, with the per-channel deviation of scale 4."""
+
+    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
+        mimicked = (uncond + 4.0 * (cond - uncond)).flatten(2)  # [B, C, T*h*w]
+        guided = (uncond + 8.0 * (cond - uncond)).flatten(2)
+        mean = guided.mean(dim=2, keepdim=True)
+        ratio = mimicked.std(dim=2, keepdim=True) / guided.std(dim=2, keepdim=True)
+        return ((guided - mean) * ratio + mean).view_as(uncond)
+
+
+class IdentityGuider:
+    """No guidance: the conditional estimate alone, at half the cost."""
+
+    batch_factor = 1
+
+    def inputs(
+        self, conditioning: Conditioning, unconditional: Conditioning | None
+    ) -> Conditioning:
+        return conditioning
+
+    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
+        return denoised
+
+    def with_num_steps(self, before: int, after: int) -> IdentityGuider:
+        return self
+
+
+class VanillaCFG:
+    """The same scale at every step."""
+
+    batch_factor = 2
+
+    def __init__(self, scale: float, dyn_thresh: Thresholding | None = None) -> None:
+        self.scale = scale
+        self.thresholding = dyn_thresh or NoDynamicThresholding()
+
+    def inputs(
+        self, conditioning: Conditioning, unconditional: Conditioning | None
+    ) -> Conditioning:
+        return guided_inputs(conditioning, unconditional)
+
+    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
+        """denoised: [2B, C, T, h, w], unconditional first -> [B, C, T, h, w]."""
+        uncond, cond = denoised.chunk(2)
+        return self.thresholding(uncond, cond, self.scale)
+
+    def with_num_steps(self, before: int, after: int) -> VanillaCFG:
+        return self
+
+
+class DynamicCFG:
+    """The scale 1 + scale * (1 - cos(pi * (s / num_steps)^exp)) / 2 at each step.
+
+    ramp "timestep", upstream's: s is the number of steps minus the *timestep* (50 - 999, ...), so
+    that the scale jumps about in [1, 1 + scale]; shipped configs are used with it. ramp "step": s
+    counts the steps from 0, and the scale rises smoothly from 1.
+    """
+
+    batch_factor = 2
+
+    def __init__(
+        self,
+        scale: float,
+        exp: float,
+        num_steps: int,
+        dyn_thresh: Thresholding | None = None,
+        ramp: Literal["timestep", "step"] = "timestep",
+    ) -> None:
+        if ramp not in ("timestep", "step"):
+            raise ValueError(f"guider_config ramp={ramp!r} must be 'timestep' or 'step'")
+        if ramp == "timestep" and exp != int(exp):
+            raise ValueError(
+                f"guider_config exp={exp} must be a whole number, since the ramp by timestep takes "
+                "it of negative numbers; use 5, or ramp=step"
+            )
+        self.scale = scale
+        self.exp = exp
+        self.num_steps = num_steps
+        self.thresholding = dyn_thresh or NoDynamicThresholding()
+        self.ramp = ramp
+
+    def inputs(
+        self, conditioning: Conditioning, unconditional: Conditioning | None
+    ) -> Conditioning:
+        return guided_inputs(conditioning, unconditional)
+
+    def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
+        """The scale of the sampler's step number `step` of num_steps, at `timestep`."""
+        position = step if self.ramp == "step" else num_steps - timestep
+        angle = math.pi * (position / self.num_steps) ** self.exp
+        return 1 + self.scale * (1 - math.cos(angle)) / 2
+
+    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
+        """denoised: [2B, C, T, h, w], unconditional first -> [B, C, T, h, w]."""
+        uncond, cond = denoised.chunk(2)
+        return self.thresholding(uncond, cond, self.scale_at(timestep, step, num_steps))
+
+    def with_num_steps(self, before: int, after: int) -> DynamicCFG:
+        """For a sampler that takes `after` steps in place of `before`."""
+        num_steps = after if self.num_steps == before else self.num_steps
+        return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding, self.ramp)
+
+
+def guided_inputs(conditioning: Conditioning, unconditional: Conditioning | None) -> Conditioning:
+    """Both conditionings in one batch of 2B, the unconditional first."""
+    if unconditional is None:
+        raise ValueError(
+            "guidance needs the unconditional conditioning (the empty caption); "
+            "give it, or use IdentityGuider"
+        )
+    return Conditioning(
+        text=torch.cat([unconditional.text, conditioning.text]),
+        image_latents=_joined(unconditional.image_latents, conditioning.image_latents),
+        ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
+    )
+
+
+def _joined(uncond: Tensor | None, cond: Tensor | None) -> Tensor | None:
+    assert (uncond is None) == (cond is None), "image latents on one side of the guidance only"
+    return None if cond is None or uncond is None else torch.cat([uncond, cond])
+
+
+def _joined_ofs(uncond: Tensor | None, cond: Tensor | None, batch: int) -> Tensor | None:
+    """ofs [B] or [1] of both sides as [2B]."""
+    assert (uncond is None) == (cond is None), "ofs on one side of the guidance only"
+    if cond is None or uncond is None:
+        return None
+    return torch.cat([uncond.expand(batch), cond.expand(batch)])

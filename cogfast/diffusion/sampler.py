@@ -1,0 +1,199 @@
+"""From noise to latents: the samplers that work with a v-predicting video model.
+
+With a = alpha_sqrt now, b = alpha_sqrt after the step, x0 the guided estimate of the clean
+latents and lambda = log(a / sqrt(1 - a^2)), h = lambda_next - lambda:
+    VideoDDIM          x <- q x + (b - a q) x0,                q = sqrt((1 - b^2) / (1 - a^2))
+    VPODE-DPM++(2M)    x <- q x + b (1 - e^-h) D               (arXiv 2211.01095)
+    VPSDE-DPM++(2M)    x <- q e^-h x + b (1 - e^-2h) D + sqrt((1 - b^2) (1 - e^-2h)) noise
+where D extrapolates from the step before: D = x0 + (x0 - x0_before) / (2 r), r = h_before / h.
+The last step gives x0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network
+from cogfast.diffusion.guidance import Guider, IdentityGuider
+from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
+
+NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T, h, w]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: alpha_sqrt before and after, and the steps of lambda now and before (or None)."""
+
+    alpha_sqrt: float
+    next_alpha_sqrt: float
+    h: float
+    previous_h: float | None
+
+    @property
+    def noise_ratio(self) -> float:
+        """q, the factor by which the noise that is left shrinks."""
+        return math.sqrt((1 - self.next_alpha_sqrt**2) / (1 - self.alpha_sqrt**2))
+
+
+class VideoDDIMSampler:
+    """DDIM without noise (arXiv 2010.02502); the loop that the other samplers share.
+
+    fixed_frames: the first so many latent frames of x are given, clean, and stay; with `sdedit`
+    the network sees them noised to the current level. Upstream reads both options in the VPSDE
+    sampler only.
+    """
+
+    def __init__(
+        self,
+        discretization: ZeroSNRDDPMDiscretization,
+        num_steps: int,
+        guider: Guider | None = None,
+        fixed_frames: int = 0,
+        sdedit: bool = False,
+    ) -> None:
+        if fixed_frames < 0:
+            raise ValueError(f"sampler_config fixed_frames={fixed_frames} must be 0 or more")
+        self.discretization = discretization
+        self.num_steps = num_steps
+        self.guider = guider or IdentityGuider()
+        self.fixed_frames = fixed_frames
+        self.sdedit = sdedit
+        alpha_sqrt, timesteps = discretization.sampling_steps(num_steps)
+        self.timesteps: list[int] = timesteps.flip(0).tolist()
+        # Noisy first; after the last step nothing but signal is left.
+        self.alpha_sqrt: list[float] = [*alpha_sqrt.flip(0).tolist(), 1.0]
+
+    def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
+        """The same sampler with another number of steps, its guider's ramp included."""
+        guider = self.guider.with_num_steps(self.num_steps, num_steps)
+        return type(self)(self.discretization, num_steps, guider, self.fixed_frames, self.sdedit)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        denoiser: DiscreteDenoiser,
+        network: Network,
+        x: Tensor,
+        conditioning: Conditioning,
+        unconditional: Conditioning | None = None,
+        generator: torch.Generator | NoiseLike | None = None,
+    ) -> Tensor:
+        """Latents [B, C, T, h, w] float32 from standard normal noise x of that shape.
+
+        generator: where a sampler that adds noise takes it from, a torch.Generator on x's device
+        or a function of a tensor to be matched.
+        """
+        denoiser.require_video_scaling(type(self).__name__)
+        x = x.float()
+        noise_like = _noise_source(generator)
+        given = self.guider.inputs(conditioning, unconditional)
+        prefix = x[:, :, : self.fixed_frames]
+        previous = None
+        for i, timestep in enumerate(self.timesteps):
+            x = self._with_prefix(x, prefix, self.alpha_sqrt[i], noise_like)
+            batch = torch.cat([x] * self.guider.batch_factor)
+            level = batch.new_full(batch.shape[:1], self.alpha_sqrt[i])
+            idx = torch.full_like(level, timestep, dtype=torch.long)
+            estimates = denoiser.denoise(network, batch, level, given, idx)
+            denoised = self.guider(estimates, timestep, i, self.num_steps)
+            is_last = i == self.num_steps - 1
+            x = denoised if is_last else self.advance(i, x, denoised, previous, noise_like)
+            previous = denoised
+        return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
+
+    def advance(
+        self,
+        i: int,
+        x: Tensor,
+        denoised: Tensor,
+        previous: Tensor | None,
+        noise_like: NoiseLike,
+    ) -> Tensor:
+        """x after step i, which is not the last; previous: the estimate of the step before."""
+        step = self.step(i)
+        q = step.noise_ratio
+        return q * x + (step.next_alpha_sqrt - step.alpha_sqrt * q) * denoised
+
+    def step(self, i: int) -> Step:
+        """The numbers of step i; the first has no signal, hence h = inf."""
+        return Step(
+            alpha_sqrt=self.alpha_sqrt[i],
+            next_alpha_sqrt=self.alpha_sqrt[i + 1],
+            h=self._log_snr(i + 1) - self._log_snr(i),
+            previous_h=None if i == 0 else self._log_snr(i) - self._log_snr(i - 1),
+        )
+
+    def _log_snr(self, i: int) -> float:
+        """lambda = log(a / sqrt(1 - a^2)) before step i."""
+        a = self.alpha_sqrt[i]
+        return math.log(a / math.sqrt(1 - a**2)) if a > 0 else -math.inf
+
+    def _with_prefix(
+        self, x: Tensor, prefix: Tensor, alpha_sqrt: float, noise_like: NoiseLike
+    ) -> Tensor:
+        if self.fixed_frames == 0:
+            return x
+        if self.sdedit:
+            prefix = alpha_sqrt * prefix + math.sqrt(1 - alpha_sqrt**2) * noise_like(prefix)
+        return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
+
+
+class VPODEDPMPP2MSampler(VideoDDIMSampler):
+    """DPM-Solver++(2M) of the probability-flow ODE: no noise on the way."""
+
+    def advance(
+        self,
+        i: int,
+        x: Tensor,
+        denoised: Tensor,
+        previous: Tensor | None,
+        noise_like: NoiseLike,
+    ) -> Tensor:
+        step = self.step(i)
+        signal = step.next_alpha_sqrt * -math.expm1(-step.h)
+        return step.noise_ratio * x + signal * _extrapolated(step, denoised, previous)
+
+
+class VPSDEDPMPP2MSampler(VideoDDIMSampler):
+    """DPM-Solver++(2M) of the reverse SDE: fresh noise at every step but the last."""
+
+    def advance(
+        self,
+        i: int,
+        x: Tensor,
+        denoised: Tensor,
+        previous: Tensor | None,
+        noise_like: NoiseLike,
+    ) -> Tensor:
+        step = self.step(i)
+        share = -math.expm1(-2 * step.h)
+        noise = noise_like(x)
+        if previous is not None:
+            noise = noise_like(
+                x
+            )  # upstream throws the first of two away; so a seed gives its noise
+        kept = step.noise_ratio * math.exp(-step.h)
+        added = math.sqrt((1 - step.next_alpha_sqrt**2) * share)
+        signal = step.next_alpha_sqrt * share
+        return kept * x + signal * _extrapolated(step, denoised, previous) + added * noise
+
+
+def _extrapolated(step: Step, denoised: Tensor, previous: Tensor | None) -> Tensor:
+    """D of the formulas above; the first step has no estimate before it."""
+    if previous is None or step.previous_h is None:
+        return denoised
+    weight = step.h / (2 * step.previous_h)
+    return (1 + weight) * denoised - weight * previous
+
+
+def _noise_source(generator: torch.Generator | NoiseLike | None) -> NoiseLike:
+    if generator is None:
+        return torch.randn_like
+    if isinstance(generator, torch.Generator):
+        return lambda x: torch.randn(x.shape, device=x.device, generator=generator)
+    return generator
