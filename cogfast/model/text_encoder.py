@@ -143,8 +143,8 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
 def _check_vocabulary(tokenizer, folder: str) -> None:
     """Refuse a vocabulary in which plain words are unknown."""
     ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
-    if not ids or all(token == tokenizer.unk_token_id for token in ids):
+    if not ids or tokenizer.unk_token_id in ids:
         raise ValueError(
-            f"model_dir={folder}: its vocabulary knows no plain English word, every one becomes "
+            f"model_dir={folder}: its vocabulary does not know plain English words, they become "
             "<unk>; copy spiece.model or tokenizer.json from the T5 download into the folder"
         )
