@@ -1,0 +1,58 @@
+"""Names, shapes, counts and trainable sets of upstream's eight training configs, on meta."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogfast.config import load_config
+from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.sat import from_sat_name, sat_name, to_sat_state_dict
+
+CONFIGS = [
+    f"cogvideox{name}"
+    for name in (
+        "_2b",
+        "_2b_lora",
+        "_5b",
+        "_5b_lora",
+        "_5b_i2v",
+        "_5b_i2v_lora",
+        "1.5_5b",
+        "1.5_5b_i2v",
+    )
+]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_state_dict_is_upstreams(name: str, golden: Path, sat_configs: Path) -> None:
+    upstream = json.loads((golden / "keys" / f"{name}.json").read_text())
+    with torch.device("meta"):
+        transformer = build_transformer(load_config([sat_configs / f"{name}.yaml"]).model)
+    state = to_sat_state_dict(transformer)
+    parameters = {sat_name(n): p for n, p in transformer.named_parameters()}
+
+    assert {key: list(t.shape) for key, t in state.items()} == upstream["keys"]
+    assert set(state) - set(parameters) == set(upstream["buffers"])
+    assert sum(p.numel() for p in parameters.values()) == upstream["total_params"]
+
+    trainable = {key for key, p in parameters.items() if p.requires_grad}
+    if upstream["trainable_parameters"] is None:
+        assert set(parameters) - trainable == set(upstream["frozen_parameters"])
+    else:
+        assert trainable == set(upstream["trainable_parameters"])
+    assert sum(parameters[k].numel() for k in trainable) == upstream["trainable_params"]
+
+
+@pytest.mark.parametrize("name", ["cogvideox_5b_i2v_lora", "cogvideox1.5_5b_i2v", "cogvideox_2b"])
+def test_names_translate_back(name: str, golden: Path, sat_configs: Path) -> None:
+    upstream = json.loads((golden / "keys" / f"{name}.json").read_text())
+    with torch.device("meta"):
+        transformer = build_transformer(load_config([sat_configs / f"{name}.yaml"]).model)
+    ours = {from_sat_name(key) for key in upstream["keys"] if key not in upstream["buffers"]}
+    assert ours == {n for n, _ in transformer.named_parameters()}
+    assert from_sat_name("first_stage_model.encoder.conv_in.weight") is None
+    assert from_sat_name("model.diffusion_model.time_embed.1.weight") is None
