@@ -23,10 +23,12 @@ def write_clip(
     """An mp4 whose frame i, shown at times[i] seconds, is grey of level 20 + 8*(i % 24) with a
     moving block, so that decoded frames tell which one they are."""
     height, width = size
+    seconds = times[-1] - times[0]
+    rate = Fraction((len(times) - 1) / seconds).limit_denominator(1001) if seconds else 30
     path.parent.mkdir(parents=True, exist_ok=True)
     options = {"movflags": "faststart"} if faststart else {}
     with av.open(str(path), "w", options=options) as container:
-        stream = container.add_stream(codec, rate=30)
+        stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.time_base = stream.codec_context.time_base = _TICK
         stream.options = {"crf": "12", "g": "12"}

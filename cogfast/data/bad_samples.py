@@ -46,11 +46,12 @@ class BadSampleLog:
         self.file = None if file is None else Path(file)
         self.num_samples = num_samples
         self.max_bad_fraction = max_bad_fraction
-        self.reasons: dict[str, str] = {}  # path -> reason, in the order of discovery
+        self.reasons: dict[str, str] = {}  # path -> reason: this run's, those of other ranks too
+        self._listed_before: set[str] = set()  # lines of the run that this one resumes
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.exists():
-                self.reasons = _read(self.file.read_bytes())
+                self._listed_before = set(_read(self.file.read_bytes()))
 
     @property
     def limit(self) -> int:
@@ -58,24 +59,28 @@ class BadSampleLog:
         return max(1, int(self.max_bad_fraction * self.num_samples))
 
     def add(self, path: str, reason: str) -> bool:
-        """Take a bad sample down; False when it was known, from this or another rank."""
+        """Take a bad sample down; False when it is listed already, by this or another rank."""
         if path in self.reasons:
             return False
-        is_new = True
-        if self.file is not None:
+        is_new = path not in self._listed_before
+        if is_new and self.file is not None:
             with open(self.file, "a+b") as f:
                 fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
                 f.seek(0)
                 text = f.read()
-                self.reasons = _read(text)
-                is_new = path not in self.reasons
+                listed = _read(text)
+                is_new = path not in listed
+                for other in listed.keys() - self._listed_before:
+                    self.reasons[other] = listed[other]
                 if is_new:
                     # A process killed while it wrote leaves half a line: begin a new one.
                     start = b"" if not text or text.endswith(b"\n") else b"\n"
                     line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
-                    f.write(start + line.encode() + b"\n")
+                    # A name that is no UTF-8 comes out as the escape that JSON knows.
+                    f.write(start + line.encode("utf-8", "backslashreplace") + b"\n")
+        # Listed before and still bad counts anew; listed before and mended does not.
+        self.reasons[path] = reason
         if is_new:
-            self.reasons[path] = reason
             logger.warning("skipped %s: %s", path, reason)
         return is_new
 

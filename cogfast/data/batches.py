@@ -107,8 +107,8 @@ class BatchLoader:
             step, slots = expected
             names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
             raise RuntimeError(
-                f"a reading process was killed (out of memory?) at or after step {step}, "
-                f"{', '.join(names)}; fewer args.num_workers need less memory"
+                f"a reading process was killed at or after step {step}, {', '.join(names)}; where "
+                "memory or /dev/shm ran out, lower args.num_workers or args.prefetch_factor"
             ) from error
         assert (batch["step"], batch["slots"]) == expected, f"{batch['step']=} {expected=}"
         self._account(batch)

@@ -274,7 +274,7 @@ def _folders(data_dir: DataDir) -> list[Path]:
 
 def _find_videos(folder: Path) -> Iterator[str]:
     """Every .mp4 below `folder`, sorted: os.walk's own order differs between machines."""
-    for root, dirs, files in os.walk(folder, followlinks=True):
+    for root, dirs, files in os.walk(folder):
         dirs.sort()
         yield from (os.path.join(root, name) for name in sorted(files) if name.endswith(".mp4"))
 

