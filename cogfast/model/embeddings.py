@@ -28,10 +28,9 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
     """cos, then sin, of positions [B] at width/2 frequencies from 1 towards 1/10000: [B, width]
     float32."""
     half = width // 2
-    # frequencies in float64, then rounded: a float32 exp differs by machine, and at timestep 999
-    # the last bit of a frequency is 3e-5 of the result
-    exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / half
-    frequencies = torch.exp(exponents * -math.log(10000.0)).float()
+    # rounded as in both upstreams: at timestep 999 the last bit of a frequency is 3e-5 of the result
+    exponents = torch.arange(half, dtype=torch.float32, device=positions.device)
+    frequencies = torch.exp(-math.log(10000.0) * exponents / half)
     angles = positions.float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
