@@ -65,12 +65,7 @@ def check_component(
     given: arguments that the caller will add (None: do not ask for missing ones); keys that are
     accepted and not used are added to `unused` with the reason.
     """
-    try:
-        _, arguments = _arguments(node, where, allow_import, given, unused)
-    except KeyProblem as problem:  # TODO: goes when sampler, guidance and autoencoder are written
-        if " has no " in str(problem) and "=cogfast." in str(problem):
-            return
-        raise
+    _, arguments = _arguments(node, where, allow_import, given, unused)
     for argument in arguments.values():
         for component, key in _components(argument.value, argument.key):
             check_component(component, key, allow_import, unused)
@@ -213,10 +208,11 @@ def _hints(target: Callable) -> dict[str, object]:
 
 def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
     """Keys to suggest: SAT's spelling `foo_config` where a component is expected."""
-    plain = (bool, int, float, str)
-    names = []
+    plain, names = (bool, int, float, str), []
     for name in parameters:
-        options = get_args(hints.get(name, Any)) or (hints.get(name, Any),)
-        built = not any(option in plain for option in options) and name in hints
-        names.append(f"{name}_config" if built and f"{name}_config" not in params else name)
-    return [n for n in names if n not in params and n not in ("args", "kwargs", "self")]
+        hint = hints.get(name)
+        options = get_args(hint) or (hint,)
+        is_built = hint is not None and not any(option in plain for option in options)
+        if not {name, f"{name}_config"} & set(params) and name not in ("args", "kwargs", "self"):
+            names.append(f"{name}_config" if is_built else name)
+    return names

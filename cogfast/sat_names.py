@@ -65,17 +65,6 @@ class SatClass:
 
 
 _TABLE = {"do_append_zero": False, "flip": True}  # the table that idx points into
-_NO_THRESHOLDING = {"target": f"{_DIFFUSION}.sampling_utils.NoDynamicThresholding"}
-
-
-def _sampler(name: str) -> SatClass:
-    return SatClass(path=f"{_SAMPLERS}.{name}", only={"sdedit": False})
-
-
-def _guider(name: str) -> SatClass:
-    return SatClass(path=f"{_GUIDERS}.{name}", only={"dyn_thresh_config": _NO_THRESHOLDING})
-
-
 _AUTOENCODER = SatClass(
     path="cogfast.model.autoencoder.video_autoencoder_from_sat", arguments=autoencoder_arguments
 )
@@ -114,12 +103,19 @@ TARGETS: dict[str, SatClass] = {
         only={"block_scale": None, "block_size": None},
     ),
     **{
-        f"{_DIFFUSION}.sampling.{name}": _sampler(name)
+        f"{_DIFFUSION}.sampling.{name}": SatClass(path=f"{_SAMPLERS}.{name}")
         for name in ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
     },
     **{
-        f"{_DIFFUSION}.guiders.{name}": _guider(name)
+        f"{_DIFFUSION}.guiders.{name}": SatClass(path=f"{_GUIDERS}.{name}")
         for name in ("VanillaCFG", "DynamicCFG", "IdentityGuider")
+    },
+    **{
+        f"{_DIFFUSION}.sampling_utils.{name}": SatClass(path=f"{_GUIDERS}.{name}")
+        for name in (
+            *("NoDynamicThresholding", "StaticThresholding", "DynamicThresholding"),
+            *("DynamicThresholdingV1", "DynamicThresholdingV2"),
+        )
     },
     "vae_modules.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
     "vae_modules.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,

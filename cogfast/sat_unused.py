@@ -6,6 +6,7 @@ _DECIDED_HERE = "the device and the launch decide"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
 _ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
 _NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does not read it"
+_SAMPLERS = ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
 _VAE_FROZEN = "the autoencoder is frozen"
 _TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
 
@@ -56,10 +57,8 @@ UNUSED: dict[str, str] = {
     "LoraMixin.cross_attention": "the network has no cross attention",
     "LoraMixin.layer_num": "the network's own number of layers counts",
     "VideoDiffusionLoss.batch2model_keys": "the network gets what it needs",
-    **dict.fromkeys(
-        [f"{s}.device" for s in ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")],
-        _DECIDED_HERE,
-    ),
+    **dict.fromkeys([f"{sampler}.device" for sampler in _SAMPLERS], _DECIDED_HERE),
+    **dict.fromkeys([f"{sampler}.verbose" for sampler in _SAMPLERS], "progress is always shown"),
     "FrozenT5Embedder.device": _DECIDED_HERE,
     "FusedEmaAdam.set_grad_none": "DeepSpeed clears the gradients",
     **dict.fromkeys(

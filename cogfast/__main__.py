@@ -1,0 +1,108 @@
+"""The `cogfast` command: `cogfast train ...` and `cogfast sample ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+_USAGE = """\
+usage: cogfast {train,sample} ...
+
+  train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
+  sample  make videos: cogfast sample RUN_FOLDER --prompt TEXT --out DIR
+
+`cogfast train --help` and `cogfast sample --help` list the options.
+"""
+_GRACE_SECONDS = 3  # time that torchrun has to stop this rank after rank 0 failed the same way
+
+
+def train(words: Sequence[str]) -> None:
+    from cogfast.command_line import parse_train
+
+    request = parse_train(words)
+    from cogfast.config import load_config
+
+    config = load_config(request.base, request.overrides, request.allow_import)
+    if request.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(config.describe())
+        return
+    from cogfast.train.preflight import check_train
+
+    check_train(config)
+    from cogfast.train.trainer import Trainer
+
+    Trainer(config).train()
+
+
+def sample(words: Sequence[str]) -> None:
+    from cogfast.command_line import parse_sample, read_prompts
+
+    request = parse_sample(words)
+    from cogfast.config import load_config
+
+    config = load_config(request.base, request.overrides, request.allow_import)
+    prompts, images = read_prompts(request, config.args)
+    from cogfast.train.preflight import check_sample
+
+    check_sample(config, request.weights, has_images=any(images))
+    from pathlib import Path
+
+    from cogfast.train.sample import sample as sample_videos
+
+    out = Path(request.out or config.args.output_dir)
+    sample_videos(config, prompts, images, out, config.args.seed, request.weights, request.ema)
+
+
+_VERBS = {"train": train, "sample": sample}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one verb; what the user can mend ends in one line and exit status 2."""
+    words = list(sys.argv[1:] if words is None else words)
+    _adopt_mpi_ranks()
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_USAGE)
+        return 0 if words else 2
+    try:
+        if words[0] not in _VERBS:
+            raise ValueError(f"no verb {words[0]!r}; use one of {', '.join(_VERBS)}")
+        _VERBS[words[0]]([word for word in words[1:] if word != "--traceback"])
+    except ValueError as error:
+        if "--traceback" in words or not _is_ours(error):
+            raise
+        _report(error)
+        return 2
+    return 0
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether cogfast itself raised the error: then it is worded for the user."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = frame.tb_frame.f_globals.get("__name__", "") if frame else ""
+    return name == "__main__" or name.partition(".")[0] == "cogfast"
+
+
+def _report(error: ValueError) -> None:
+    """Print the error once: from rank 0, or from the only rank that has it."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(_GRACE_SECONDS)
+    prefix = "cogfast: " if rank == "0" else f"cogfast: rank {rank}: "
+    sys.stderr.write(prefix + " ".join(str(error).split()) + "\n")
+
+
+def _adopt_mpi_ranks() -> None:
+    """Under mpirun, give its ranks the names that torch reads (as upstream's scripts do)."""
+    for theirs, ours in (("LOCAL_RANK", "LOCAL_RANK"), ("SIZE", "WORLD_SIZE"), ("RANK", "RANK")):
+        value = os.environ.get(f"OMPI_COMM_WORLD_{theirs}")
+        if value is not None:
+            os.environ[ours] = value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""Refuses a configuration that cannot work, before any GPU work, with what to change."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from cogfast.config import Config, find_origin, resolve
+from cogfast.data.datasets import VideoFolder, VideoList
+from cogfast.sat_names import transformer_arguments
+from cogfast.shapes import (
+    SPATIAL_COMPRESSION,
+    PatchSize,
+    check_num_frames,
+    check_video_size,
+    num_pixel_frames,
+)
+from cogfast.train.arguments import ModelArguments, TrainArguments
+
+# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
+_PLACEHOLDER = re.compile(r"\{your [^}]*\}")
+_PIXEL_DATA = (VideoFolder, VideoList)
+_NETWORK = "model.network_config.params"
+
+
+def check_train(config: Config, world_size: int | None = None) -> None:
+    """What `cogfast train` needs of a configuration, on `world_size` ranks."""
+    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    if args.mode == "inference":
+        _refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
+    _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
+    if "target" not in config.data:
+        raise ValueError("data.target is missing; add a file with a data section to --base")
+    _check_placeholders(config)
+    _check_steps(config, args)
+    _check_precision(config, args)
+    _check_world(config, args, world_size)
+    network = _network(config)
+    _check_image_input(config, model, network)
+    if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
+        _check_pixel_data(config, args, model, network)
+    _check_load(config, args)
+    if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
+        _refuse(
+            config,
+            "args.resume",
+            f"args.resume={args.resume} not found: refusing to start from scratch; use a run's "
+            "folder, or auto to start afresh where there is none",
+        )
+
+
+def check_sample(config: Config, weights: str | None = None, has_images: bool = False) -> None:
+    """What `cogfast sample` needs; `weights`: the run folder that replaces args.load."""
+    args = TrainArguments.from_config(config)
+    _require_sections(config, "network_config", "denoiser_config", "sampler_config")
+    if weights is None:
+        _check_placeholders(config)
+        if args.load is None:
+            raise ValueError(
+                "args.load is missing; name the weights to sample with, or a run folder"
+            )
+        _check_load(config, args)
+    _check_precision(config, args)
+    network = _network(config)
+    wants_image = network["in_channels"] > network["out_channels"]
+    if wants_image and not has_images:
+        raise ValueError("the model makes a video of an image; give --image PNG or prompt@@image")
+    if has_images and not wants_image:
+        raise ValueError("the model takes no image (in_channels=out_channels); leave --image out")
+    if args.sampling_image_size is not None and not has_images:
+        if len(args.sampling_image_size) != 2:
+            _refuse(
+                config,
+                "args.sampling_image_size",
+                f"args.sampling_image_size={args.sampling_image_size} must be [rows, columns]",
+            )
+        _check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
+    if args.sampling_num_frames is not None:
+        _check_latent_frames(config, network, args.sampling_num_frames)
+
+
+def _refuse(config: Config, key: str, text: str) -> NoReturn:
+    raise ValueError(f"{find_origin(config.origins, key)}: {text}")
+
+
+def _require_sections(config: Config, *names: str) -> None:
+    for name in names:
+        if config.model.get(name) is None:
+            raise ValueError(f"model.{name} is missing; add a model file to --base")
+
+
+def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _strings(value, f"{key}.{name}")
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _strings(value, f"{key}.{i}")
+    elif isinstance(node, str):
+        yield key, node
+
+
+def _plain(section: DictConfig) -> Any:
+    return OmegaConf.to_container(section, resolve=True)
+
+
+def _check_placeholders(config: Config) -> None:
+    for name, section in config.sections().items():
+        for key, value in _strings(_plain(section), name):
+            if _PLACEHOLDER.search(value):
+                _refuse(
+                    config,
+                    key,
+                    f"{key}={value!r} is upstream's placeholder; put your own path there "
+                    f"({key}=PATH on the command line does, too)",
+                )
+
+
+def _check_load(config: Config, args: TrainArguments) -> None:
+    if args.load is not None and not Path(args.load).exists():
+        _refuse(
+            config, "args.load", f"args.load={args.load} does not exist; name the weights' folder"
+        )
+
+
+def _check_steps(config: Config, args: TrainArguments) -> None:
+    if args.train_iters is not None and args.epochs is not None:
+        _refuse(
+            config,
+            "args.epochs",
+            f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
+            "set one of them to null",
+        )
+    for name in ("train_iters", "epochs", "log_interval", "save_interval", "eval_interval"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            _refuse(config, f"args.{name}", f"args.{name}={value} must be 1 or more")
+    if args.train_data_weights is not None:
+        _refuse(
+            config,
+            "args.train_data_weights",
+            "args.train_data_weights is not in this version; list a folder in train_data several "
+            "times instead",
+        )
+
+
+def _check_precision(config: Config, args: TrainArguments) -> None:
+    section = "deepspeed" if {"bf16", "fp16"} & set(config.deepspeed) else "args"
+    bf16, fp16 = (
+        f"deepspeed.{name}.enabled" if section == "deepspeed" else f"args.{name}"
+        for name in ("bf16", "fp16")
+    )
+    if args.bf16 and args.fp16:
+        _refuse(config, fp16, f"{bf16} and {fp16} are both true; set one of them to false")
+    if args.fp16 and not torch.cuda.is_available():
+        _refuse(config, fp16, f"{fp16}=true needs a GPU; on a CPU use {bf16}=true or neither")
+    for name in ("bf16", "fp16"):
+        key = f"args.{name}"
+        is_asked = config.origins.get(key, "default") != "default" and config.args[name]
+        if section == "deepspeed" and is_asked and not getattr(args, name):
+            _refuse(
+                config,
+                key,
+                f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section "
+                f"decides; set deepspeed.{name}.enabled=true",
+            )
+
+
+def _check_world(config: Config, args: TrainArguments, world_size: int | None) -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    for name in ("batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            _refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
+    if args.model_parallel_size != 1:
+        _refuse(
+            config,
+            "args.model_parallel_size",
+            f"args.model_parallel_size={args.model_parallel_size}: tensor parallelism is not in "
+            "this version; use 1",
+        )
+    total = config.deepspeed.get("train_batch_size")
+    here = args.batch_size * args.gradient_accumulation_steps * world
+    if total is not None and total != here:
+        key = "deepspeed.train_batch_size"
+        _refuse(
+            config,
+            key,
+            f"{key}={total} does not fit {world} ranks: train_micro_batch_size_per_gpu="
+            f"{args.batch_size} x gradient_accumulation_steps={args.gradient_accumulation_steps} "
+            f"x {world} ranks = {here}; remove {key} or change one of them",
+        )
+
+
+def _network(config: Config) -> dict[str, Any]:
+    """The fields of TransformerConfig."""
+    arguments = resolve(config.model.network_config, config.allow_import)[1]
+    if "config" in arguments and hasattr(arguments["config"], "num_layers"):
+        return {name: getattr(arguments["config"], name) for name in arguments["config"].__slots__}
+    return transformer_arguments(config.model.network_config.params)
+
+
+def _check_image_input(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
+    takes_image = network["in_channels"] > network["out_channels"]
+    if model.noised_image_input == takes_image:
+        return
+    given = str(model.noised_image_input).lower()
+    _refuse(
+        config,
+        "model.noised_image_input",
+        f"model.noised_image_input={given} does not fit in_channels={network['in_channels']} and "
+        f"out_channels={network['out_channels']}: an image's latents double the input; set "
+        f"model.noised_image_input={str(takes_image).lower()} or take the other model's file",
+    )
+
+
+def _check_pixel_data(
+    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+) -> None:
+    """What training on video files needs."""
+    if model.latent_input:
+        _refuse(
+            config,
+            "model.latent_input",
+            f"model.latent_input=true, but {config.data.target} returns pixels; set "
+            "model.latent_input=false",
+        )
+    if not args.train_data:
+        _refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
+    used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
+    for name in used:
+        for folder in getattr(args, name):
+            if not Path(folder).is_dir():
+                _refuse(config, f"args.{name}", f"args.{name}: no folder {folder}; name your data")
+    params = config.data.params
+    _check_frames(config, network, params.max_num_frames, "data.params.max_num_frames")
+    _check_size(config, network, *params.video_size, key="data.params.video_size")
+    _check_text_length(config, network)
+    _check_frozen_paths(config)
+
+
+def _capacity(network: dict[str, Any]) -> int:
+    """Pixel frames that the position table holds: it has an entry per token of time."""
+    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
+    return num_pixel_frames(rows * network["patch_size"].t)
+
+
+def _check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
+    try:
+        check_num_frames(num_frames, network["patch_size"], _capacity(network), key)
+    except ValueError as error:
+        _refuse(config, key, str(error))
+
+
+def _check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
+    """SAT counts sampling_num_frames in latent frames, the padding of CogVideoX 1.5 included."""
+    key, patch = "args.sampling_num_frames", network["patch_size"]
+    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
+    most = rows * patch.t
+    if latent_frames < 1 or latent_frames > most or latent_frames % patch.t:
+        use = min(most, max(1, round(latent_frames / patch.t)) * patch.t)
+        _refuse(
+            config,
+            key,
+            f"{key}={latent_frames} (latent frames) must be a multiple of {patch.t} up to {most}; "
+            f"use {use}",
+        )
+
+
+def _check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
+    patch: PatchSize = network["patch_size"]
+    try:
+        check_video_size(height, width, patch, key)
+    except ValueError as error:
+        _refuse(config, key, str(error))
+    held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
+    is_exact = network["position"] == "sincos" or network["learnable_position"]
+    if is_exact and [height, width] != held:
+        _refuse(
+            config,
+            key,
+            f"{key}=[{height}, {width}]: the model's position table is for {held} only; use that, "
+            f"or change latent_height and latent_width of {_NETWORK} and train without its weights",
+        )
+    if height > held[0] or width > held[1]:
+        _refuse(
+            config,
+            key,
+            f"{key}=[{height}, {width}]: the model's position table ends at {held}; use that at "
+            f"most, or raise latent_height and latent_width of {_NETWORK}",
+        )
+
+
+def _check_text_length(config: Config, network: dict[str, Any]) -> None:
+    node = config.model.get("conditioner_config")
+    entries = (node.get("params") or {}).get("emb_models") if node is not None else None
+    for i, entry in enumerate(entries or []):
+        length = (entry.get("params") or {}).get("max_length")
+        if length is not None and length != network["text_length"]:
+            key = f"model.conditioner_config.params.emb_models.{i}.params.max_length"
+            _refuse(
+                config,
+                key,
+                f"{key}={length} does not fit text_length={network['text_length']} of the model's "
+                "pos_embed_config; make them equal (226 for CogVideoX 1.0, 224 for 1.5)",
+            )
+
+
+def _check_frozen_paths(config: Config) -> None:
+    """Weights of the frozen parts that video files need."""
+    node = config.model.get("first_stage_config")
+    params = (node.get("params") or {}) if node is not None else {}
+    for name in ("ckpt_path", "path"):
+        if params.get(name) is not None and not Path(params[name]).exists():
+            key = f"model.first_stage_config.params.{name}"
+            _refuse(config, key, f"{key}={params[name]} does not exist; name the autoencoder's")
+    node = config.model.get("conditioner_config")
+    entries = (node.get("params") or {}).get("emb_models") if node is not None else None
+    for i, entry in enumerate(entries or []):
+        folder = (entry.get("params") or {}).get("model_dir")
+        is_hub_name = folder is not None and re.fullmatch(r"[\w-]+/[\w.-]+", folder)
+        if folder is not None and not is_hub_name and not Path(folder).is_dir():
+            key = f"model.conditioner_config.params.emb_models.{i}.params.model_dir"
+            _refuse(config, key, f"{key}={folder} is no folder; name one that holds T5")

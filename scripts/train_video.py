@@ -1,0 +1,11 @@
+"""Upstream's `python train_video.py --base model.yaml sft.yaml`: the same as `cogfast train`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an installation
+
+from cogfast.__main__ import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
