@@ -228,17 +228,11 @@ def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
                 parameters[name].data.copy_(values.view_as(parameters[name]))
     for piece in engine.slices:
         for key, value in manifest["counters"][piece.parameter].items():
-            engine.state(piece.part)[key] = _like_counter(engine.optimizer, key, value)
+            device = engine.parts[piece.part].device
+            engine.state(piece.part)[key] = torch.tensor(value, device=device)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
     engine.publish("master")
     return manifest
-
-
-def _like_counter(optimizer: torch.optim.Optimizer, key: str, value: float) -> int | Tensor:
-    """torch's own optimizers count in a tensor, FusedEmaAdam in an int."""
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return torch.tensor(value)
-    return int(value)
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.shapes import PatchSize, pad_latent_frames
+from cogfast.shapes import PatchSize, num_latent_frames, pad_latent_frames
 from cogfast.slot_random import SlotRandom
 
 # The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
@@ -77,11 +77,20 @@ class Encoder:
         return self._text_encoder
 
     @torch.no_grad()
-    def __call__(self, batch: dict, rng: SlotRandom) -> tuple[Tensor, Conditioning]:
-        """A batch on the device -> latents [B, C, T, h, w] in float32, and its conditioning."""
+    def __call__(
+        self, batch: dict, rng: SlotRandom, has_dropout: bool = True
+    ) -> tuple[Tensor, Conditioning]:
+        """A batch on the device -> latents [B, C, T, h, w] in float32, and its conditioning.
+
+        has_dropout: whether captions and images are dropped at their rates, as in training.
+        """
         pixels, latents = self._latents(batch, rng)
-        text = self._text(batch, rng)
+        text = self._text(batch)
         image = self._image_latents(batch, pixels, latents, rng) if self.image_input else None
+        if has_dropout and self.text_dropout > 0:
+            text = _dropped(text, rng.uniform("text_dropout") < self.text_dropout)
+        if has_dropout and image is not None and self.image_dropout > 0:
+            image = _dropped(image, rng.uniform("image_dropout") < self.image_dropout)
         return latents, Conditioning(text=text, image_latents=image)
 
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
@@ -105,14 +114,10 @@ class Encoder:
             sample = sample + std * rng.normal(purpose, sample.shape)
         return sample * self.scale_factor
 
-    def _text(self, batch: dict, rng: SlotRandom) -> Tensor:
-        text = batch.get("prompt_embedding")  # [B, L, E]
-        if text is None:
-            text = self.text_encoder(batch["txt"])
-        if self.text_dropout > 0:
-            keep = (rng.uniform("text_dropout") >= self.text_dropout).to(text.device, text.dtype)
-            text = text * keep[:, None, None]
-        return text
+    def _text(self, batch: dict) -> Tensor:
+        """[B, L, E]: the batch's embeddings, or its captions through the text encoder."""
+        text = batch.get("prompt_embedding")
+        return self.text_encoder(batch["txt"]) if text is None else text
 
     def _image_latents(
         self, batch: dict, pixels: Tensor | None, latents: Tensor, rng: SlotRandom
@@ -133,8 +138,7 @@ class Encoder:
             image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")
         out = latents.new_zeros(latents.shape[0], image.shape[1], *latents.shape[2:])
         out[:, :, : None if self.image_on_all_frames else 1] = image
-        keep = (rng.uniform("image_dropout") >= self.image_dropout).to(out.device, out.dtype)
-        return out * keep[:, None, None, None, None]
+        return out
 
     def _noised(self, frame: Tensor, rng: SlotRandom) -> Tensor:
         """The frame [B, 3, 1, H, W] with Gaussian noise of one random strength per sample."""
@@ -148,10 +152,14 @@ class Encoder:
 
         Frames that padding put in front (CogVideoX 1.5) are dropped before decoding.
         """
-        from cogfast.shapes import num_latent_frames
-
         surplus = latents.shape[2] - num_latent_frames(num_frames)
         dtype = next(self.first_stage.parameters(), torch.empty(0, dtype=torch.float32)).dtype
         latents = (latents[:, :, surplus:] / self.scale_factor).to(dtype)
         parts = latents.split(self.samples_at_a_time or len(latents))
         return torch.cat([self.first_stage.decode(part).float() for part in parts])
+
+
+def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
+    """`values` [B, ...] with zeros for the samples in is_dropped [B]."""
+    is_kept = (~is_dropped).to(values.device, values.dtype, non_blocking=True)
+    return values * is_kept.view(-1, *[1] * (values.ndim - 1))

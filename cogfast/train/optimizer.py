@@ -91,6 +91,7 @@ def _deepspeed_adam(kind: str, params: dict, groups: list[dict]) -> torch.optim.
     is_decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
     for key in ("torch_adam", "set_grad_none"):  # which kernel runs, and torch's own default
         params.pop(key, None)
+    params.setdefault("fused", True)  # one pass, and it can skip a step on the device
     return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(groups, **params)
 
 

@@ -11,14 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
+
+from cogfast.config import Config
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.train.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
 
+_NEVER = 2**31
 STATE_KINDS = ("exp_avg", "exp_avg_sq", "shadow")
 
 
@@ -33,29 +38,31 @@ class Slice:
     offset: int
 
 
-def deepspeed_config(section: dict, *, micro_batch: int, accumulation: int) -> dict:
+def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     """The `deepspeed` section as DeepSpeed takes it, with an optimizer that comes from us.
 
     Stage 0 runs as stage 1: the same update, its state sharded. (DeepSpeed's bf16 optimizer of
-    stage 0 is another one: facts in docs/differences.md.)
+    stage 0 is another one and gives other losses.)
     """
-    config = deepcopy(section)
-    config.pop("optimizer", None)
-    config.pop("scheduler", None)
-    config["train_micro_batch_size_per_gpu"] = micro_batch
-    config["gradient_accumulation_steps"] = accumulation
-    config.pop("train_batch_size", None)
-    config.setdefault("steps_per_print", 2**31)
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False
-    zero = config.setdefault("zero_optimization", {})
-    if zero.setdefault("stage", 2) == 0:
-        logger.warning("ZeRO stage 0 runs as stage 1: the same update, optimizer state sharded")
+    section = OmegaConf.to_container(config.deepspeed, resolve=True)
+    for ours in ("optimizer", "scheduler", "train_batch_size"):
+        section.pop(ours, None)
+    section["train_micro_batch_size_per_gpu"] = args.batch_size
+    section["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    section.setdefault("steps_per_print", _NEVER)
+    section["zero_allow_untested_optimizer"] = True
+    section["zero_force_ds_cpu_optimizer"] = False
+    for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
+        section[name] = {**(section.get(name) or {}), "enabled": is_on}
+    zero = section.setdefault("zero_optimization", {})
+    zero["stage"] = args.zero_stage
+    if args.zero_stage == 0:
+        logger.warning("ZeRO stage 0 runs as stage 1: the same update, its state sharded")
         zero["stage"] = 1
-    if config.get("bf16", {}).get("enabled") and zero["stage"] < 3:
-        # The guard below skips non-finite steps without asking the host.
-        config["bf16"]["check_grad_overflow"] = False
-    return config
+    if args.bf16 and zero["stage"] < 3:
+        # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
+        section["bf16"]["check_grad_overflow"] = False
+    return section
 
 
 class ZeroEngine:
@@ -68,10 +75,9 @@ class ZeroEngine:
     def __init__(
         self, transformer: nn.Module, optimizer: torch.optim.Optimizer, config: dict
     ) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of our own optimizer
         import deepspeed
-        from deepspeed.utils import logger as deepspeed_logger
 
-        deepspeed_logger.setLevel(logging.WARNING)
         # Building the shared-memory op takes 18 s and gloo does not need it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
@@ -137,6 +143,16 @@ class ZeroEngine:
             return norm
 
         self.zero.scaled_global_norm = scaled_global_norm
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        if isinstance(self.optimizer, FusedEmaAdam) or is_fused:
+            return  # these read found_inf themselves
+        update = self.optimizer.step
+
+        def step(closure: None = None) -> None:
+            if not self.optimizer.found_inf.item():  # sync: this optimizer knows no other way
+                update()
+
+        self.optimizer.step = step
 
     def _stage12_slices(self, names: dict[int, str]) -> Iterator[Slice]:
         for part, group in enumerate(self.zero.bit16_groups):

@@ -1,0 +1,173 @@
+"""Builds the parts of a run from its config: transformer, frozen encoders, data, diffusion."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from cogfast.config import Config, instantiate
+from cogfast.data.batches import BatchLoader
+from cogfast.data.global_order import GlobalOrder
+from cogfast.diffusion.denoiser import DiscreteDenoiser
+from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.diffusion.sampler import VideoDDIMSampler
+from cogfast.model.transformer import DiffusionTransformer, build_transformer
+from cogfast.model.weights.load import load_transformer
+from cogfast.slot_random import random_bits
+from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.train.encode import Encoder
+from cogfast.train.process_groups import ProcessGroups
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diffusion:
+    """The formulas around the network; sampler: None where the config has none."""
+
+    denoiser: DiscreteDenoiser
+    loss: VideoDiffusionLoss | None
+    sampler: VideoDDIMSampler | None
+
+
+def assemble_diffusion(config: Config) -> Diffusion:
+    model = config.model
+    return Diffusion(
+        denoiser=instantiate(model.denoiser_config, config.allow_import),
+        loss=_optional(model.get("loss_fn_config"), config),
+        sampler=_optional(model.get("sampler_config"), config),
+    )
+
+
+def assemble_transformer(
+    config: Config,
+    args: TrainArguments,
+    device: torch.device,
+    weights: str | None = None,
+    ema: bool = False,
+) -> DiffusionTransformer:
+    """The transformer on the device in its dtype, with the weights of `args.load` or `weights`.
+
+    `weights`, where given, are read on top of `args.load`'s (a LoRA run on its base); ema: their
+    averaged kind.
+    """
+    transformer = build_transformer(config.model, seed=args.seed)
+    if args.checkpoint_activations is not None:
+        transformer.config = dataclasses.replace(
+            transformer.config, checkpoint_activations=args.checkpoint_activations
+        )
+    for name in transformer.unused_parameter_names():
+        transformer.get_parameter(name).requires_grad_(False)
+    if args.load:
+        report = load_transformer(transformer, args.load)
+        logger.info("%s", report)
+    elif weights is None:
+        logger.info("args.load is not set: training starts from random weights")
+    if weights is not None:
+        logger.info("%s", load_transformer(transformer, weights, ema=ema))
+    return transformer.to(device, DTYPES[args.precision])
+
+
+def assemble_encoder(
+    config: Config, args: TrainArguments, transformer: DiffusionTransformer, device: torch.device
+) -> Encoder:
+    model = ModelArguments.from_config(config)
+    dtype = DTYPES[args.precision]
+    text_node, text_dropout = _text_entry(config)
+
+    def build_first_stage() -> nn.Module | None:
+        module = _optional(config.model.get("first_stage_config"), config)
+        return None if module is None else module.to(device, dtype).eval().requires_grad_(False)
+
+    def build_text_encoder() -> nn.Module | None:
+        module = _optional(text_node, config)
+        return None if module is None else module.to(device, dtype).eval().requires_grad_(False)
+
+    return Encoder(
+        build_first_stage,
+        build_text_encoder,
+        scale_factor=model.scale_factor,
+        patch=transformer.patch_size,
+        latent_input=model.latent_input,
+        image_input=model.noised_image_input,
+        image_on_all_frames=model.noised_image_all_concat,
+        image_dropout=model.noised_image_dropout,
+        text_dropout=text_dropout,
+        samples_at_a_time=model.en_and_decode_n_samples_a_time,
+    )
+
+
+def _text_entry(config: Config) -> tuple[dict | None, float]:
+    """The text encoder of conditioner_config's emb_models, and the share of captions dropped."""
+    conditioner = config.model.get("conditioner_config")
+    entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
+    for entry in entries:
+        if entry.get("input_key", "txt") == "txt":
+            node = {"target": entry.target, "params": entry.get("params")}
+            return node, float(entry.get("ucg_rate", 0.0))
+    return None, 0.0
+
+
+def _optional(node: dict | None, config: Config) -> object | None:
+    if node is None or node["target"] == _IDENTITY:
+        return None
+    return instantiate(node, config.allow_import)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Datasets:
+    train: Dataset
+    valid: Dataset | None
+
+
+def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
+    """The data sets of args.train_data and args.valid_data; the latter may be a share of `split`."""
+    train = _dataset(config, args.train_data)
+    if args.valid_data:
+        return Datasets(train, _dataset(config, args.valid_data))
+    shares = [float(s) for s in args.split.split(",")]
+    num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
+    if num_valid == 0:
+        return Datasets(train, None)
+    shuffled = sorted(range(len(train)), key=lambda i: random_bits(args.seed, "split", i))
+    parts = sorted(shuffled[num_valid:]), sorted(shuffled[:num_valid])
+    return Datasets(*(Subset(train, part) for part in parts))
+
+
+def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
+    if not config.data:
+        raise ValueError("data: section is missing; name a data set, as sft.yaml does")
+    if not folders:
+        raise ValueError("args.train_data is empty; name the folders of the training videos")
+    return instantiate(config.data, config.allow_import, data_dir=list(folders))
+
+
+def assemble_batches(
+    dataset: Dataset, args: TrainArguments, groups: ProcessGroups, folder: Path, start_step: int
+) -> BatchLoader:
+    """The training micro-batches of this rank from `start_step` on."""
+    accumulation = args.gradient_accumulation_steps
+    global_batch = args.batch_size * accumulation * groups.data_size
+    return BatchLoader(
+        dataset,
+        GlobalOrder(len(dataset), args.seed, global_batch),
+        micro_batch=args.batch_size,
+        accumulation=accumulation,
+        dp_rank=groups.data_rank,
+        dp_size=groups.data_size,
+        start_step=start_step,
+        num_workers=args.num_workers,
+        prefetch_factor=args.prefetch_factor,
+        timeout=args.decode_timeout,
+        bad_samples_path=folder / "bad_samples.jsonl",
+        max_bad_fraction=args.max_bad_fraction,
+    )

@@ -1,0 +1,43 @@
+"""Is it learning at all? Something must be trainable, and all of it must get a gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class GradientCheck:
+    """Refuses a model with nothing to train; after the first step, one that learns in part only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError(
+                "nothing is trainable: model.not_trainable_prefixes freezes all parameters and "
+                "there is no lora_config; remove the prefix or add network_config's lora_config"
+            )
+        self.num_trainable = len(trainable)
+        self.is_lora = all("lora" in name or "matrix_" in name for name in trainable)
+        self.waiting = set(trainable)
+        self.hooks = [p.register_hook(self._seen(name)) for name, p in trainable.items()]
+
+    def _seen(self, name: str):
+        def hook(gradient: Tensor) -> None:
+            self.waiting.discard(name)
+
+        return hook
+
+    def after_step(self, step: int) -> None:
+        """To be called after every step; looks once, after the first."""
+        if not self.hooks:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        if self.waiting:
+            kind = "LoRA tensors" if self.is_lora else "trainable tensors"
+            got = self.num_trainable - len(self.waiting)
+            raise RuntimeError(
+                f"{got} of {self.num_trainable} {kind} got a gradient in step {step}; without: "
+                f"{', '.join(sorted(self.waiting)[:3])}; freeze them with "
+                "model.not_trainable_prefixes, or check that the network uses them"
+            )

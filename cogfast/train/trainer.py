@@ -1,0 +1,249 @@
+"""The training loop. Read `Trainer.train` first: batch, loss, backward, step, log, evaluate, save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cogfast.config import Config
+from cogfast.data.batches import to_device
+from cogfast.shapes import TokenGrid
+from cogfast.slot_random import SlotRandom
+from cogfast.train.arguments import TrainArguments
+from cogfast.train.assembly import (
+    assemble_batches,
+    assemble_datasets,
+    assemble_diffusion,
+    assemble_encoder,
+    assemble_transformer,
+)
+from cogfast.train.checkpoint import load_checkpoint, save_checkpoint
+from cogfast.train.evaluate import Evaluator
+from cogfast.train.generate import LatentSize
+from cogfast.train.gradient_check import GradientCheck
+from cogfast.train.learning_rate import build_learning_rate
+from cogfast.train.metrics import Metrics
+from cogfast.train.optimizer import build_optimizer, parameter_groups
+from cogfast.train.preflight import check_train
+from cogfast.train.process_groups import StopRequest, end_processes, start_processes
+from cogfast.train.run_folder import describe_environment, open_run_folder
+from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One training run. Subclass it to override `compute_loss`; nothing else is meant for that."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.args = args = TrainArguments.from_config(config)
+        check_train(config)
+        self.groups = start_processes()
+        if args.deterministic:
+            torch.use_deterministic_algorithms(True)
+
+        self.datasets = assemble_datasets(config, args)
+        self.accumulation = args.gradient_accumulation_steps
+        self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
+        self.num_steps = self._count_steps()
+        self.learning_rate = self._build_learning_rate()
+        self.folder, self.checkpoint = open_run_folder(
+            args.save or "runs", args.experiment_name, args.resume, self.groups
+        )
+        if self.groups.is_main and self.checkpoint is None:
+            describe_environment(self.folder, config.to_yaml(), self.groups.world_size)
+
+        transformer = assemble_transformer(config, args, self.groups.device)
+        self.diffusion = assemble_diffusion(config)
+        self.encoder = assemble_encoder(config, args, transformer, self.groups.device)
+        self.gradient_check = GradientCheck(transformer)
+        optimizer = build_optimizer(
+            config.deepspeed.get("optimizer") or {}, parameter_groups(transformer)
+        )
+        self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args))
+        self.evaluator = Evaluator(
+            self.engine,
+            self.diffusion,
+            self.encoder,
+            self.datasets.valid,
+            args,
+            self.groups,
+            self.folder,
+        )
+        self.step = 0  # optimizer steps done
+        self.latent_size: LatentSize | None = None  # of the data, once a batch was seen
+        if self.checkpoint is not None:
+            self._resume()
+
+    def train(self) -> None:
+        """Train from the current step to the last, or until a signal asks to stop."""
+        args, engine = self.args, self.engine
+        batches = assemble_batches(
+            self.datasets.train, args, self.groups, self.folder, start_step=self.step
+        )
+        stop = StopRequest(self.groups)
+        self._announce()
+        with self._open_metrics() as metrics, batches:
+            self.engine.transformer.train()
+            while self.step < self.num_steps and not stop.is_agreed():
+                lr = self.learning_rate(self.step)
+                for _ in range(self.accumulation):
+                    waiting = time.perf_counter()
+                    batch = to_device(next(batches), self.groups.device)
+                    metrics.data_wait += time.perf_counter() - waiting
+
+                    loss = self.compute_loss(batch)
+                    engine.backward(loss)
+                    engine.step(lr)  # updates weights and EMA where the accumulation is complete
+                    metrics.add_loss(loss)
+                self.step += 1
+                metrics.end_step(self.step)
+                self.gradient_check.after_step(self.step)
+
+                if self._is_due(args.log_interval) or self.step == self.num_steps:
+                    metrics.tokens_per_sample = self._num_tokens
+                    skipped = metrics.log(
+                        self.step, lr=lr, grad_norm=engine.grad_norm, num_skipped=engine.num_skipped
+                    )
+                    self._check_skipped(skipped)
+                if self._is_due(args.eval_interval):
+                    losses = self.evaluator(self.step, self.latent_size)
+                    if losses:
+                        metrics.write(self.step, {"step": self.step, **losses})
+                    metrics.draw_loss()
+                    metrics.restart_clock()
+                if self._is_due(args.save_interval):
+                    self._save()
+                    metrics.restart_clock()
+                if args.exit_interval and self.step % args.exit_interval == 0:
+                    break
+            if self.step and not self._is_due(args.save_interval):
+                self._save()
+            metrics.draw_loss()
+        stop.close()
+        end_processes()
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        """The mean loss, a float32 scalar, of a micro-batch on the device.
+
+        batch: {"mp4": [B, F, 3, H, W] in [-1, 1], "txt": [str], "fps", "num_frames"} or
+        {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]}; "slots" [int] are the
+        samples' places in the global batch, by default this rank's first ones.
+        """
+        rng = self._random(batch)
+        latents, conditioning = self.encoder(batch, rng)
+        self._note_size(batch, latents)
+        loss = self.diffusion.loss(
+            self.engine, self.diffusion.denoiser, latents, conditioning, rng
+        )
+        return loss.mean()
+
+    def _random(self, batch: dict) -> SlotRandom:
+        first = next(v for v in batch.values() if isinstance(v, Tensor))
+        start = self.groups.data_rank * len(first)
+        slots = batch.get("slots") or range(start, start + len(first))
+        return SlotRandom(self.args.seed, self.step, slots, self.global_batch, self.groups.device)
+
+    def _note_size(self, batch: dict, latents: Tensor) -> None:
+        """Remember what a sample is made of: for throughput, and for sampling the same size."""
+        _, channels, frames, height, width = latents.shape
+        grid = TokenGrid.from_latents(latents, self.engine.transformer.patch_size)
+        config = self.engine.transformer.config
+        self._num_tokens = grid.num_tokens + config.text_length
+        if self.latent_size is None:
+            num_frames = batch["mp4"].shape[1] if "mp4" in batch else config.num_frames
+            fps = batch["fps"][0].item() if "fps" in batch else 8  # sync: once, at the first batch
+            self.latent_size = LatentSize(channels, frames, height, width, num_frames, fps)
+
+    def _is_due(self, interval: int | None) -> bool:
+        return bool(interval) and self.step % interval == 0
+
+    def _count_steps(self) -> int:
+        if self.args.epochs is None:
+            return self.args.train_iters
+        num_samples = len(self.datasets.train)
+        return -(-self.args.epochs * num_samples // self.global_batch)
+
+    def _build_learning_rate(self) -> Callable[[int], float]:
+        args = self.args
+        return build_learning_rate(
+            lr=args.lr,
+            num_steps=self.num_steps,
+            schedule=args.lr_schedule,
+            mode=args.mode,
+            warmup=args.warmup,
+            warmup_steps=args.warmup_steps,
+            min_lr_ratio=args.min_lr_ratio,
+            lr_decay_style=args.lr_decay_style,
+            lr_decay_iters=args.lr_decay_iters,
+            lr_decay_ratio=args.lr_decay_ratio,
+        )
+
+    def _open_metrics(self) -> Metrics:
+        return Metrics(
+            self.folder,
+            self.groups,
+            self.engine.transformer.config,
+            num_steps=self.num_steps,
+            samples_per_step=self.global_batch,
+            tensorboard_folder=self.args.summary_dir,
+            wandb_project=self.args.wandb_project_name if self.args.wandb else None,
+        )
+
+    def _announce(self) -> None:
+        config, groups = self.engine.transformer.config, self.groups
+        trained = sum(p.numel() for g in self.engine.optimizer.param_groups for p in g["params"])
+        logger.info(
+            "%s: %d processes, ZeRO-%d, %s; global batch %d = %d x %d ranks x %d accumulation; "
+            "%d samples; steps %d to %d; %d layers of width %d, %.2f M numbers trained on this rank",
+            self.folder,
+            groups.world_size,
+            self.engine.stage,
+            self.args.precision,
+            self.global_batch,
+            self.args.batch_size,
+            groups.data_size,
+            self.accumulation,
+            len(self.datasets.train),
+            self.step,
+            self.num_steps,
+            config.num_layers,
+            config.hidden_size,
+            trained / 1e6,
+        )
+
+    def _check_skipped(self, skipped: int) -> None:
+        limit = self.args.max_nonfinite_steps
+        if skipped >= limit:
+            raise RuntimeError(
+                f"{skipped} steps in a row had non-finite gradients (args.max_nonfinite_steps="
+                f"{limit}) at step {self.step}; the weights are those before them: resume from "
+                "the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
+            )
+
+    def _save(self) -> None:
+        extra = {"global_batch": self.global_batch, "seed": self.args.seed}
+        save_checkpoint(
+            self.folder / "checkpoints",
+            self.step,
+            self.engine,
+            self.groups,
+            extra,
+            self.args.keep_last,
+        )
+
+    def _resume(self) -> None:
+        manifest = load_checkpoint(self.checkpoint, self.engine)
+        for key, value in (("global_batch", self.global_batch), ("seed", self.args.seed)):
+            if manifest[key] != value:
+                raise ValueError(
+                    f"args.resume={self.checkpoint}: that run has {key}={manifest[key]}, this one "
+                    f"{value}, so data and noise would not go on where they were; use the same"
+                )
+        self.step = manifest["step"]
+        logger.info("resumed %s at step %d", self.checkpoint, self.step)
