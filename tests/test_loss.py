@@ -1,0 +1,229 @@
+"""The training loss against upstream's numbers, float64 arithmetic and diffusers' formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser
+from cogfast.diffusion.denoiser_scaling import EpsScaling, VideoScaling
+from cogfast.diffusion.denoiser_weighting import EpsWeighting, UnitWeighting
+from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.diffusion.noise_schedule import LegacyDDPMDiscretization, ZeroSNRDDPMDiscretization
+from cogfast.diffusion.timestep_sampling import DiscreteSampling
+from cogfast.slot_random import SlotRandom
+
+SHAPE = (4, 3, 2, 4, 4)  # B C T h w
+TEXT = Conditioning(text=torch.zeros(4, 5, 8))
+IDX = torch.tensor([0, 120, 600, 999])
+
+
+def ours(t: torch.Tensor) -> torch.Tensor:
+    """[B, T, C, h, w] of the stored files as [B, C, T, h, w]."""
+    return t.transpose(1, 2).contiguous()
+
+
+def parts(shift: float = 1.0, **options) -> tuple[VideoDiffusionLoss, DiscreteDenoiser]:
+    schedule = ZeroSNRDDPMDiscretization(shift_scale=shift)
+    denoiser = DiscreteDenoiser(VideoScaling(), EpsWeighting(), schedule)
+    return VideoDiffusionLoss(DiscreteSampling(schedule), **options), denoiser
+
+
+def draws(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
+
+
+def toy_network(x, timesteps, text, image_latents=None, ofs=None):
+    return torch.tanh(x) * 0.3 + 0.05 * torch.sin(timesteps / 100).view(-1, 1, 1, 1, 1)
+
+
+def float64_loss(x0, noise, idx, loss, network=toy_network, weight=None, power=2):
+    """The formula of the docstring in float64, sample by sample."""
+    out = []
+    for i, t in enumerate(idx.tolist()):
+        a = loss.sigma_sampler.table.values[t].double()
+        b = (1 - a**2).sqrt()
+        clean, eps = x0[i : i + 1].double(), noise[i : i + 1].double()
+        noised = a * clean + b * eps
+        denoised = a * noised - b * network(noised, idx[i : i + 1], None)
+        w = 1 / (1 - a**2) if weight is None else weight(a**2 / (1 - a**2))
+        out.append(w * ((denoised - clean).abs() ** power).mean())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.1])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_loss_equals_upstream(golden, shift, offset):
+    stored = load_file(golden / "diffusion" / "loss.safetensors")
+    prefix = f"shift{shift}.off{offset}."
+    case = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    loss, denoiser = parts(shift, offset_noise_level=offset)
+    seen = {}
+
+    def network(x, timesteps, text, image_latents=None, ofs=None):
+        seen.update(x=x, t=timesteps)
+        return ours(case["network_output"])
+
+    given = Conditioning(text=case["crossattn"])
+    x0, noise = ours(case["x0"]), ours(case["noise"])
+    per_sample = loss.at(network, denoiser, x0, given, case["idx"], noise, case["offset_noise"])
+    torch.testing.assert_close(per_sample, case["loss"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(seen["x"], ours(case["noised_input"]), rtol=0, atol=1e-5)
+    assert torch.equal(seen["t"], case["network_t"])
+
+
+@pytest.mark.parametrize(("kind", "power"), [("l2", 2), ("l1", 1)])
+def test_loss_equals_float64(kind, power):
+    loss, denoiser = parts(type=kind)
+    x0, noise = draws()
+    per_sample = loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)
+    expected = float64_loss(x0, noise, IDX, loss, power=power)
+    # At t = 0, 1 - a^2 is 8.5e-4 and holds four digits in float32.
+    torch.testing.assert_close(per_sample[:1].double(), expected[:1], rtol=1e-3, atol=0)
+    torch.testing.assert_close(per_sample[1:].double(), expected[1:], rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 5.0])
+def test_min_snr_is_the_papers(gamma):
+    """arXiv 2303.09556, x0 prediction: min(SNR, gamma), sample by sample."""
+    loss, denoiser = parts(min_snr_value=gamma)
+    x0, noise = draws()
+    per_sample = loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)
+    weight = lambda snr: min(float(snr), gamma)
+    expected = float64_loss(x0, noise, IDX, loss, weight=weight)
+    torch.testing.assert_close(per_sample.double(), expected, rtol=2e-5, atol=0)
+    assert per_sample[-1] == 0.0  # SNR 0
+
+
+def test_min_snr_weighs_v_as_the_paper_does():
+    """Over the unweighted v loss the weight is min(SNR, gamma) / (SNR + 1)."""
+    loss, _ = parts(min_snr_value=5.0)
+    plain, _ = parts()
+    level = loss.sigma_sampler.table.values[50:].double()
+    snr = level**2 / (1 - level**2)
+    ratio = loss.weight(level) / plain.weight(level)
+    torch.testing.assert_close(ratio, snr.clamp(max=5.0) / (snr + 1))
+
+
+@pytest.mark.parametrize("t", [0, 1])
+def test_bf16_network_and_latents_really_get_noise(t):
+    """bf16 has no number between 0.9961 and 1: noising there would add none at t = 0 and 1."""
+    loss, denoiser = parts()
+    x0, noise = draws()
+    x0 = x0.bfloat16().float()
+    idx = torch.full((4,), t)
+    seen = {}
+
+    def network(x, timesteps, text, image_latents=None, ofs=None):
+        seen["x"] = x
+        return toy_network(x.bfloat16(), timesteps, text)
+
+    per_sample = loss.at(network, denoiser, x0.bfloat16(), TEXT, idx, noise)
+    exact = float64_loss(x0, noise, idx, loss)
+    level = loss.sigma_sampler.table.values[t].double()
+    added = (seen["x"].double() - level * x0.double()).std()
+    assert per_sample.dtype == seen["x"].dtype == torch.float32
+    torch.testing.assert_close(
+        added, (1 - level**2).sqrt() * noise.double().std(), rtol=0.01, atol=0
+    )
+    torch.testing.assert_close(per_sample.double(), exact, rtol=0.01, atol=0)
+
+
+def test_equals_diffusers_trainer_formula():
+    """add_noise, get_velocity and 1 / (1 - alphas_cumprod) of upstream's second trainer."""
+    from diffusers import CogVideoXDPMScheduler
+
+    scheduler = CogVideoXDPMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        snr_shift_scale=3.0,
+        rescale_betas_zero_snr=True,
+    )
+    loss, denoiser = parts(3.0)
+    x0, noise = draws()
+    idx = torch.tensor([60, 250, 862, 999])
+    noised = scheduler.add_noise(x0.double(), noise.double(), idx)
+    prediction = toy_network(noised, idx, None)
+    denoised = scheduler.get_velocity(prediction, noised, idx)
+    weight = 1 / (1 - scheduler.alphas_cumprod[idx])
+    expected = weight * (denoised - x0.double()).square().flatten(1).mean(1)
+    per_sample = loss.at(toy_network, denoiser, x0, TEXT, idx, noise)
+    torch.testing.assert_close(per_sample.double(), expected, rtol=5e-6, atol=0)
+
+
+def test_fixed_frames_stay_clean_and_do_not_count():
+    loss, denoiser = parts(fixed_frames=1)
+    plain, _ = parts()
+    x0, noise = draws()
+    seen = {}
+
+    def network(x, timesteps, text, image_latents=None, ofs=None):
+        seen["x"] = x
+        return toy_network(x, timesteps, text)
+
+    per_sample = loss.at(network, denoiser, x0, TEXT, IDX, noise)
+    assert torch.equal(seen["x"][:, :, :1], x0[:, :, :1])
+    # The toy network sees every frame alone, so the other frame's loss is that of a clip without it.
+    rest = plain.at(toy_network, denoiser, x0[:, :, 1:], TEXT, IDX, noise[:, :, 1:])
+    torch.testing.assert_close(per_sample, rest, rtol=1e-6, atol=0)
+
+
+def test_call_draws_by_slot():
+    """A call is `at` with the draws of its slots, whatever micro-batch they come in."""
+    loss, denoiser = parts(offset_noise_level=0.1)
+    x0, _ = draws()
+    whole = SlotRandom(seed=3, step=7, slots=[0, 1, 2, 3], num_slots=4)
+    together = loss(toy_network, denoiser, x0, TEXT, whole)
+    for slot in range(4):
+        one = SlotRandom(seed=3, step=7, slots=[slot], num_slots=4)
+        alone = loss(toy_network, denoiser, x0[slot : slot + 1], TEXT, one)
+        torch.testing.assert_close(alone, together[slot : slot + 1], rtol=1e-6, atol=0)
+    idx = loss.sigma_sampler.sample(whole)
+    noise, offset = whole.normal("noise", SHAPE), whole.normal("offset noise", (4,))
+    same = loss.at(toy_network, denoiser, x0, TEXT, idx, noise, offset)
+    torch.testing.assert_close(together, same, rtol=0, atol=0)
+
+
+def test_gradient_of_a_perfect_v_is_zero():
+    loss, denoiser = parts()
+    x0, noise = draws()
+    level = loss.sigma_sampler.alpha_sqrt(IDX).view(-1, 1, 1, 1, 1)
+    v = (level * noise - (1 - level**2).sqrt() * x0).requires_grad_()
+    network = lambda x, t, text, image_latents=None, ofs=None: v
+    per_sample = loss.at(network, denoiser, x0, TEXT, IDX, noise)
+    assert per_sample.max() < 1e-9
+    per_sample.mean().backward()
+    assert v.grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": "lpips"}, r"type='lpips' must be 'l2' or 'l1'"),
+        ({"min_snr_value": 0}, r"min_snr_value=0 must be above 0"),
+        ({"fixed_frames": -1}, r"fixed_frames=-1 must be 0 or more"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        parts(**options)
+
+
+def test_all_frames_fixed_is_refused():
+    loss, denoiser = parts(fixed_frames=2)
+    x0, noise = draws()
+    with pytest.raises(
+        ValueError, match=r"fixed_frames=2 must be below the clip's 2 latent frames"
+    ):
+        loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)
+
+
+def test_scaling_over_sigma_is_refused():
+    loss, _ = parts()
+    denoiser = DiscreteDenoiser(EpsScaling(), UnitWeighting(), LegacyDDPMDiscretization())
+    x0, noise = draws()
+    with pytest.raises(ValueError, match=r"EpsScaling: VideoDiffusionLoss .* use VideoScaling"):
+        loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)

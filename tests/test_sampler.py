@@ -1,0 +1,230 @@
+"""Samplers against upstream's trajectories, and against the exact solution for Gaussian data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser
+from cogfast.diffusion.denoiser_scaling import EpsScaling, VideoScaling
+from cogfast.diffusion.denoiser_weighting import EpsWeighting, UnitWeighting
+from cogfast.diffusion.guidance import DynamicCFG, IdentityGuider, VanillaCFG
+from cogfast.diffusion.noise_schedule import LegacyDDPMDiscretization, ZeroSNRDDPMDiscretization
+from cogfast.diffusion.sampler import (
+    VideoDDIMSampler,
+    VPODEDPMPP2MSampler,
+    VPSDEDPMPP2MSampler,
+)
+
+ALL = [VPSDEDPMPP2MSampler, VPODEDPMPP2MSampler, VideoDDIMSampler]
+SCHEDULE = ZeroSNRDDPMDiscretization(shift_scale=3.0)
+TEXT = Conditioning(torch.zeros(1, 2, 3))
+
+
+def ours(t: torch.Tensor) -> torch.Tensor:
+    """[..., T, C, h, w] of the stored files as [..., C, T, h, w]."""
+    return t.transpose(-4, -3).contiguous()
+
+
+def video_denoiser() -> DiscreteDenoiser:
+    return DiscreteDenoiser(VideoScaling(), EpsWeighting(), SCHEDULE)
+
+
+def golden_network(x, timesteps, text, image_latents=None, ofs=None):
+    by_sample = 0.05 * torch.sin(timesteps / 100) + 0.1 * text.mean((1, 2))
+    return torch.tanh(x) * 0.3 + by_sample.view(-1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "case", "num_noises"),
+    [
+        (VPSDEDPMPP2MSampler(SCHEDULE, 10, DynamicCFG(6, 5, 10)), "dyn", 17),
+        (VideoDDIMSampler(SCHEDULE, 10, VanillaCFG(6)), "vanilla", 0),
+    ],
+    ids=["VPSDEDPMPP2M-dynamic", "VideoDDIM-vanilla"],
+)
+def test_trajectory_equals_upstream(golden, sampler, case, num_noises):
+    stored = load_file(golden / "diffusion" / "samplers.safetensors")
+    key = f"{type(sampler).__name__}.shift3.0.{case}.n10"
+    denoiser, noises = video_denoiser(), iter(ours(stored["noises"]))
+    seen = {"net_in": [], "idx": [], "sigma": [], "denoised": []}
+    denoise = denoiser.denoise
+
+    def network(x, timesteps, text, image_latents=None, ofs=None):
+        seen["net_in"].append(x[:2])
+        seen["idx"].append(timesteps.float())
+        return golden_network(x, timesteps, text)
+
+    def recorded(network, noised, alpha_sqrt, conditioning, idx=None):
+        seen["sigma"].append(alpha_sqrt)
+        seen["denoised"].append(denoise(network, noised, alpha_sqrt, conditioning, idx))
+        return seen["denoised"][-1]
+
+    denoiser.denoise = recorded
+    cond, uncond = (Conditioning(stored[f"{side}.crossattn"]) for side in ("cond", "uncond"))
+    out = sampler(denoiser, network, ours(stored["x_init"]), cond, uncond, lambda x: next(noises))
+
+    torch.testing.assert_close(out, ours(stored[f"{key}.out"]), rtol=0, atol=1e-5)
+    for name in ("net_in", "denoised"):
+        expected = ours(stored[f"{key}.{name}"])
+        torch.testing.assert_close(torch.stack(seen[name]), expected, rtol=0, atol=1e-5)
+    assert torch.equal(torch.stack(seen["idx"]), stored[f"{key}.idx"])
+    torch.testing.assert_close(
+        torch.stack(seen["sigma"]), stored[f"{key}.sigma"], rtol=0, atol=1e-7
+    )
+    assert len(list(noises)) == len(stored["noises"]) - num_noises
+
+
+def gaussian_network(deviation: float):
+    """The v of the perfect denoiser for latents drawn from N(0, deviation^2)."""
+    table = SCHEDULE.table().double()
+
+    def network(x, timesteps, text, image_latents=None, ofs=None):
+        a = table[timesteps].view(-1, 1, 1, 1, 1)
+        b = (1 - a**2).sqrt()
+        x = x.double()
+        denoised = a * deviation**2 * x / (a**2 * deviation**2 + b**2)
+        return (a * x - denoised) / b
+
+    return network
+
+
+def ode_error(sampler_class, num_steps: int) -> float:
+    """Largest distance to the exact ODE solution: noise x ends at deviation * x."""
+    sampler = sampler_class(SCHEDULE, num_steps)
+    x = torch.randn(1, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    out = sampler(video_denoiser(), gaussian_network(0.5), x, TEXT)
+    return (out - 0.5 * x).abs().max().item() / x.abs().max().item()
+
+
+def test_ode_samplers_converge_to_the_exact_solution():
+    """The errors fall with the steps; extrapolation makes them less than half of DDIM's.
+
+    The schedule's infinite first and last steps hold both solvers to first order.
+    """
+    ddim = [ode_error(VideoDDIMSampler, n) for n in (25, 100, 1000)]
+    dpm = [ode_error(VPODEDPMPP2MSampler, n) for n in (25, 100, 1000)]
+    assert ddim[1] < 0.45 * ddim[0] and ddim[2] < 0.01
+    assert dpm[1] < 0.35 * dpm[0] and dpm[2] < 0.004
+    assert dpm[2] < ddim[2] / 2
+
+
+def test_vpode_is_algorithm_2_of_dpm_solver_plus_plus():
+    """arXiv 2211.01095, algorithm 2, in float64: x = (s/s') x - a (e^-h - 1) D."""
+    x = torch.randn(1, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    out = VPODEDPMPP2MSampler(SCHEDULE, 10)(video_denoiser(), golden_network, x, TEXT)
+
+    levels, timesteps = SCHEDULE.sampling_steps(10)
+    alphas, table = levels.flip(0).double(), SCHEDULE.table().double()
+    sigmas = (1 - alphas**2).sqrt()
+    lambdas = alphas.log() - sigmas.log()
+    y, before = x.double(), None
+    for i, t in enumerate(timesteps.flip(0)):
+        level = table[(table - alphas[i]).abs().argmin()]  # the denoiser's, on the full table
+        v = golden_network(y, t[None], TEXT.text)
+        denoised = level * y - (1 - level**2).sqrt() * v
+        if i == 9:
+            y = denoised
+            break
+        h, direction = lambdas[i + 1] - lambdas[i], denoised
+        if i > 0:
+            r = (lambdas[i] - lambdas[i - 1]) / h
+            direction = (1 + 1 / (2 * r)) * denoised - 1 / (2 * r) * before
+        y = sigmas[i + 1] / sigmas[i] * y - alphas[i + 1] * ((-h).exp() - 1) * direction
+        before = denoised
+    torch.testing.assert_close(out.double(), y, rtol=0, atol=1e-5)
+
+
+def test_sde_sampler_gives_the_right_distribution():
+    """20,000 numbers from noise: standard deviation 0.5, and no memory of where they began."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 2, 1, 100, 100, generator=generator)
+    sampler = VPSDEDPMPP2MSampler(SCHEDULE, 500)
+    out = sampler(video_denoiser(), gaussian_network(0.5), x, TEXT, generator=generator)
+    assert out.std().item() == pytest.approx(0.5, abs=0.015)
+    assert out.mean().abs() < 0.02
+    correlation = torch.corrcoef(torch.stack([out.flatten(), x.flatten()]))[0, 1]
+    assert correlation.abs() < 0.04
+
+
+@pytest.mark.parametrize("sampler_class", ALL)
+def test_identity_guider_is_guidance_at_scale_1(sampler_class):
+    x = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    cond, uncond = Conditioning(torch.ones(2, 3, 4)), Conditioning(torch.zeros(2, 3, 4))
+    noises = lambda: torch.Generator().manual_seed(7)
+    plain = sampler_class(SCHEDULE, 5, IdentityGuider())
+    guided = sampler_class(SCHEDULE, 5, VanillaCFG(1.0))
+    denoiser = video_denoiser()
+    one = plain(denoiser, golden_network, x, cond, None, noises())
+    two = guided(denoiser, golden_network, x, cond, uncond, noises())
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler_class", ALL)
+@pytest.mark.parametrize("num_steps", [1, 2, 1000])
+def test_any_number_of_steps_is_finite(sampler_class, num_steps):
+    x = torch.randn(1, 1, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    sampler = sampler_class(SCHEDULE, num_steps)
+    out = sampler(video_denoiser(), golden_network, x, TEXT, generator=generator)
+    assert out.isfinite().all() and out.abs().max() < 10
+
+
+@pytest.mark.parametrize("sampler_class", ALL)
+def test_fixed_frames_stay(sampler_class):
+    x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def network(latents, timesteps, text, image_latents=None, ofs=None):
+        seen.append(latents[:, :, :1])
+        return golden_network(latents, timesteps, text)
+
+    sampler = sampler_class(SCHEDULE, 4, fixed_frames=1)
+    generator = torch.Generator().manual_seed(0)
+    out = sampler(video_denoiser(), network, x, TEXT, generator=generator)
+    assert torch.equal(out[:, :, :1], x[:, :, :1])
+    assert all(torch.equal(frames, x[:, :, :1]) for frames in seen)
+
+
+def test_sdedit_noises_the_fixed_frames_to_the_level_of_each_step():
+    x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def network(latents, timesteps, text, image_latents=None, ofs=None):
+        seen.append(latents[:, :, :1])
+        return golden_network(latents, timesteps, text)
+
+    sampler = VideoDDIMSampler(SCHEDULE, 4, fixed_frames=1, sdedit=True)
+    out = sampler(video_denoiser(), network, x, TEXT, generator=torch.ones_like)
+    levels, _ = SCHEDULE.sampling_steps(4)
+    for frames, a in zip(seen, levels.flip(0).tolist(), strict=True):
+        torch.testing.assert_close(frames, a * x[:, :, :1] + (1 - a**2) ** 0.5)
+    assert torch.equal(out[:, :, :1], x[:, :, :1])
+
+
+def test_with_num_steps_changes_the_guiders_ramp_as_well():
+    sampler = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 50), fixed_frames=1, sdedit=True)
+    ten = sampler.with_num_steps(10)
+    assert type(ten) is VPSDEDPMPP2MSampler and ten.timesteps[0] == 999 and len(ten.timesteps) == 10
+    assert ten.guider.num_steps == 10 and sampler.guider.num_steps == 50
+    assert (ten.fixed_frames, ten.sdedit) == (1, True)
+    other = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 30)).with_num_steps(10)
+    assert other.guider.num_steps == 30
+
+
+def test_sampling_makes_no_gradients():
+    weight = torch.ones(1, requires_grad=True)
+    network = lambda x, t, text, image_latents=None, ofs=None: x * weight
+    out = VideoDDIMSampler(SCHEDULE, 2)(video_denoiser(), network, torch.randn(1, 1, 1, 2, 2), TEXT)
+    assert not out.requires_grad
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match=r"fixed_frames=-1 must be 0 or more"):
+        VideoDDIMSampler(SCHEDULE, 10, fixed_frames=-1)
+    with pytest.raises(ValueError, match=r"num_steps=0 must be from 1 to 1000"):
+        VideoDDIMSampler(SCHEDULE, 0)
+    denoiser = DiscreteDenoiser(EpsScaling(), UnitWeighting(), LegacyDDPMDiscretization())
+    with pytest.raises(ValueError, match=r"EpsScaling: VideoDDIMSampler .* use VideoScaling"):
+        VideoDDIMSampler(SCHEDULE, 2)(denoiser, golden_network, torch.randn(1, 1, 1, 2, 2), TEXT)
