@@ -4,6 +4,9 @@ python scripts/quickstart.py prepare FOLDER
     writes FOLDER/videos, FOLDER/labels (the clips), FOLDER/wavelet.safetensors (the first stage,
     fitted to them) and FOLDER/captions.txt (all 48 captions, the held-out ones too), and prints
     how the clips and their reconstructions score: no model can do better than the latter.
+python scripts/quickstart.py machine
+    prints how many processes to train with, and whether in bf16 (true) or float32 (false): what is
+    faster here.
 python scripts/quickstart.py look SAMPLES [SAMPLES ...]
     scores folders of sampled mp4s. SAMPLES/prompts.json is {file: caption}; a folder with videos/
     and labels/ works too.
@@ -13,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +60,28 @@ def prepare(folder: Path) -> None:
     print(f"{len(paths)} clips in {folder}; first stage keeps {NUM_BANDS} bands, {noise:.1f} dB")
     print(f"  the clips             {score(frames, captions)}")
     print(f"  their reconstructions {score(list(rebuilt), captions)}")
+
+
+def describe_machine() -> None:
+    """Print `<processes> <use bf16>`: two processes where there are two cores or two GPUs."""
+    if torch.cuda.is_available():
+        num_processes, use_bf16 = min(2, torch.cuda.device_count()), True
+    else:
+        num_processes = min(2, os.cpu_count() or 1)
+        use_bf16 = _matmul_seconds(torch.bfloat16) < _matmul_seconds(torch.float32)
+    print(num_processes, str(use_bf16).lower())
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    """The best of five products as large as the model's."""
+    x, weight = torch.randn(640, 256, dtype=dtype), torch.randn(256, 1024, dtype=dtype)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(10):
+            x @ weight
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def look(folders: list[Path]) -> None:
@@ -100,11 +127,14 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare").add_argument("folder", type=Path)
+    commands.add_parser("machine")
     commands.add_parser("look").add_argument("samples", type=Path, nargs="+")
     arguments = parser.parse_args()
     try:
         if arguments.command == "prepare":
             prepare(arguments.folder)
+        elif arguments.command == "machine":
+            describe_machine()
         else:
             look(arguments.samples)
     except ValueError as error:

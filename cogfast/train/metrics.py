@@ -36,6 +36,7 @@ class Metrics:
         groups: ProcessGroups,
         config: TransformerConfig,
         *,
+        start_step: int,
         num_steps: int,
         samples_per_step: int,
         tensorboard_folder: str | None,
@@ -46,10 +47,12 @@ class Metrics:
         self.tokens_per_sample = 0
         self.loss_sum = torch.zeros((), device=groups.device)
         self.num_losses = self.num_interval_steps = 0
-        self.running_loss = math.nan
+        self.running_loss = math.nan  # before the first line
         self.data_wait = 0.0  # seconds, since the last line
         self.interval_start = time.perf_counter()
-        self.history = _read_history(folder / "metrics.jsonl") if groups.is_main else []
+        self.history = _history_until(start_step, folder / "metrics.jsonl") if groups.is_main else []
+        if self.history:
+            self.running_loss = self.history[-1].get("loss_running") or math.nan
         self.tensorboard = self.wandb = self.progress = None
         if groups.is_main:
             self._open_writers(tensorboard_folder, wandb_project)
@@ -223,12 +226,15 @@ def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read_history(path: Path) -> list[dict]:
-    """The lines of a run that goes on; a line that a crash cut short is left out."""
+def _history_until(step: int, path: Path) -> list[dict]:
+    """The lines up to `step` of a run that goes on from there; what came after leaves the file."""
     lines = []
     for text in path.read_text().splitlines() if path.is_file() else ():
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except json.JSONDecodeError:  # a crash cut it short
             continue
+        if line["step"] <= step:
+            lines.append(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines

@@ -189,6 +189,7 @@ class Trainer:
             self.folder,
             self.groups,
             self.engine.transformer.config,
+            start_step=self.step,
             num_steps=self.num_steps,
             samples_per_step=self.global_batch,
             tensorboard_folder=self.args.summary_dir,
@@ -197,10 +198,10 @@ class Trainer:
 
     def _announce(self) -> None:
         config, groups = self.engine.transformer.config, self.groups
-        trained = sum(p.numel() for g in self.engine.optimizer.param_groups for p in g["params"])
+        trained = self.engine.num_trained
         logger.info(
             "%s: %d processes, ZeRO-%d, %s; global batch %d = %d x %d ranks x %d accumulation; "
-            "%d samples; steps %d to %d; %d layers of width %d, %.2f M numbers trained on this rank",
+            "%d samples; steps %d to %d; %d layers of width %d, %.2f M parameters trained",
             self.folder,
             groups.world_size,
             self.engine.stage,

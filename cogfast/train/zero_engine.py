@@ -84,6 +84,7 @@ class ZeroEngine:
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
         )
         self.transformer, self.optimizer = transformer, optimizer
+        self.num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
         self.engine, _, _, _ = deepspeed.initialize(
             model=transformer, optimizer=optimizer, config=config, dist_init_required=False
         )

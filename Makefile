@@ -1,0 +1,38 @@
+# make setup       .venv with everything, once
+# make quickstart  train a tiny model and look at its videos
+# make test        all tests;  make check: lint and the fast ones;  make soak: the long ones
+# make bench       time a training step on this machine
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+SEED ?= 1234
+
+.PHONY: setup quickstart test check soak bench clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): setup.py constraints.txt scripts/setup.sh
+	PYTHON=$(PYTHON) scripts/setup.sh
+	@touch $@
+
+quickstart: $(INSTALLED)
+	SEED=$(SEED) scripts/quickstart.sh
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not soak"
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -m "not soak and not slow"
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -m soak
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench.step
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache quickstart
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

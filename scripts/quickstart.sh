@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The quickstart: make clips, train configs/quickstart.yaml on them, sample all captions, look.
+#   SEED=1 scripts/quickstart.sh [key=value ...]     further words go to `cogfast train`
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+SEED=${SEED:-1234}
+data=quickstart/data
+
+[ -f $data/wavelet.safetensors ] || python scripts/quickstart.py prepare $data
+read -r processes precision < <(python scripts/quickstart.py machine)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+torchrun --nproc_per_node="$processes" --master_port="${MASTER_PORT:-29500}" -m cogfast train \
+    --base configs/quickstart.yaml --seed "$SEED" \
+    "deepspeed.bf16.enabled=$precision" \
+    "deepspeed.train_micro_batch_size_per_gpu=$((16 / processes))" "$@"
+run=$(ls -td quickstart/runs/quickstart-* | head -1)
+
+export OMP_NUM_THREADS=$(nproc)
+cogfast sample "$run" --prompt-file $data/captions.txt --ema --out "$run/videos"
+cogfast sample --base configs/quickstart.yaml --prompt-file $data/captions.txt --out "$run/untrained"
+python scripts/quickstart.py look "$run/untrained" "$run/videos"
+echo "videos        $run/videos/contact_sheet.png"
+echo "loss curve    $run/loss.png"

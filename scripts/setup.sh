@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Makes .venv on a machine with Python 3.11 or later: the CPU build of torch where there is no
+# NVIDIA GPU, the CUDA build where there is one, then everything else at the versions of
+# constraints.txt. `make setup` calls it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup: $PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 or later is needed: make setup PYTHON=python3.11" >&2
+    exit 2
+}
+[ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" -c constraints.txt; }
+
+torch=$(grep '^torch==' constraints.txt)
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+        pip install "$torch"
+    elif pip install --dry-run "$torch" | grep -qi nvidia; then
+        # The default build brings several GB of CUDA along; PyTorch keeps CPU builds apart.
+        pip install "$torch" --index-url https://download.pytorch.org/whl/cpu
+    else
+        pip install "$torch"
+    fi
+fi
+pip install --quiet setuptools wheel ninja
+# DeepSpeed is built from source, against the torch that is there, without its compiled ops.
+DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
+pip install --quiet --no-build-isolation --editable '.[test]'
+echo "setup: .venv is ready"
