@@ -14,16 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _modulate(x: Tensor, scale: Tensor, shift: Tensor, num_text: int) -> Tensor:
-    """x * scale + shift, the text rows and the video rows [B, S, M] with their own vectors."""
-    video, text = slice(0, 1), slice(1, 2)
-    return torch.cat(
-        [
-            torch.addcmul(shift[:, text], x[:, :num_text], scale[:, text]),
-            torch.addcmul(shift[:, video], x[:, num_text:], scale[:, video]),
-        ],
-        dim=1,
-    )
+# Rows are split and joined, not sliced: the gradient of a split is one join, that of a slice is a
+# tensor of zeros, a copy and a sum.
+def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
+    """[B, S, M] -> text rows [B, L, M], video rows [B, V, M]."""
+    return x.split((num_text, x.shape[1] - num_text), dim=1)
 
 
 def adaptive_layernorm_reference(
@@ -37,18 +32,20 @@ def adaptive_layernorm_reference(
 ) -> Tensor:
     """hidden [B, S, M]; weight, bias [M] of the LayerNorm; shift, scale [B, 2, M] -> [B, S, M]."""
     normed = F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
-    return _modulate(normed, 1 + scale, shift, num_text)
+    text, video = _split_rows(normed, num_text)
+    scale_video, scale_text = (1 + scale).split(1, dim=1)  # [B, 1, M]
+    shift_video, shift_text = shift.split(1, dim=1)
+    text = torch.addcmul(shift_text, text, scale_text)
+    return torch.cat([text, torch.addcmul(shift_video, video, scale_video)], dim=1)
 
 
 def gated_residual_reference(hidden: Tensor, branch: Tensor, gate: Tensor, num_text: int) -> Tensor:
     """hidden, branch [B, S, M]; gate [B, 2, M] -> [B, S, M]."""
-    return torch.cat(
-        [
-            torch.addcmul(hidden[:, :num_text], branch[:, :num_text], gate[:, 1:]),
-            torch.addcmul(hidden[:, num_text:], branch[:, num_text:], gate[:, :1]),
-        ],
-        dim=1,
-    )
+    gate_video, gate_text = gate.split(1, dim=1)  # [B, 1, M]
+    branch_text, branch_video = _split_rows(branch, num_text)
+    hidden_text, hidden_video = _split_rows(hidden, num_text)
+    text = torch.addcmul(hidden_text, branch_text, gate_text)
+    return torch.cat([text, torch.addcmul(hidden_video, branch_video, gate_video)], dim=1)
 
 
 def adaptive_layernorm(

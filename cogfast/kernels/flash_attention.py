@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_MAX_WRITTEN_ROWS = 2048  # a bfloat16 score matrix of 8 MiB per head; beyond, memory decides
 
 
 def flash_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -15,5 +18,15 @@ def flash_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v [B, S, H, D], any strides -> [B, S, H, D]."""
+    if _reference_is_faster(q):
+        return flash_attention_reference(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _reference_is_faster(q: Tensor) -> bool:
+    """PyTorch's CPU backward in half precision is slow: forward and backward of [16, 80, 4, 64]
+    in bfloat16 take 15.9 ms, the reference 3.9 ms; [1, 1000, 4, 64] 20.9 and 13.6 ms (torch 2.13,
+    one core with avx512_bf16). In float32, and without a gradient, it is the faster one."""
+    is_training_on_cpu = q.device.type == "cpu" and q.requires_grad
+    return is_training_on_cpu and q.dtype != torch.float32 and q.shape[1] <= _MAX_WRITTEN_ROWS

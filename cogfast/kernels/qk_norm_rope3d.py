@@ -25,17 +25,19 @@ def qk_norm_rope3d_reference(
     query_norm: tuple[Tensor | None, Tensor | None] | None,
     key_norm: tuple[Tensor | None, Tensor | None] | None,
     rotation: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [B, S, 3, H, D]; each norm (weight [D], bias [D]) or None for no norm at all; rotation
-    [S, D/2] complex64 or None -> normed and rotated q, k [B, S, H, D] in the dtype of qkv."""
+    [S, D/2] complex64 or None -> normed and rotated q, k and, as it is, v: each [B, S, H, D] in the
+    dtype of qkv. v comes out here too so that the gradient of qkv is written once."""
+    q, k, v = qkv.unbind(2)
     turned = []
-    for x, norm in zip(qkv.unbind(2)[:2], (query_norm, key_norm), strict=True):
+    for x, norm in ((q, query_norm), (k, key_norm)):
         if norm is not None:
             x = F.layer_norm(x, x.shape[-1:], *norm, EPS)
         if rotation is not None:
             x = _rotate(x.float(), rotation).to(qkv.dtype)
         turned.append(x)
-    return turned[0], turned[1]
+    return turned[0], turned[1], v
 
 
 def qk_norm_rope3d(
@@ -43,6 +45,6 @@ def qk_norm_rope3d(
     query_norm: tuple[Tensor | None, Tensor | None] | None,
     key_norm: tuple[Tensor | None, Tensor | None] | None,
     rotation: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """q, k [B, S, H, D] of packed qkv [B, S, 3, H, D], see the reference above."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [B, S, H, D] of packed qkv [B, S, 3, H, D], see the reference above."""
     return qk_norm_rope3d_reference(qkv, query_norm, key_norm, rotation)

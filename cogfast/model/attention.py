@@ -27,8 +27,9 @@ class Attention(nn.Module):
         """x [B, S, M], rotation [S, D/2] complex or None -> [B, S, M]."""
         # the head count is taken from the data: a slice of the heads runs the same code
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, S, 3, H, D]
-        q, k = qk.qk_norm_rope3d(qkv, _affine(self.query_norm), _affine(self.key_norm), rotation)
-        return self.out(flash_attention(q, k, qkv[:, :, 2]).flatten(2))
+        query_norm, key_norm = _affine(self.query_norm), _affine(self.key_norm)
+        q, k, v = qk.qk_norm_rope3d(qkv, query_norm, key_norm, rotation)  # [B, S, H, D]
+        return self.out(flash_attention(q, k, v).flatten(2))
 
 
 def _affine(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None] | None:
