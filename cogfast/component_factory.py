@@ -139,11 +139,20 @@ def _arguments(
             name = name.removesuffix("_config")
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if name not in parameters and not takes_any:
-            raise unknown_key(where_params, given_name, _known_names(parameters, hints, params))
+            known = {k: v for k, v in parameters.items() if k not in (given or ())}
+            raise unknown_key(where_params, given_name, _known_names(known, hints, params))
+        if name in (given or ()):
+            raise KeyProblem(key, f"{key} is set by the trainer itself; remove it")
         if name in arguments:
             raise KeyProblem(key, f"{key} and {arguments[name].key} both set {name}")
         arguments[name] = Argument(_fit(value, hints.get(name, Any), key), key)
     if given is not None:
+        for name in given:
+            if name not in parameters and not any(
+                p.kind is p.VAR_KEYWORD for p in parameters.values()
+            ):
+                key = join(where, "target")
+                raise KeyProblem(key, f"{key}={path}: it must take an argument {name}")
         _require(target, parameters, {*arguments, *given}, where_params)
     return target, arguments
 
@@ -213,6 +222,8 @@ def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[s
         hint = hints.get(name)
         options = get_args(hint) or (hint,)
         is_built = hint is not None and not any(option in plain for option in options)
-        if not {name, f"{name}_config"} & set(params) and name not in ("args", "kwargs", "self"):
-            names.append(f"{name}_config" if is_built else name)
+        if f"{name}_config" in params or (is_built and name not in params):
+            name = f"{name}_config"
+        if name not in ("args", "kwargs", "self"):
+            names.append(name)
     return names

@@ -121,7 +121,7 @@ def load_config(
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:
     """Where the value of `key` came from; a part of a list came from where the list did."""
-    path = key
+    path = key.replace("[", ".").replace("]", "")
     while path:
         if path in origins:
             return origins[path]

@@ -9,6 +9,7 @@ from typing import Any
 
 from cogfast.component_factory import check_component, is_component
 from cogfast.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS
+from cogfast.sat_names import NETWORKS
 from cogfast.sat_unused import UNUSED
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.value_check import KeyProblem, check_type, join, show, unknown_key
@@ -96,6 +97,9 @@ def check_sections(
             _check_conditioner(node, where, allow_import, unused)
         else:
             check_component(node, where, allow_import, unused)
+        if name == "network_config" and node["target"] not in NETWORKS:
+            key = f"{where}.target"
+            raise KeyProblem(key, f"{key}={node['target']}: the network is {NETWORKS[0]}; use that")
     if config.get("data"):
         check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
@@ -124,7 +128,7 @@ def _spread_checkpointing(config: dict[str, Any], origins: dict[str, str]) -> No
     if value is None or not isinstance(params, dict):
         return
     inner = params.setdefault("transformer_args", {})
-    if isinstance(inner, dict):
+    if isinstance(inner, dict) and inner.get("checkpoint_activations") != value:
         inner["checkpoint_activations"] = value
         key = "model.network_config.params.transformer_args.checkpoint_activations"
         origins[key] = origins["args.checkpoint_activations"]

@@ -22,7 +22,7 @@ from cogfast.sat_network import (
 from cogfast.sat_unused import UNUSED
 from cogfast.value_check import KeyProblem, join, show
 
-__all__ = ["REFUSED", "TARGETS", "UNUSED", "SatClass", "transformer_arguments"]
+__all__ = ["NETWORKS", "REFUSED", "TARGETS", "UNUSED", "SatClass", "transformer_arguments"]
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
 _SCHEDULES = "cogfast.diffusion.noise_schedule"
@@ -65,14 +65,22 @@ class SatClass:
 
 
 _TABLE = {"do_append_zero": False, "flip": True}  # the table that idx points into
+# Either name of the network takes SAT's params.
+NETWORKS = (
+    "dit_video_concat.DiffusionTransformer",
+    "cogfast.model.transformer.DiffusionTransformer",
+)
 _AUTOENCODER = SatClass(
     path="cogfast.model.autoencoder.video_autoencoder_from_sat", arguments=autoencoder_arguments
 )
 _FUSED_EMA_ADAM = SatClass(path="cogfast.kernels.fused_ema_adam.FusedEmaAdam")
 
 TARGETS: dict[str, SatClass] = {
-    "dit_video_concat.DiffusionTransformer": SatClass(
-        path="cogfast.model.transformer.assemble_transformer", arguments=network_arguments
+    **dict.fromkeys(
+        NETWORKS,
+        SatClass(
+            path="cogfast.model.transformer.assemble_transformer", arguments=network_arguments
+        ),
     ),
     f"{_DIFFUSION}.denoiser.DiscreteDenoiser": SatClass(
         path="cogfast.diffusion.denoiser.DiscreteDenoiser", only=_TABLE

@@ -21,12 +21,12 @@ class TrainArguments:
     experiment_name: str = "cogfast"
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
     load: str | None = None  # folder of the weights to start from
-    save: str | None = None  # folder that run folders are made in; none: ./runs
+    save: str | None = None  # folder that run folders are made in; none: runs
     resume: str | None = None  # auto, latest, or a run or checkpoint folder
     seed: int = 1234
     train_iters: int | None = None
     epochs: int | None = None
-    exit_interval: int | None = None  # stop after this many steps, as if they were all
+    exit_interval: int | None = None  # stop at a multiple of this many steps
     save_interval: int | None = 5000  # null: only at the end
     keep_last: int = 2  # checkpoints kept besides the last; 0 keeps all
     log_interval: int = 20
@@ -59,7 +59,7 @@ class TrainArguments:
     ema: bool = True  # keep averaged weights, with an optimizer that can
 
     # learning rate
-    lr: float | None = None  # lr and weight_decay count where deepspeed.optimizer has none
+    lr: float = 1.0e-4  # lr and weight_decay count where deepspeed.optimizer has none
     weight_decay: float = 0.01
     lr_schedule: Literal["sat", "constant", "cosine", "linear"] = "sat"
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
@@ -88,8 +88,8 @@ class TrainArguments:
     output_dir: str = "samples"
     image2video: bool = False  # lines of input_file are prompt@@image
     latent_channels: int | None = None  # none: the network's out_channels
-    sampling_image_size: list[int] | None = None  # rows, columns; none: the position table's
-    sampling_num_frames: int | None = None  # latent frames; none: the position table's
+    sampling_image_size: list[int] | None = None  # rows, columns; none: as trained
+    sampling_num_frames: int | None = None  # latent frames; none: as trained
     sampling_fps: int = 8
     only_save_latents: bool = False
 

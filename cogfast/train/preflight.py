@@ -199,9 +199,6 @@ def _check_world(config: Config, args: TrainArguments, world_size: int | None) -
 
 def _network(config: Config) -> dict[str, Any]:
     """The fields of TransformerConfig."""
-    arguments = resolve(config.model.network_config, config.allow_import)[1]
-    if "config" in arguments and hasattr(arguments["config"], "num_layers"):
-        return {name: getattr(arguments["config"], name) for name in arguments["config"].__slots__}
     return transformer_arguments(config.model.network_config.params)
 
 

@@ -1,0 +1,180 @@
+"""What a user can get wrong in a configuration: one line that names the key and the fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from cogfast.config import load_config
+
+MODEL = "model.network_config.params"
+EMBEDDER = "model.conditioner_config.params.emb_models[0]"
+SAMPLING = "sgm.modules.diffusionmodules.sampling"
+
+# Override -> the whole start of the message: origin, key, and what to do.
+UNKNOWN = {
+    "args.sav_interval=5": "unknown key args.sav_interval; did you mean save_interval?",
+    "modl.scale_factor=1": "unknown key modl; did you mean model?",
+    "train_iters=5": "unknown key train_iters; did you mean args.train_iters?",
+    "scale_factor=5": "unknown key scale_factor; did you mean model.scale_factor?",
+    "model.scale_facto=1": "unknown key model.scale_facto; did you mean scale_factor?",
+    "model.loss_config.target=x": "unknown key model.loss_config; did you mean loss_fn_config?",
+    f"{MODEL}.num_layer=3": f"unknown key {MODEL}.num_layer; did you mean num_layers?",
+    f"{MODEL}.modules.lora_cfg.target=x": (
+        f"unknown key {MODEL}.modules.lora_cfg; did you mean lora_config?"
+    ),
+    f"{MODEL}.transformer_args.is_decodr=true": (
+        f"unknown key {MODEL}.transformer_args.is_decodr; did you mean is_decoder?"
+    ),
+    "model.loss_fn_config.params.offset_noise=1": (
+        "unknown key model.loss_fn_config.params.offset_noise; did you mean offset_noise_level?"
+    ),
+    "model.denoiser_config.params.weightng_config.target=x": (
+        "unknown key model.denoiser_config.params.weightng_config; did you mean weighting_config?"
+    ),
+    "model.sampler_config.params.discretization_config.params.shift_scal=1": (
+        "unknown key model.sampler_config.params.discretization_config.params.shift_scal; "
+        "did you mean shift_scale?"
+    ),
+    "model.sampler_config.parms.num_steps=1": (
+        "unknown key model.sampler_config.parms; did you mean params?"
+    ),
+    "model.first_stage_config.params.ckpt=x": (
+        "unknown key model.first_stage_config.params.ckpt; did you mean ckpt_path?"
+    ),
+    "model.first_stage_config.params.encoder_config.params.z_chanels=1": (
+        "unknown key model.first_stage_config.params.encoder_config.params.z_chanels; "
+        "did you mean z_channels?"
+    ),
+    f"{EMBEDDER}.ucg_rat=0.1": (
+        "unknown key model.conditioner_config.params.emb_models[0].ucg_rat; did you mean ucg_rate?"
+    ),
+    f"{EMBEDDER}.params.max_len=1": (
+        "unknown key model.conditioner_config.params.emb_models[0].params.max_len; "
+        "did you mean max_length?"
+    ),
+    "data.parms.fps=1": "unknown key data.parms; did you mean params?",
+    "data.params.max_frames=1": "unknown key data.params.max_frames; did you mean max_num_frames?",
+    "deepspeed.gradient_cliping=1": (
+        "unknown key deepspeed.gradient_cliping; did you mean gradient_clipping?"
+    ),
+    "deepspeed.zero_optimization.stge=1": (
+        "unknown key deepspeed.zero_optimization.stge; did you mean stage?"
+    ),
+    "deepspeed.optimizer.params.wieght_decay=1": (
+        "unknown key deepspeed.optimizer.params.wieght_decay; did you mean weight_decay?"
+    ),
+    "deepspeed.fp16.enable=true": "unknown key deepspeed.fp16.enable; did you mean enabled?",
+}
+
+WRONG = {
+    "args.save_interval=often": "args.save_interval='often' must be a whole number or null",
+    "args.train_iters=1.5": "args.train_iters=1.5 must be a whole number or null",
+    "args.wandb=1": "args.wandb=1 must be true or false",
+    "args.mode=sft": "args.mode='sft' must be one of pretrain, finetune, inference",
+    "args.valid_data=[1]": r"args.valid_data=[1] must be a list of text each",
+    "args=5": "args=5 must be a mapping",
+    "model.latent_input=yes please": "model.latent_input='yes please' must be true or false",
+    "model.scale_factor=[1]": "model.scale_factor=[1] must be a number",
+    "model.use_pd=true": "model.use_pd=true: progressive distillation is not in this version",
+    "model.compile_model=true": "model.compile_model=true: torch.compile is not in this version",
+    f"{MODEL}.hidden_size=wide": f"{MODEL}.hidden_size='wide' must be a whole number",
+    f"{MODEL}.num_attention_heads=7": "num_attention_heads=7 must divide hidden_size=1920",
+    "model.loss_fn_config.params.type=l3": "params.type='l3' must be one of l2, l1",
+    "model.denoiser_config.params.num_idx=true": "num_idx=true must be a whole number",
+    "model.denoiser_config.params.flip=false": "flip=false: only true works; use it",
+    "model.denoiser_config.params=7": "model.denoiser_config.params=7 must be a mapping",
+    "model.denoiser_config=7": "model.denoiser_config must be a mapping with target and params",
+    f"{EMBEDDER}.is_trainable=true": "is_trainable=true: text encoders are frozen; use false",
+    f"{EMBEDDER}.ucg_rate=2": "ucg_rate=2 must be from 0 to 1",
+    f"{EMBEDDER}.input_key=txt2": "input_key=txt2: captions are called txt",
+    "data.params.fps=fast": "data.params.fps='fast' must be a whole number",
+    "data.params.video_size=480": "data.params.video_size=480 must be a list of a whole number each",
+    "data.params.data_dir=x": "data.params.data_dir is set by the trainer itself; remove it",
+    "deepspeed.zero_optimization.stage=4": "stage=4 must be one of 0, 1, 2, 3",
+    "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
+    "deepspeed.scheduler.type=WarmupLR": "the learning rate is set by args.lr_schedule",
+    "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Adam, AdamW or a class",
+    "deepspeed.optimizer.params.betas=[0.9]": "betas=[0.9] must be a list of 2 (a number, a number)",
+}
+
+TARGETS = {
+    "model.sampler_config.target=os.system": (
+        "model.sampler_config.target=os.system: targets must be in cogfast, torch or SAT's class "
+        "paths; pass --allow-import os to import it"
+    ),
+    f"model.sampler_config.target={SAMPLING}.VPSDEDPMPP2Sampler": (
+        f"SAT's class paths; did you mean {SAMPLING}.VPSDEDPMPP2MSampler?"
+    ),
+    f"model.sampler_config.target={SAMPLING}.EulerEDMSampler": (
+        "upstream's does not run with a CogVideoX schedule; use "
+    ),
+    "model.loss_fn_config.target=sgm.modules.diffusionmodules.loss.StandardDiffusionLoss": (
+        "use sgm.modules.diffusionmodules.loss.VideoDiffusionLoss"
+    ),
+    "data.target=data_video.VideoDataset": "tar shards are not read in this version; unpack them",
+    "model.network_config.target=torch.nn.Identity": (
+        "the network is dit_video_concat.DiffusionTransformer; use that"
+    ),
+    "data.target=cogfast.data.datasets.VideoFoldr": (
+        "cogfast.data.datasets has no VideoFoldr; did you mean VideoFolder?"
+    ),
+    "data.target=cogfast.dataset.VideoFolder": "cogfast.dataset.VideoFolder: cogfast has no dataset",
+    "data.target=[1]": "data must be a mapping with target and params",
+}
+
+
+@pytest.mark.parametrize("word", [*UNKNOWN, *WRONG, *TARGETS])
+def test_one_line_names_origin_key_and_fix(sat_configs, word):
+    message = (UNKNOWN | WRONG | TARGETS)[word]
+    with pytest.raises(ValueError) as raised:
+        load_config([sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"], [word])
+    text = str(raised.value)
+    assert message in text
+    assert "\n" not in text
+    if word in UNKNOWN:
+        assert text == f"command line: {message}"
+
+
+def test_the_file_is_named(tmp_path, sat_configs):
+    text = (sat_configs / "sft.yaml").read_text().replace("save_interval", "sav_interval")
+    (tmp_path / "sft.yaml").write_text(text)
+    expected = r"^sft.yaml: unknown key args.sav_interval; did you mean save_interval\?$"
+    with pytest.raises(ValueError, match=expected):
+        load_config([sat_configs / "cogvideox_2b.yaml", tmp_path / "sft.yaml"])
+
+
+FILES = {
+    "args: [1": "bad.yaml line 2: not valid YAML",
+    "- args": "holds a list; sections model, data, args, deepspeed are expected",
+    "args: {seed: 1, seed: 2}": "duplicate key",
+    "args: {save_interval: '${args.seeed}'}": "args.save_interval.*args.seeed",
+    "args: {seed: '???'}": r"args.seed has no value \(\?\?\?\)",
+    "args: {load: ${}": "not valid YAML|args",
+    "data: {target: data_video.SFTDataset, params: {fps: 8}}": (
+        "data.params.video_size is missing; VideoFolder needs it"
+    ),
+    "model: {conditioner_config: {target: sgm.modules.GeneralConditioner}}": (
+        "emb_models=null must be a list of text encoders"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_files_that_cannot_be_read(tmp_path, text):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=FILES[text]) as raised:
+        load_config([file])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"--base .*none.yaml: no such file"):
+        load_config([tmp_path / "none.yaml"])
+
+
+def test_an_override_that_is_none(sat_configs):
+    with pytest.raises(ValueError, match="command line: 'fast' is not key=value"):
+        load_config([sat_configs / "sft.yaml"], ["fast"])
+    with pytest.raises(ValueError, match=r"command line: args.train_data\[9\].x cannot be set"):
+        load_config([sat_configs / "sft.yaml"], ["args.train_data[9].x=1"])

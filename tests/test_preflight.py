@@ -1,0 +1,203 @@
+"""What `cogfast train` and `cogfast sample` refuse before any GPU work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogfast.config import Config, load_config
+from cogfast.train.preflight import check_sample, check_train
+
+
+@pytest.fixture
+def config(sat_configs, tmp_path):
+    """Upstream's own files, with every path of theirs put to one that exists."""
+    for name in ("weights", "videos", "t5"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "vae.pt").touch()
+
+    def load(model: str, *words: str, second: str = "sft") -> Config:
+        paths = [
+            f"args.load={tmp_path / 'weights'}",
+            f"model.first_stage_config.params.ckpt_path={tmp_path / 'vae.pt'}",
+            f"model.conditioner_config.params.emb_models[0].params.model_dir={tmp_path / 't5'}",
+            f"args.train_data=[{tmp_path / 'videos'}]",
+            f"args.valid_data=[{tmp_path / 'videos'}]",
+        ]
+        files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
+        return load_config(files, [*paths, *words])
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("cogvideox_2b", "cogvideox_2b_lora", "cogvideox_5b", "cogvideox_5b_lora"),
+        *("cogvideox_5b_i2v", "cogvideox_5b_i2v_lora"),
+    ],
+)
+def test_upstreams_1_0_files_pass_once_their_paths_are_set(config, model):
+    check_train(config(model), world_size=8)
+
+
+def test_upstreams_1_5_files_pass_with_latent_input_off_and_16n_plus_1_frames(config):
+    words = ["model.latent_input=false", "data.params.max_num_frames=81"]
+    check_train(config("cogvideox1.5_5b", *words), world_size=8)
+    check_train(config("cogvideox1.5_5b_i2v", *words[1:]), world_size=8)
+    # the position table has an entry per token, and a token covers two latent frames
+    check_train(config("cogvideox1.5_5b", words[0], "data.params.max_num_frames=161"))
+
+
+def test_files_as_upstream_ships_them_are_refused(sat_configs):
+    load = lambda *names: load_config([sat_configs / f"{n}.yaml" for n in names])
+    placeholder = r"args.load='\{your CogVideoX SAT folder\}/transformer' is upstream's placeholder"
+    with pytest.raises(ValueError, match="sft.yaml: " + placeholder):
+        check_train(load("cogvideox_2b", "sft"))
+    with pytest.raises(ValueError, match="inference.yaml: " + placeholder):
+        check_sample(load("cogvideox1.5_5b", "inference"))
+    with pytest.raises(ValueError, match="args.mode=inference is for `cogfast sample`"):
+        check_train(load("cogvideox1.5_5b", "inference"))
+    with pytest.raises(ValueError, match="model.network_config is missing; add a model file"):
+        check_train(load("sft"))
+    with pytest.raises(ValueError, match="data.target is missing"):
+        check_train(load("cogvideox_2b"))
+
+
+REFUSED = {
+    "model.latent_input=true": (
+        "command line: model.latent_input=true, but data_video.SFTDataset returns pixels; set "
+        "model.latent_input=false"
+    ),
+    "args.load=nowhere": "args.load=nowhere does not exist; name the weights' folder",
+    "args.train_data=[nowhere]": "args.train_data: no folder nowhere; name your data",
+    "args.valid_data=[nowhere]": "args.valid_data: no folder nowhere; name your data",
+    "args.train_data=[]": "args.train_data is empty; name a folder of videos",
+    "args.train_data_weights=[1]": "args.train_data_weights is not in this version; list a folder",
+    "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
+    "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
+    "args.train_iters=0": "args.train_iters=0 must be 1 or more",
+    "args.model_parallel_size=2": "tensor parallelism is not in this version; use 1",
+    "args.fp16=true": "the deepspeed section decides; set deepspeed.fp16.enabled=true",
+    "deepspeed.fp16.enabled=true": (
+        "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
+    ),
+    "deepspeed.train_micro_batch_size_per_gpu=0": "args.batch_size=0 must be 1 or more",
+    "deepspeed.train_batch_size=15": (
+        "deepspeed.train_batch_size=15 does not fit 8 ranks: train_micro_batch_size_per_gpu=2 x "
+        "gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
+    ),
+    "data.params.max_num_frames=50": (
+        "data.params.max_num_frames=50: CogVideoX 1.0 takes 8N+1 frames, at most 49; use 49"
+    ),
+    "data.params.video_size=[480,721]": "rows must be a multiple of 16 and columns of 16",
+    "data.params.video_size=[720,480]": (
+        "data.params.video_size=[720, 480]: the model's position table is for [480, 720] only"
+    ),
+    "model.noised_image_input=true": (
+        "model.noised_image_input=true does not fit in_channels=16 and out_channels=16"
+    ),
+    "model.conditioner_config.params.emb_models[0].params.max_length=77": (
+        "max_length=77 does not fit text_length=226 of the model's pos_embed_config"
+    ),
+    "model.conditioner_config.params.emb_models[0].params.model_dir=t5-v1_1-xxl": (
+        "model_dir=t5-v1_1-xxl is no folder; name one that holds T5"
+    ),
+    "model.first_stage_config.params.ckpt_path=nowhere.pt": (
+        "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
+    ),
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_train_refuses(config, word):
+    with pytest.raises(ValueError) as raised:
+        check_train(config("cogvideox_2b", word), world_size=8)
+    assert REFUSED[word] in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_world_size_is_read_from_the_launcher(config, monkeypatch):
+    checked = config("cogvideox_2b", "deepspeed.train_batch_size=8")
+    check_train(checked, world_size=4)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_train(checked)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="does not fit 3 ranks"):
+        check_train(checked)
+
+
+def test_fp16_needs_a_gpu(config, monkeypatch):
+    checked = config("cogvideox_2b", "deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_train(checked, world_size=8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="deepspeed.fp16.enabled=true needs a GPU; on a CPU use"):
+        check_train(checked, world_size=8)
+
+
+FRAMES_1_5 = {49: None, 57: "use 49 or 65", 81: None, 161: None, 177: "at most 161; use 161"}
+
+
+@pytest.mark.parametrize("num_frames", FRAMES_1_5)
+def test_frames_of_1_5(config, num_frames):
+    words = ["model.latent_input=false", f"data.params.max_num_frames={num_frames}"]
+    checked = config("cogvideox1.5_5b", *words)
+    if FRAMES_1_5[num_frames] is None:
+        check_train(checked)
+    else:
+        with pytest.raises(ValueError, match=f"takes 16N.1 frames.*{FRAMES_1_5[num_frames]}"):
+            check_train(checked)
+
+
+def test_sizes_within_a_rotary_table_and_beyond(config):
+    check_train(config("cogvideox_5b", "data.params.video_size=[256,320]"))
+    with pytest.raises(ValueError, match=r"\[720, 480\]: the model's position table ends at \[480"):
+        check_train(config("cogvideox_5b", "data.params.video_size=[720,480]"))
+    with pytest.raises(ValueError, match=r"the model's position table is for \[480, 720\] only"):
+        check_train(config("cogvideox_5b_i2v", "data.params.video_size=[256,320]"))
+
+
+def test_latents_in_the_batch_need_no_frozen_weights(config):
+    """A data set of the user's own may bring latents, so files of the encoders may be missing."""
+    words = ["data={target: torch.utils.data.TensorDataset, params: null}"]
+    with pytest.raises(ValueError, match="torch.utils.data.TensorDataset: it must take"):
+        config("cogvideox_2b", *words)
+
+
+SAMPLING = {
+    "args.sampling_image_size=[480]": r"args.sampling_image_size=\[480\] must be \[rows, columns\]",
+    "args.sampling_image_size=[480,832]": r"position table is for \[480, 720\] only",
+    "args.sampling_num_frames=22": r"=22 \(latent frames\) must be a multiple of 1 up to 13; use 13",
+    "args.load=null": "args.load is missing; name the weights to sample with, or a run folder",
+    "model.sampler_config=null": "model.sampler_config is missing; add a model file",
+}
+
+
+@pytest.mark.parametrize("word", SAMPLING)
+def test_sample_refuses(config, word):
+    fitting = ["args.sampling_image_size=[480,720]", "args.sampling_num_frames=13"]
+    check_sample(config("cogvideox_2b", *fitting, second="inference"))
+    with pytest.raises(ValueError, match=SAMPLING[word]):
+        check_sample(config("cogvideox_2b", *fitting, word, second="inference"))
+
+
+def test_sampling_1_5_counts_padded_latent_frames(config):
+    check_sample(config("cogvideox1.5_5b", second="inference"))
+    odd = config("cogvideox1.5_5b", "args.sampling_num_frames=21", second="inference")
+    with pytest.raises(ValueError, match="must be a multiple of 2 up to 42; use 20"):
+        check_sample(odd)
+
+
+def test_images_go_to_image_models(config, tmp_path: Path):
+    image_model = config("cogvideox1.5_5b_i2v", second="inference")
+    check_sample(image_model, has_images=True)
+    with pytest.raises(ValueError, match="give --image PNG or prompt@@image"):
+        check_sample(image_model)
+    with pytest.raises(ValueError, match="the model takes no image"):
+        check_sample(config("cogvideox1.5_5b", second="inference"), has_images=True)
+    # a run's own weights replace args.load
+    gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
+    check_sample(gone, weights=str(tmp_path))
