@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.zero_engine import Slice, ZeroEngine
@@ -88,16 +88,16 @@ def _write_rank(path: Path, engine: ZeroEngine, groups: ProcessGroups) -> dict:
     for kind in ("master", *engine.state_kinds()):
         for piece in engine.slices:
             add(kind, piece, engine.view(piece, kind))
-    if groups.is_main:
-        for parameter, values in _frozen_to_keep(engine).items():
-            piece = Slice(parameter, 0, values.numel(), 0, 0)
-            add("frozen", piece, values.detach().flatten())
+    for name, parameter in _frozen_to_keep(engine).items():
+        with engine.whole(parameter) as values:
+            if groups.is_main:
+                add("frozen", Slice(name, 0, values.numel(), 0, 0), values.flatten())
     save_file(tensors, path)
     _sync(path)
     return slices
 
 
-def _frozen_to_keep(engine: ZeroEngine) -> dict[str, Tensor]:
+def _frozen_to_keep(engine: ZeroEngine) -> dict[str, nn.Parameter]:
     parameters = dict(engine.transformer.named_parameters())
     frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
     num_frozen = sum(_numel(p) for p in frozen.values())
@@ -221,11 +221,11 @@ def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
             for kind in ("master", *kinds):
                 files.fill(engine.view(piece, kind), piece.start, index[piece.parameter, kind])
         parameters = dict(engine.transformer.named_parameters())
-        for (name, kind), entries in index.items():
-            if kind == "frozen" and engine.stage < 3:
-                values = torch.empty(parameters[name].numel())
-                files.fill(values, 0, entries)
-                parameters[name].data.copy_(values.view_as(parameters[name]))
+        for name in sorted(name for name, kind in index if kind == "frozen"):
+            with engine.whole(parameters[name], is_written=True) as whole:
+                values = torch.empty(whole.numel(), dtype=torch.float32)
+                files.fill(values, 0, index[name, "frozen"])
+                whole.copy_(values.view_as(whole))
     for piece in engine.slices:
         for key, value in manifest["counters"][piece.parameter].items():
             device = engine.parts[piece.part].device

@@ -25,6 +25,7 @@ class ProcessGroups:
     local_rank: int
     device: torch.device
     control: dist.ProcessGroup | None
+    is_owner: bool  # whether we made the default group, and so end it
 
     @property
     def data_rank(self) -> int:
@@ -66,6 +67,12 @@ class ProcessGroups:
         if self.world_size > 1:
             dist.barrier(group=self.control)
 
+    def close(self) -> None:
+        """Leave together, if we joined: a gloo rank that leaves early makes the others fail."""
+        if self.is_owner and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
 
 def start_processes(timeout_minutes: float = 30.0) -> ProcessGroups:
     """Join the processes that torchrun started, or stand alone; DeepSpeed finds the group made."""
@@ -78,7 +85,8 @@ def start_processes(timeout_minutes: float = 30.0) -> ProcessGroups:
     else:
         device = torch.device("cpu")
     timeout = timedelta(minutes=timeout_minutes)
-    if not dist.is_initialized():
+    is_owner = not dist.is_initialized()
+    if is_owner:
         for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
             os.environ.setdefault(key, str(value))
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -87,14 +95,7 @@ def start_processes(timeout_minutes: float = 30.0) -> ProcessGroups:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     control = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-    return ProcessGroups(rank, world_size, local_rank, device, control)
-
-
-def end_processes() -> None:
-    """Leave together: a gloo rank that leaves early makes the others fail."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    return ProcessGroups(rank, world_size, local_rank, device, control, is_owner)
 
 
 class StopRequest:

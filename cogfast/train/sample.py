@@ -19,7 +19,7 @@ from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.generate import LatentSize, Prompt, generate, write_samples
 from cogfast.train.preflight import check_sample
-from cogfast.train.process_groups import end_processes, start_processes
+from cogfast.train.process_groups import start_processes
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def sample(
         settings |= dataclasses.asdict(size)
         (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
         logger.info("%d videos and contact_sheet.png in %s", len(files), out)
-    end_processes()
+    groups.close()
     return files
 
 

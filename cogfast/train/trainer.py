@@ -29,7 +29,7 @@ from cogfast.train.learning_rate import build_learning_rate
 from cogfast.train.metrics import Metrics
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.preflight import check_train
-from cogfast.train.process_groups import StopRequest, end_processes, start_processes
+from cogfast.train.process_groups import StopRequest, start_processes
 from cogfast.train.run_folder import describe_environment, open_run_folder
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
@@ -126,7 +126,7 @@ class Trainer:
                 self._save()
             metrics.draw_loss()
         stop.close()
-        end_processes()
+        self.groups.close()
 
     def compute_loss(self, batch: dict) -> Tensor:
         """The mean loss, a float32 scalar, of a micro-batch on the device.

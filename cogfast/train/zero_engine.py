@@ -236,6 +236,17 @@ class ZeroEngine:
         finally:
             self.publish("master")
 
+    @contextmanager
+    def whole(self, parameter: nn.Parameter, is_written: bool = False) -> Iterator[Tensor]:
+        """A frozen parameter's values, which ZeRO-3 partitions too; every rank must call it."""
+        if self.stage < 3:
+            yield parameter.data
+            return
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0 if is_written else None):
+            yield parameter.data
+
     def loss_scaler_state(self) -> dict:
         """fp16's loss scale and its counters, as plain numbers."""
         scaler = getattr(self.zero, "loss_scaler", None)
