@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import cogfast
 from cogfast.slot_random import SlotRandom, random_bits, random_unit
 
 SHAPE = (3, 5)
@@ -63,7 +65,13 @@ def test_keys_do_not_run_into_each_other():
 
 def test_a_seed_gives_the_same_numbers_in_another_process():
     code = "from cogfast.slot_random import random_bits; print(random_bits(1, 2, 3, 'noise'))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(cogfast.__file__).parent.parent,
+    )
     assert int(out.stdout) == random_bits(1, 2, 3, "noise")
 
 
