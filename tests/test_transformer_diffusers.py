@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_transformers import FAMILY, inputs, randomize, tiny
 
 from cogfast.model.weights.load import load_transformer
+from tests.tiny_transformers import FAMILY, inputs, randomize, tiny
 
 
 def diffusers_model(name: str) -> torch.nn.Module:

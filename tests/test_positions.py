@@ -1,0 +1,91 @@
+"""Position tables and rotary angles, against numbers computed one by one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cogfast.model.positions import PositionTable, RotaryPositions, sincos_table
+from cogfast.shapes import TokenGrid
+from tests.tiny_transformers import inputs, tiny
+
+GRID = TokenGrid(3, 4, 5)
+
+
+def test_sincos_table_by_hand() -> None:
+    """A quarter of the row for time, 3/8 for the column, 3/8 for the row; sin, then cos."""
+    width = 32
+    table = sincos_table(GRID, width, (1.0, 2.0, 1.875)).view(3, 4, 5, width)
+    t, h, w = 2, 3, 4
+    for offset, size, position in ((0, 8, t), (8, 12, w / 1.875), (20, 12, h / 2.0)):
+        half = size // 2
+        for i in range(half):
+            angle = position / 10000 ** (i / half)
+            assert table[t, h, w, offset + i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            got = table[t, h, w, offset + half + i].item()
+            assert got == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_rotation_by_hand() -> None:
+    """A head of 64: 16 entries turn with time, 24 with rows, 24 with columns; text stands still."""
+    rotation = RotaryPositions(GRID, 64, theta=10000.0)(num_text=2, grid=GRID)
+    assert torch.equal(rotation[:2], torch.ones(2, 32, dtype=torch.complex64))
+    row = rotation[2:].view(3, 4, 5, 32)[2, 3, 4]
+    expected = [
+        position / 10000 ** (2 * i / size)
+        for size, position in ((16, 2), (24, 3), (24, 4))
+        for i in range(size // 2)
+    ]
+    want = torch.tensor([complex(math.cos(a), math.sin(a)) for a in expected])
+    torch.testing.assert_close(row, want.to(torch.complex64), atol=1e-6, rtol=0)
+
+
+def test_a_smaller_video_takes_a_slice() -> None:
+    rotary = RotaryPositions(GRID, 64, theta=10000.0)
+    small = TokenGrid(2, 3, 2)
+    whole = rotary(0, GRID).view(3, 4, 5, 32)
+    assert torch.equal(rotary(0, small).view(2, 3, 2, 32), whole[:2, :3, :2])
+
+
+def test_casting_the_model_leaves_angles_exact() -> None:
+    rotary = RotaryPositions(GRID, 64, theta=10000.0)
+    before = rotary(1, GRID)
+    assert torch.equal(rotary.to(torch.bfloat16)(1, GRID), before)
+    with torch.device("meta"):
+        empty = RotaryPositions(GRID, 64, theta=10000.0)
+    assert torch.equal(empty.to_empty(device="cpu")(1, GRID), before)
+
+
+@pytest.mark.parametrize("grid", [TokenGrid(4, 4, 5), TokenGrid(3, 5, 5), TokenGrid(3, 4, 6)])
+def test_a_larger_video_is_refused(grid: TokenGrid) -> None:
+    message = "the position table holds up to 3 frames of at most 4x5; set num_frames"
+    with pytest.raises(ValueError, match=message):
+        RotaryPositions(GRID, 64, theta=10000.0)(0, grid)
+
+
+def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:
+    table = PositionTable(GRID, text_length=2, width=32, is_learned=True)
+    with torch.no_grad():
+        table.weight.copy_(torch.arange(2 + 60.0)[:, None].expand(62, 32))
+    added = table(torch.zeros(1, 2 + 40, 32), 2, TokenGrid(2, 4, 5))
+    assert torch.equal(added[0, :, 0], torch.arange(42.0))  # fewer frames: the first rows
+    with pytest.raises(ValueError, match="up to 3 frames of exactly 4x5"):
+        table(torch.zeros(1, 2 + 48, 32), 2, TokenGrid(3, 4, 4))
+    with pytest.raises(ValueError, match="3 text tokens: .* text_length=2"):
+        table(torch.zeros(1, 3 + 60, 32), 3, GRID)
+
+
+def test_missing_image_latents_are_named() -> None:
+    given = inputs("5b_i2v")
+    del given["image_latents"]
+    with pytest.raises(ValueError, match="have 16 channels together, .* in_channels=32; an I2V"):
+        tiny("5b_i2v")(**given)
+
+
+def test_frames_that_do_not_divide_are_named() -> None:
+    given = inputs("1.5_5b")
+    given["latents"] = given["latents"][:, :, :3]
+    with pytest.raises(ValueError, match="3x8x12 .* do not divide into patches of 2x2x2"):
+        tiny("1.5_5b")(**given)
