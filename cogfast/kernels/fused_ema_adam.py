@@ -164,10 +164,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def _update_on_cpu(self, p: Tensor, group: dict) -> None:
         state = self.state_of(p)
         state["step"] += 1
-        step = state["step"].item()
-        weight = 1 - self.ema_decay
+        ema_weight = 1 - self.ema_decay
         if self.use_num_updates:
-            weight = max(weight, 1 - (1 + step) / (10 + step))
+            t = state["step"].item()
+            ema_weight = max(ema_weight, 1 - (1 + t) / (10 + t))
         step = state["step"] if group["bias_correction"] else torch.tensor(_UNBIASED)
         moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])
         if p.is_contiguous():
@@ -180,7 +180,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             self._adam([work], [g.float().contiguous()], [m], [v], [step], group)
             if work is not q:
                 q.copy_(work)
-            s.lerp_(work, weight)
+            s.lerp_(work, ema_weight)
 
     def _update_on_device(self, params: list[Tensor], group: dict) -> None:
         """The same with every number on the device, so that nothing waits for it."""
