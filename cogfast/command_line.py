@@ -19,7 +19,8 @@ from cogfast.value_check import nearest
 # SAT's flags that take no value, besides those of TrainArguments' true-or-false fields.
 _SWITCHES = (
     *("no_load_rng", "no_save_rng", "resume_dataloader", "debug", "force_pretrain", "save_args"),
-    *("batch_from_same_dataset", "deepspeed", "sdedit"),
+    *("batch_from_same_dataset", "deepspeed", "sdedit", "image2video"),
+    *("force_train", "force_inference"),
 )
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "profiling", "deepspeed_config")
 _RUN_CONFIG = "training_config.yaml"
@@ -85,7 +86,7 @@ def parse_sample(words: Sequence[str]) -> Request:
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help="averaged weights")
     parser.add_argument("--out", metavar="DIR", help="where the videos go; else args.output_dir")
     parser.add_argument("words", nargs="*", metavar="RUN_FOLDER | key=value")
-    found = _parse(parser, words, visible=("seed", "ema"))
+    found = _parse(parser, words, visible=("seed",))
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.words)
     if len(sources) + bool(base) != 1:

@@ -50,13 +50,10 @@ class TrainArguments:
     gradient_accumulation_steps: int = 1
     model_parallel_size: int = 1
     checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
-    force_train: bool = False  # train even where the checkpoint lacks weights
     bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
     fp16: bool = False
     zero_stage: int = 2
-    distributed_backend: Literal["nccl", "gloo"] | None = None  # none: by device
     max_nonfinite_steps: int = 20  # steps in a row that may be skipped for a non-finite loss
-    ema: bool = True  # keep averaged weights, with an optimizer that can
 
     # learning rate
     lr: float = 1.0e-4  # lr and weight_decay count where deepspeed.optimizer has none
@@ -82,15 +79,13 @@ class TrainArguments:
     eval_timestep_bands: int = 4  # parts of the schedule with a held-out loss of their own
 
     # sampling
-    force_inference: bool = False  # sample even where the checkpoint lacks weights
     input_type: Literal["cli", "txt"] = "cli"
-    input_file: str = "input.txt"
+    input_file: str = "input.txt"  # a prompt, or prompt@@image, per line
     output_dir: str = "samples"
-    image2video: bool = False  # lines of input_file are prompt@@image
     latent_channels: int | None = None  # none: the network's out_channels
     sampling_image_size: list[int] | None = None  # rows, columns; none: as trained
     sampling_num_frames: int | None = None  # latent frames; none: as trained
-    sampling_fps: int = 8
+    sampling_fps: int | None = None  # none: the training data's, or SAT's 8
     only_save_latents: bool = False
 
     @classmethod

@@ -256,16 +256,15 @@ def _check_frames(config: Config, network: dict[str, Any], num_frames: int, key:
 
 def _check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
     """SAT counts sampling_num_frames in latent frames, the padding of CogVideoX 1.5 included."""
-    key, patch = "args.sampling_num_frames", network["patch_size"]
+    key = "args.sampling_num_frames"
     rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
-    most = rows * patch.t
-    if latent_frames < 1 or latent_frames > most or latent_frames % patch.t:
-        use = min(most, max(1, round(latent_frames / patch.t)) * patch.t)
+    most = rows * network["patch_size"].t
+    if not 1 <= latent_frames <= most:
         _refuse(
             config,
             key,
-            f"{key}={latent_frames} (latent frames) must be a multiple of {patch.t} up to {most}; "
-            f"use {use}",
+            f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
+            f"table holds {most}: use {most} at most",
         )
 
 
