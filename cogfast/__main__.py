@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _USAGE = """\
 usage: cogfast {train,sample} ...
@@ -26,9 +27,10 @@ def train(words: Sequence[str]) -> None:
 
     config = load_config(request.base, request.overrides, request.allow_import)
     if request.dry_run:
-        if os.environ.get("RANK", "0") == "0":
+        if _is_first_rank():
             sys.stdout.write(config.describe())
         return
+    _start_logging(config.unused)
     from cogfast.train.preflight import check_train
 
     check_train(config)
@@ -44,6 +46,7 @@ def sample(words: Sequence[str]) -> None:
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
+    _start_logging(config.unused)
     prompts, images = read_prompts(request, config.args)
     from cogfast.train.preflight import check_sample
 
@@ -76,6 +79,27 @@ def main(words: Sequence[str] | None = None) -> int:
         _report(error)
         return 2
     return 0
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _ToStderr(logging.Handler):
+    """Writes to what sys.stderr is at that moment: a progress bar puts its own there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+def _start_logging(unused: Mapping[str, str]) -> None:
+    """Show what cogfast logs, rank 0's progress and every rank's warnings, on stderr."""
+    logger = logging.getLogger("cogfast")
+    logger.handlers, logger.propagate = [_ToStderr()], False
+    logger.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
+    if unused:
+        names = ", ".join(key.rpartition("params.")[2] for key in unused)
+        logger.info("accepted and not used (--dry-run says why): %s", names)
 
 
 def _is_ours(error: BaseException) -> bool:
