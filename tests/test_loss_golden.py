@@ -12,7 +12,7 @@ from cogfast.config import load_config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import PREFIX, sat_name
+from cogfast.model.weights.sat import sat_name
 from cogfast.train.assembly import assemble_diffusion
 from tests.conftest import COMPLETE, SUBSET
 
@@ -47,7 +47,7 @@ def test_training_step_equals_upstream(case):
     assert stored
     compared = 0
     for name, parameter in transformer.named_parameters():
-        key = PREFIX + sat_name(name)
+        key = sat_name(name)
         if key in stored:
             expected = stored[key].view_as(parameter).float()
             atol = 1e-5 * expected.abs().max().item() + 1e-8
