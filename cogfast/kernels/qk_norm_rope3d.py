@@ -32,10 +32,13 @@ def qk_norm_rope3d_reference(
     q, k, v = qkv.unbind(2)
     turned = []
     for x, norm in ((q, query_norm), (k, key_norm)):
-        if norm is not None:
-            x = F.layer_norm(x, x.shape[-1:], *norm, EPS)
         if rotation is not None:
-            x = _rotate(x.float(), rotation).to(qkv.dtype)
+            x = x.float()
+        if norm is not None:
+            weight, bias = (None if p is None else p.to(x.dtype) for p in norm)
+            x = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+        if rotation is not None:
+            x = _rotate(x, rotation).to(qkv.dtype)
         turned.append(x)
     return turned[0], turned[1], v
 
