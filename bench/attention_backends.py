@@ -1,0 +1,194 @@
+"""Attention at the token count of 49 x 480 x 720, by whatever there is: forward and backward.
+
+Rates count 4 S^2 H D operations forward and 2.5 times that backward, FlashAttention's convention.
+Every backend's output and gradients are compared with plain float32 arithmetic on two heads: the
+error may be twice that of plain bf16 arithmetic, and a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from bench.outcome import Bars, Outcome, Row, Settings
+from bench.timing import num_buffer_sets, spread, time_calls, wait_for
+from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
+
+_SHAPES = ((1, 17776, 48, 64), (1, 17776, 30, 64))  # 5B, 2B
+_MATH_SHAPE = (1, 2048, 48, 64)  # its score matrix of the full size would be 30 GB
+_TINY_SHAPES, _TINY_MATH_SHAPE = ((1, 160, 3, 64), (1, 144, 2, 64)), (1, 96, 3, 64)
+_BACKWARD = 2.5  # times the forward's operations: five products against two
+_RELATIVE_FLOOR = 1e-3  # a quarter of bf16's spacing
+_NOT_BUILT = ("No available kernel", "No viable backend")  # torch, of a backend that cannot run
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    name: str
+    run: Attention
+
+
+def _sdpa(backend: SDPBackend) -> Attention:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    return run
+
+
+DEFAULT = Backend("cogfast default", flash_attention)
+MATH = Backend("SDPA math", _sdpa(SDPBackend.MATH))
+FUSED = (
+    Backend("SDPA cuDNN", _sdpa(SDPBackend.CUDNN_ATTENTION)),
+    Backend("SDPA flash", _sdpa(SDPBackend.FLASH_ATTENTION)),
+    Backend("SDPA efficient", _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
+)
+
+
+def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    return flash_attn_func(q, k, v)[0]  # and the log-sum-exp
+
+
+FLASH_4 = Backend("flash-attn 4", _flash_attention_4)
+
+
+def measure_attention(settings: Settings) -> Outcome:
+    shapes = _TINY_SHAPES if settings.is_tiny else _SHAPES
+    cases = [(backend, shape) for shape in shapes for backend in (DEFAULT, *FUSED)]
+    cases.append((MATH, _TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE))
+    # last: what breaks the CUDA context must not take the others with it
+    cases += [(FLASH_4, shape) for shape in shapes]
+    rows, problems = [], []
+    for backend, shape in cases:
+        row, wrong = measure_backend(settings, backend, shape)
+        rows.append(row)
+        problems += wrong
+    drawn = [row for row in rows if "forward_tflop_per_s" in row]
+    bars = Bars(
+        title="attention, bf16, head width 64",
+        unit="TFLOP/s",
+        labels=[f"{r['backend']}\n{r['shape_bshd'][1]} x {r['shape_bshd'][2]}" for r in drawn],
+        series={way: [r[f"{way}_tflop_per_s"] for r in drawn] for way in ("forward", "backward")},
+    )
+    shown = ("backend", "shape_bshd", "forward_median_ms", "forward_tflop_per_s")
+    shown += ("backward_median_ms", "backward_tflop_per_s", "unavailable", "forward_kernel")
+    return Outcome({}, rows, shown, problems, bars)
+
+
+def measure_backend(
+    settings: Settings, backend: Backend, shape: Sequence[int]
+) -> tuple[Row, list[str]]:
+    """A row of figures and what is wrong with them; a backend that cannot run says so instead."""
+    row: dict[str, object] = {"backend": backend.name, "shape_bshd": list(shape)}
+    draw = lambda: torch.randn(*shape, dtype=torch.bfloat16, device=settings.device)
+    bytes_per_set = 4 * 2 * draw().numel()
+    sets = [
+        ([draw().requires_grad_() for _ in range(3)], draw())
+        for _ in range(num_buffer_sets(bytes_per_set, settings.device))
+    ]
+    try:
+        outputs = [backend.run(*qkv) for qkv, _ in sets]
+    except ImportError as error:
+        return {**row, "unavailable": str(error)}, []
+    except RuntimeError as error:
+        if not str(error).startswith(_NOT_BUILT):
+            return _failed(row, backend, shape, error)
+        return {**row, "unavailable": "torch has none for this device and shape"}, []
+    except Exception as error:  # a package's own kinds; the other backends are still measured
+        return _failed(row, backend, shape, error)
+
+    forward = [lambda qkv=qkv: backend.run(*qkv) for qkv, _ in sets]
+    backward = [
+        lambda out=out, qkv=qkv, given=given: torch.autograd.grad(
+            out, qkv, given, retain_graph=True
+        )
+        for out, (qkv, given) in zip(outputs, sets, strict=True)
+    ]
+    try:
+        errors, wrong = compare(outputs[0], *sets[0])
+        row |= errors
+        b, s, h, d = shape
+        flops = 4 * b * h * d * s**2
+        for way, calls, factor in (("forward", forward, 1.0), ("backward", backward, _BACKWARD)):
+            times = spread(time_calls(calls, settings.device, settings.seconds))
+            row |= {f"{way}_{key}": value for key, value in times.items()}
+            row[f"{way}_tflop_per_s"] = factor * flops / times["median_ms"] / 1e9
+            row[f"{way}_kernel"] = name_of_kernel(calls[0], settings.device)
+    except Exception as error:
+        return _failed(row, backend, shape, error)
+    return row, [f"{backend.name} {list(shape)}: {text}" for text in wrong]
+
+
+def _failed(
+    row: Row, backend: Backend, shape: Sequence[int], error: Exception
+) -> tuple[Row, list[str]]:
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return {**row, "error": text}, [f"{backend.name} {list(shape)}: {text}"]
+
+
+def compare(
+    output: Tensor, qkv: Sequence[Tensor], given: Tensor
+) -> tuple[dict[str, float], list[str]]:
+    """Errors of an output [B, S, H, D] and its gradients on the first and last head.
+
+    q, k, v and the output's gradient `given` are [B, S, H, D] in bf16. Relative errors are norms
+    of differences over norms; the largest difference of each tensor is absolute.
+    """
+    gradients = torch.autograd.grad(output, qkv, given, retain_graph=True)
+    actual = dict(zip(("out", "dq", "dk", "dv"), (output, *gradients), strict=True))
+    errors: dict[str, float] = {}
+    wrong = []
+    for head in sorted({0, output.shape[2] - 1}):
+        of_head = [x.detach()[:, :, head : head + 1] for x in (*qkv, given)]
+        expected = _reference([x.float() for x in of_head])
+        plain = _reference(of_head)
+        for name, whole in actual.items():
+            values, truth = whole.detach()[:, :, head : head + 1].float(), expected[name]
+            relative = ((values - truth).norm() / truth.norm()).item()
+            limit = 2 * ((plain[name].float() - truth).norm() / truth.norm()).item()
+            limit += _RELATIVE_FLOOR
+            if not relative <= limit:  # NaN too
+                wrong.append(f"{name} of head {head}: relative error {relative:.2e} > {limit:.2e}")
+            _raise(errors, f"{name}_relative_error", relative)
+            _raise(errors, f"{name}_relative_limit", limit)
+            _raise(errors, f"{name}_largest_error", (values - truth).abs().max().item())
+    return errors, wrong
+
+
+def _raise(errors: dict[str, float], key: str, value: float) -> None:
+    errors[key] = max(errors.get(key, value), value)
+
+
+def _reference(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Output and gradients of q, k, v and the output's gradient [B, S, 1, D], in their dtype."""
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    output = flash_attention_reference(q, k, v)
+    gradients = torch.autograd.grad(output, (q, k, v), tensors[3])
+    return dict(zip(("out", "dq", "dk", "dv"), (output.detach(), *gradients), strict=True))
+
+
+def name_of_kernel(call: Callable[[], object], device: torch.device) -> str:
+    """The kernel (on a CPU: the operator) that a call spends most of its time in, from a trace."""
+    is_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    with profile(activities=activities) as trace:
+        call()
+        wait_for(device)
+    kind = DeviceType.CUDA if is_gpu else DeviceType.CPU
+    events = [event for event in trace.key_averages() if event.device_type == kind]
+    if not events:
+        return "the trace shows none"
+    cost = (lambda e: e.self_device_time_total) if is_gpu else (lambda e: e.self_cpu_time_total)
+    return max(events, key=cost).key

@@ -1,0 +1,69 @@
+"""The matrix products of a block at 49 x 480 x 720: each linear, forward and both gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.outcome import Bars, Outcome, Row, Settings
+from bench.rates import matmul_rate
+from bench.timing import num_buffer_sets, spread, time_calls
+
+_NUM_TOKENS, _TINY_NUM_TOKENS = 17776, 96  # 226 of text and 13 x 30 x 45 of video
+_WIDTHS, _TINY_WIDTHS = (1920, 3072), (64,)  # 2B, 5B
+_LINEARS = {"qkv": (1, 3), "out": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # in, out; in widths
+# x [tokens, in], w [out, in], dy [tokens, out]
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "forward": lambda x, w, dy: x @ w.T,
+    "dgrad": lambda x, w, dy: dy @ w,
+    "wgrad": lambda x, w, dy: dy.T @ x,
+}
+
+
+def measure_matmuls(settings: Settings) -> Outcome:
+    square = matmul_rate(settings)
+    rate = square["tflop_per_s"]
+    rows = [
+        _measure(settings, width, linear, product, rate)
+        for width in (_TINY_WIDTHS if settings.is_tiny else _WIDTHS)
+        for linear in _LINEARS
+        for product in _PRODUCTS
+    ]
+    kinds = [f"{r['width']} {r['linear']}" for r in rows if r["product"] == "forward"]
+    bars = Bars(
+        title=f"bf16 matrix products of a block, {rows[0]['num_tokens']} tokens",
+        unit="TFLOP/s",
+        labels=kinds,
+        series={p: [r["tflop_per_s"] for r in rows if r["product"] == p] for p in _PRODUCTS},
+        line=(f"{square['size']}^3", rate),
+    )
+    numbers = {f"square_{key}": value for key, value in square.items()}
+    shown = ("width", "linear", "product", "median_ms", "p10_ms", "p90_ms", "tflop_per_s")
+    return Outcome(numbers, rows, (*shown, "percent_of_square_rate"), bars=bars)
+
+
+def _measure(settings: Settings, width: int, linear: str, product: str, rate: float) -> Row:
+    num_tokens = _TINY_NUM_TOKENS if settings.is_tiny else _NUM_TOKENS
+    num_in, num_out = (factor * width for factor in _LINEARS[linear])
+    shapes = ((num_tokens, num_in), (num_out, num_in), (num_tokens, num_out))
+    draw = lambda shape: torch.randn(shape, dtype=torch.bfloat16, device=settings.device)
+    num_bytes = 2 * sum(rows * columns for rows, columns in shapes)
+    sets = [
+        [draw(shape) for shape in shapes]
+        for _ in range(num_buffer_sets(num_bytes, settings.device))
+    ]
+    multiply = _PRODUCTS[product]
+    calls = [lambda tensors=tensors: multiply(*tensors) for tensors in sets]
+    times = spread(time_calls(calls, settings.device, settings.seconds / 2))
+    achieved = 2 * num_tokens * num_in * num_out / times["median_ms"] / 1e9
+    return {
+        "width": width,
+        "linear": linear,
+        "product": product,
+        "num_tokens": num_tokens,
+        "tflop_per_s": achieved,
+        "percent_of_square_rate": 100 * achieved / rate,
+        **times,
+    }

@@ -1,0 +1,94 @@
+"""What a piece of bench.gpu_run is asked and what it answers, and the table and bars of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where to run; is_tiny: sizes that a CPU does in seconds, to test the bench itself."""
+
+    device: torch.device
+    is_tiny: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long to sample each figure."""
+        return 0.03 if self.is_tiny else 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A bar for every label and series; `line` is drawn across, as (name, value)."""
+
+    title: str
+    unit: str
+    labels: Sequence[str]
+    series: Mapping[str, Sequence[float]]
+    line: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """numbers and rows go into the JSON file, units in their keys; `shown` are the rows' keys in
+    the table on the screen. problems: what was measured and is wrong, a sentence each."""
+
+    numbers: Row = field(default_factory=dict)
+    rows: Sequence[Row] = ()
+    shown: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    bars: Bars | None = None
+
+
+def table(outcome: Outcome) -> str:
+    """The numbers, a line each, then the rows with their keys as heads."""
+    lines = [f"  {key}: {_cell(value)}" for key, value in outcome.numbers.items()]
+    if outcome.rows:
+        cells = [list(outcome.shown)]
+        cells += [[_cell(row.get(key)) for key in outcome.shown] for row in outcome.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(outcome.shown))]
+        for row in cells:
+            padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+            lines.append("  " + "  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw(bars: Bars, path: Path) -> str:
+    """Draw into `path`; returns what to say of it. Without matplotlib there is no picture."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no {path.name}: {error}"
+    figure = Figure(figsize=(8, 1.5 + 0.32 * len(bars.labels) * len(bars.series)))
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    height = 0.8 / len(bars.series)
+    for i, (name, values) in enumerate(bars.series.items()):
+        places = [place + (i - (len(bars.series) - 1) / 2) * height for place in range(len(values))]
+        drawn = axes.barh(places, values, height=0.9 * height, label=name)
+        axes.bar_label(drawn, fmt="%.3g", padding=3)
+    if bars.line is not None:
+        name, value = bars.line
+        axes.axvline(value, color="black", lw=1, ls="--", label=f"{name}: {value:.3g}")
+    axes.set_yticks(range(len(bars.labels)), bars.labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set(xlabel=bars.unit, title=bars.title)
+    figure.legend(loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=120)
+    return f"drew {path.name}"

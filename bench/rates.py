@@ -1,0 +1,41 @@
+"""The two rates that everything else is measured against: a copy and a large matrix product."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.outcome import Outcome, Settings
+from bench.timing import num_buffer_sets, spread, time_calls
+
+_COPY_BYTES, _TINY_COPY_BYTES = 4_000_000_000, 8_000_000
+_MATMUL_SIZE, _TINY_MATMUL_SIZE = 8192, 256
+
+
+def copy_rate(settings: Settings) -> dict[str, float]:
+    """Copying one buffer into another; the rate counts the bytes read and the bytes written."""
+    num_bytes = _TINY_COPY_BYTES if settings.is_tiny else _COPY_BYTES
+    make = lambda: torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=settings.device)
+    pairs = [(make().normal_(), make()) for _ in range(2)]
+    calls = [lambda source=s, target=t: target.copy_(source) for s, t in pairs]
+    times = spread(time_calls(calls, settings.device, settings.seconds))
+    rate = 2 * num_bytes / times["median_ms"] / 1e6
+    return {"buffer_bytes": num_bytes, "gb_per_s": rate, **times}
+
+
+def matmul_rate(settings: Settings) -> dict[str, float]:
+    """A square bf16 matrix product on random numbers (zeros are faster)."""
+    n = _TINY_MATMUL_SIZE if settings.is_tiny else _MATMUL_SIZE
+    make = lambda: torch.randn(n, n, dtype=torch.bfloat16, device=settings.device)
+    pairs = [(make(), make()) for _ in range(num_buffer_sets(4 * n * n, settings.device))]
+    calls = [lambda a=a, b=b: a @ b for a, b in pairs]
+    times = spread(time_calls(calls, settings.device, settings.seconds))
+    return {"size": n, "tflop_per_s": 2 * n**3 / times["median_ms"] / 1e9, **times}
+
+
+def measure_rates(settings: Settings) -> Outcome:
+    rows = [
+        {"what": "copy", **copy_rate(settings)},
+        {"what": "matrix product", **matmul_rate(settings)},
+    ]
+    shown = ("what", "buffer_bytes", "size", "gb_per_s", "tflop_per_s", "median_ms", "p10_ms")
+    return Outcome(rows=rows, shown=(*shown, "p90_ms", "num_samples"))

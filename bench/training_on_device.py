@@ -1,0 +1,163 @@
+"""Twenty training steps of a tiny model through DeepSpeed, on the device and against the CPU.
+
+Two runs on the device: bf16 as everyone trains, whose loss must fall; and float32 with noise drawn
+on the CPU, whose losses must be those of the same run on the CPU. Each has a process of its own, as
+DeepSpeed starts once in one, and the CPU's must not see the GPU:
+python -m bench.training_on_device RUN FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.outcome import Outcome, Row, Settings
+from bench.timing import spread
+from cogfast.config import load_config
+from cogfast.slot_random import SlotRandom
+from cogfast.train.trainer import Trainer
+
+_CONFIG = Path(__file__).with_suffix(".yaml")
+_ROOT = _CONFIG.parents[1]
+_OVERRIDES = {"bf16": (), "fp32": ("deepspeed.bf16.enabled=false",)}
+_TINY = (
+    "model.network_config.params.num_layers=2",
+    "model.network_config.params.hidden_size=128",
+    "model.network_config.params.num_attention_heads=2",
+    "data.params.latent_shape=[16,3,8,8]",
+    "deepspeed.train_micro_batch_size_per_gpu=2",
+)
+_TIMEOUT_SECONDS = 240
+_NUM_WARM_UP = 5  # steps left out of the step time
+_NUM_AVERAGED = 5  # first and last steps whose mean losses are compared
+_RELATIVE_TOLERANCE = 1e-3  # float32 against the CPU: Adam makes full steps of rounded gradients
+
+
+class CpuDrawsTrainer(Trainer):
+    """Draws timesteps and noise on the CPU: a GPU's generator gives other numbers."""
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        """As Trainer's, for batches of latents and embeddings."""
+        rng = SlotRandom(self.args.seed, self.step, batch["slots"], self.global_batch)
+        latents, conditioning = self.encoder(batch, rng)
+        self._note_size(batch, latents)
+        loss = self.diffusion.loss
+        idx = loss.sigma_sampler.sample(rng).to(latents.device)
+        noise = rng.normal("noise", latents.shape).to(latents.device)
+        denoiser = self.diffusion.denoiser
+        return loss.at(self.engine, denoiser, latents, conditioning, idx, noise).mean()
+
+
+def check_training(settings: Settings) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        start = lambda run, device: _Process(run, device, settings.is_tiny, Path(folder))
+        bf16 = start("bf16", settings.device).read_lines()  # alone, since it is timed
+        fp32, on_cpu = start("fp32", settings.device), start("fp32", torch.device("cpu"))
+        return judge(bf16, fp32.read_lines(), on_cpu.read_lines())
+
+
+def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> Outcome:
+    """The lines of metrics.jsonl of the three runs, one per step -> figures and what is wrong."""
+    losses = {
+        "bf16": [line["loss"] for line in bf16],
+        "fp32": [line["loss"] for line in fp32],
+        "fp32_of_cpu": [line["loss"] for line in expected],
+    }
+    problems = []
+    for run, values in losses.items():  # the metrics write null for what is not finite
+        if any(loss is None or not math.isfinite(loss) for loss in values):
+            return Outcome({"losses": losses}, problems=[f"{run}: a loss is not finite"])
+        first, last = _mean(values[:_NUM_AVERAGED]), _mean(values[-_NUM_AVERAGED:])
+        if not last < first:
+            problems.append(f"{run}: the loss does not fall: {first:.4f}, then {last:.4f}")
+    pairs = zip(losses["fp32"], losses["fp32_of_cpu"], strict=True)
+    difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    if not difference <= _RELATIVE_TOLERANCE:
+        problems.append(f"fp32: off the CPU's losses by {difference:.2e} > {_RELATIVE_TOLERANCE}")
+    rows = [
+        _summary("bf16, ZeRO-2", bf16),
+        _summary("fp32, ZeRO-2", fp32),
+        _summary("fp32, ZeRO-2, on the CPU", expected),
+    ]
+    shown = ("run", "loss_first_5", "loss_last_5", "step_median_ms", "step_p90_ms")
+    memory = [key for key in rows[0] if key.startswith("memory")]
+    numbers = {"fp32_largest_relative_difference_from_cpu": difference}
+    for row, values in zip(rows, losses.values(), strict=True):
+        row["losses"] = values
+    return Outcome(numbers, rows, (*shown, "data_wait_median_ms", *memory), problems)
+
+
+def _summary(run: str, lines: Sequence[Row]) -> dict[str, object]:
+    timed = lines[_NUM_WARM_UP:]
+    times = spread([line["step_ms"] for line in timed])
+    row: dict[str, object] = {
+        "run": run,
+        "num_steps": len(lines),
+        f"loss_first_{_NUM_AVERAGED}": _mean([line["loss"] for line in lines[:_NUM_AVERAGED]]),
+        f"loss_last_{_NUM_AVERAGED}": _mean([line["loss"] for line in lines[-_NUM_AVERAGED:]]),
+        **{f"step_{key}": value for key, value in times.items()},
+        "data_wait_median_ms": statistics.median(line["data_wait_ms"] for line in timed),
+    }
+    return row | {key: value for key, value in lines[-1].items() if key.startswith("memory")}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class _Process:
+    """A training run in a process of its own; `device` cpu hides the GPU from it."""
+
+    def __init__(self, run: str, device: torch.device, is_tiny: bool, parent: Path) -> None:
+        self.run, self.device = run, device
+        self.folder = Path(tempfile.mkdtemp(dir=parent))
+        environment = dict(os.environ)
+        if device.type == "cpu":
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        words = [sys.executable, "-m", "bench.training_on_device", run, str(self.folder)]
+        words += ["--tiny"] if is_tiny else []
+        with open(self.folder / "log", "w") as log:
+            self.process = subprocess.Popen(
+                words, cwd=_ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def read_lines(self) -> list[Row]:
+        """Wait for the end; the lines of metrics.jsonl, one per step."""
+        try:
+            status = self.process.wait(timeout=_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = f"none after {_TIMEOUT_SECONDS} s"
+        if status != 0:
+            end = "\n".join((self.folder / "log").read_text().splitlines()[-15:])
+            raise RuntimeError(f"{self.run} on {self.device}: exit status {status}\n{end}")
+        (path,) = self.folder.glob("*/metrics.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", choices=_OVERRIDES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    words = [*_OVERRIDES[arguments.run], f"args.save={arguments.folder}"]
+    words += _TINY if arguments.tiny else ()
+    config = load_config([_CONFIG], words, allow_import=["bench"])
+    (CpuDrawsTrainer if arguments.run == "fp32" else Trainer)(config).train()
+
+
+if __name__ == "__main__":
+    main()
