@@ -66,7 +66,7 @@ def test_a_larger_video_is_refused(grid: TokenGrid) -> None:
 
 
 def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:
-    table = PositionTable(GRID, text_length=2, width=32, is_learned=True)
+    table = PositionTable(GRID, text_length=2, width=32, interpolation=None)
     with torch.no_grad():
         table.weight.copy_(torch.arange(2 + 60.0)[:, None].expand(62, 32))
     added = table(torch.zeros(1, 2 + 40, 32), 2, TokenGrid(2, 4, 5))

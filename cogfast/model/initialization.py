@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from cogfast.model.positions import PositionTable
 from cogfast.slot_random import random_bits
 
 STD = 0.02  # of the linears in SAT's transformer layers (sat/model/transformer.py)
@@ -20,9 +21,11 @@ def initialize(transformer: nn.Module, seed: int) -> None:
     Linears: normal with std 0.02, biases zero. Patch embedding: Xavier, as upstream. Modulation
     layers and the output layer: zero, so that every block starts as the identity and the first
     prediction is zero (upstream zeroes them when a checkpoint lacks them). LayerNorms: one and
-    zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. The fixed sincos table keeps its values, a
-    learned one starts at zero.
+    zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. The position tables are reset.
     """
+    for module in transformer.modules():
+        if isinstance(module, PositionTable):
+            module.reset()
     for name, parameter in transformer.named_parameters():
         _initialize_parameter(name, parameter, _generator(seed, name, parameter.device))
 
@@ -35,9 +38,8 @@ def _initialize_parameter(name: str, parameter: Tensor, generator: torch.Generat
     module, _, kind = name.rpartition(".")
     owner = module.rpartition(".")[2]
     if owner == "position_table":
-        if parameter.requires_grad:
-            parameter.zero_()
-    elif owner == "matrix_A":
+        return
+    if owner == "matrix_A":
         bound = 1 / math.sqrt(parameter.shape[1])
         parameter.uniform_(-bound, bound, generator=generator)
     elif owner == "matrix_B" or kind == "bias":

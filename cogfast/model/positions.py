@@ -55,13 +55,29 @@ def sincos_table(
 
 
 class PositionTable(nn.Module):
-    """Adds a vector per token, text rows included: fixed (2B) or learned (5B-I2V)."""
+    """Adds a vector per token, text rows included. interpolation (t, h, w): the fixed sincos table
+    of 2B, zero for text; None: a learned one (5B-I2V), which starts at zero."""
 
-    def __init__(self, grid: TokenGrid, text_length: int, width: int, is_learned: bool):
+    def __init__(
+        self,
+        grid: TokenGrid,
+        text_length: int,
+        width: int,
+        interpolation: tuple[float, float, float] | None,
+    ):
         super().__init__()
-        self.grid, self.text_length = grid, text_length
+        self.grid, self.text_length, self.interpolation = grid, text_length, interpolation
         shape = (1, text_length + grid.num_tokens, width)  # [1, L + V, M]
-        self.weight = nn.Parameter(torch.zeros(shape), requires_grad=is_learned)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=interpolation is None)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Set the values of a fresh model."""
+        self.weight.zero_()
+        if self.interpolation is not None and not self.weight.is_meta:
+            rows = sincos_table(self.grid, self.weight.shape[-1], self.interpolation)
+            self.weight[:, self.text_length :] = rows.to(self.weight.device)
 
     def forward(self, hidden: Tensor, num_text: int, grid: TokenGrid) -> Tensor:
         """hidden [B, S, M] with num_text text rows in front -> [B, S, M]."""

@@ -21,7 +21,6 @@ from cogfast.model.positions import (
     NoRotation,
     PositionTable,
     RotaryPositions,
-    sincos_table,
 )
 from cogfast.model.weights.sat import DEFAULT_FROZEN_PREFIXES, freeze
 from cogfast.shapes import PatchSize, TokenGrid
@@ -227,18 +226,16 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
     rotary: nn.Module = NoRotation()
     if config.position == "rotary":
         rotary = RotaryPositions(config.grid, config.head_width, config.rope_theta)
-    if config.position == "sincos" or config.learnable_position:
-        is_learned = config.position == "rotary"
-        table = PositionTable(config.grid, config.text_length, config.hidden_size, is_learned)
+    size = (config.grid, config.text_length, config.hidden_size)
     if config.position == "sincos":
         scales = (
             config.time_interpolation,
             config.height_interpolation,
             config.width_interpolation,
         )
-        with torch.no_grad():
-            rows = sincos_table(config.grid, config.hidden_size, scales)
-            table.weight[:, config.text_length :] = rows.to(table.weight.device)
+        table = PositionTable(*size, interpolation=scales)
+    elif config.learnable_position:
+        table = PositionTable(*size, interpolation=None)
     return table, rotary
 
 
@@ -258,16 +255,19 @@ def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> Diffus
 
 def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionTransformer:
     """The freshly initialised transformer of `config`, with LoRA where the config has a rank."""
-    transformer = DiffusionTransformer(config)
-    if config.lora_rank is not None:
-        layers = range(config.num_layers) if config.lora_layers is None else config.lora_layers
-        for i in layers:
-            add_lora(
-                transformer.blocks[i].attention,
-                config.lora_rank,
-                config.lora_alpha,
-                config.lora_dropout,
-            )
-    if not transformer.patch_embedding.weight.is_meta:
+    device = torch.get_default_device()
+    with torch.device("meta"):  # PyTorch's own initial values would be drawn for nothing
+        transformer = DiffusionTransformer(config)
+        if config.lora_rank is not None:
+            everywhere = tuple(range(config.num_layers))
+            for i in everywhere if config.lora_layers is None else config.lora_layers:
+                add_lora(
+                    transformer.blocks[i].attention,
+                    config.lora_rank,
+                    config.lora_alpha,
+                    config.lora_dropout,
+                )
+    if device.type != "meta":
+        transformer.to_empty(device=device)
         initialize(transformer, seed)
     return transformer
