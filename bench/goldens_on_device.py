@@ -1,7 +1,7 @@
 """The stored numbers of upstream's own model (tests/golden) on a device, in float32 and bf16.
 
 float32: the tolerances of the golden files' notes times a factor for a GPU's order of summation.
-bf16: the relative error, which may be twice that of the CPU in bf16 and a floor.
+bf16: the relative error, which may be twice that of the CPU in bf16 and a floor. And FusedEmaAdam.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bench.optimizer_golden import check_optimizer
 from bench.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
 from cogfast.model.embeddings import sinusoid
@@ -66,9 +67,13 @@ def check_goldens(settings: Settings) -> Outcome:
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             rows.append({"case": label, **row})
             problems += [f"{label}: {text}" for text in wrong]
+    adam_rows, wrong = check_optimizer(GOLDEN, settings.device)
+    rows += adam_rows
+    problems += wrong
     numbers = {"float32_tolerance_factor": factor, "bf16_relative_floor": _BF16_FLOOR}
     shown = ("case", "output_largest_error", "output_relative_error", "loss_relative_error")
     shown += ("gradient_worst_error_of_largest", "gradient_worst_relative_error", "num_gradients")
+    shown += ("worst_error_over_tolerance",)
     return Outcome(numbers, rows, shown, problems)
 
 
