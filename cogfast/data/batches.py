@@ -238,9 +238,12 @@ class _MicroBatches(Dataset):
         except queue.Empty:
             reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
             raise BadSample(_name_of(self._dataset, index), reason) from None
-        if error is not None:
+        if error is None:
+            return item
+        try:
             raise error
-        return item
+        finally:
+            del error  # else its traceback, which holds this frame, would keep it alive
 
 
 def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:

@@ -119,19 +119,21 @@ def select_frames(video: VideoReader, settings: ClipSettings) -> Selection:
 def read_clip(path: str, settings: ClipSettings) -> tuple[Tensor, Selection]:
     """The clip [F, 3, rows, columns] uint8 of a video file, and its selection."""
     video = open_video(path, settings.reader)
-    selection = select_frames(video, settings)
-    # Padded frames are copied, not decoded; full-size frames are let go a few at a time.
-    chosen = selection.indices[: len(selection.indices) - selection.num_padded]
-    parts = [
-        resize_and_center_crop(
-            video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
-        )
-        for i in range(0, len(chosen), _FRAMES_AT_ONCE)
-    ]
-    clip = torch.cat(parts)
+    try:
+        selection = select_frames(video, settings)
+        # Padded frames are copied, not decoded; full-size frames are let go a few at a time.
+        chosen = selection.indices[: len(selection.indices) - selection.num_padded]
+        parts = [
+            resize_and_center_crop(
+                video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
+            )
+            for i in range(0, len(chosen), _FRAMES_AT_ONCE)
+        ]
+    finally:
+        video.close()
     if selection.num_padded:
-        clip = torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
-    return clip, selection
+        parts.append(parts[-1][-1:].expand(selection.num_padded, -1, -1, -1))
+    return torch.cat(parts), selection
 
 
 class CaptionedVideos(Dataset):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Generator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -32,6 +33,11 @@ class VideoReader(Protocol):
 
     def read(self, indices: Sequence[int]) -> Tensor:
         """Frames [F, H, W, 3] uint8 RGB at `indices`, which must not decrease."""
+
+    def close(self) -> None:
+        """Let the decoder go now. A decord reader that some exception's traceback keeps alive hangs
+        a forked process, whose garbage collector waits for decoding threads that it does not have.
+        """
 
 
 def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
@@ -77,30 +83,44 @@ class DecordReader:
         decord.logging.set_level(decord.logging.QUIET)  # the report says it once
         self.path = path
         self._pyav_helps = pyav_helps
-        self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError)
+        self._pyav: PyAVReader | None = None
+        self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError, AssertionError)
         try:
             self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
-            num_frames = len(self._reader)
-            if num_frames == 0:
-                raise BadSample(path, "no frame in it")
-            shown = self._reader.get_frame_timestamp(range(num_frames))  # [n, 2] start, end
+            shown = self._reader.get_frame_timestamp(range(len(self._reader)))  # [n, 2] start, end
             self.fps = float(self._reader.get_avg_fps())
         except self._errors as error:
+            self._let_go(error)
             raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
         self.times = shown[:, 0].astype(np.float64)
+
+    def _let_go(self, error: BaseException) -> None:
+        """Free decord's reader, which the frames of its exception would keep alive in a cycle."""
+        self._reader = None
+        traceback.clear_frames(error.__traceback__)
+
+    def close(self) -> None:
+        self._reader = None
+        if self._pyav is not None:
+            self._pyav.close()
 
     def __len__(self) -> int:
         return len(self.times)
 
     def read(self, indices: Sequence[int]) -> Tensor:
+        if self._pyav is not None:
+            return self._pyav.read(indices)
         try:
             frames = self._reader.get_batch(list(indices))
+            return torch.from_numpy(frames.asnumpy())
         except self._errors as error:
-            if self._pyav_helps:
-                return PyAVReader(self.path).read(indices)
+            self._let_go(error)
             reason = f"frames {indices[0]}..{indices[-1]} of {len(self)} do not decode"
-            raise BadSample(self.path, f"{reason} ({_one_line(error)})") from None
-        return torch.from_numpy(frames.asnumpy())
+            failure = BadSample(self.path, f"{reason} ({_one_line(error)})")
+        if not self._pyav_helps:
+            raise failure
+        self._pyav = PyAVReader(self.path)
+        return self._pyav.read(indices)
 
 
 class PyAVReader:
@@ -113,7 +133,7 @@ class PyAVReader:
         self._errors = (av.error.FFmpegError, ValueError, OSError)
         try:
             with av.open(path) as container:
-                stream = self._video_stream(container)
+                stream = _video_stream(path, container)
                 shown = [p.pts for p in container.demux(stream) if p.pts is not None]
                 base, rate, num_frames = stream.time_base, stream.average_rate, stream.frames
         except self._errors as error:
@@ -126,42 +146,49 @@ class PyAVReader:
         ticks = np.sort(np.array(shown, dtype=np.int64))
         self.times = (ticks - ticks[0]) * float(base)
         self.fps = float(rate) if rate else len(shown) / max(float(np.ptp(self.times)), 1e-3)
-        self._next = 0
-        self._frames: Iterator[Tensor] = self._decode()
+        self._frames = _decode(path)
+        self._next = 0  # index of the frame that comes next
+        self._last: Tensor | None = None  # the one before it
 
-    def _video_stream(self, container):
-        if not container.streams.video:
-            raise BadSample(self.path, "no video stream in it")
-        stream = container.streams.video[0]
-        stream.thread_type = "NONE"  # workers are the parallelism
-        return stream
-
-    def _decode(self) -> Iterator[Tensor]:
-        import av
-
-        with av.open(self.path) as container:
-            for frame in container.decode(self._video_stream(container)):
-                yield torch.from_numpy(frame.to_ndarray(format="rgb24"))  # [H, W, 3]
+    def close(self) -> None:
+        self._frames.close()
 
     def __len__(self) -> int:
         return len(self.times)
 
     def read(self, indices: Sequence[int]) -> Tensor:
         assert list(indices) == sorted(indices), f"{indices=} go back"
-        if indices[0] < self._next:
-            self._next, self._frames = 0, self._decode()
+        if indices[0] < self._next - 1:
+            self.close()
+            self._next, self._frames = 0, _decode(self.path)
         out: list[Tensor] = []
         try:
             for index in indices:
-                if out and index < self._next:
-                    out.append(out[-1])
-                    continue
                 while self._next <= index:
-                    frame = next(self._frames)
+                    self._last = next(self._frames)
                     self._next += 1
-                out.append(frame)
+                out.append(self._last)
         except (StopIteration, *self._errors) as error:
             why = "the file ends early" if isinstance(error, StopIteration) else _one_line(error)
             reason = f"frame {self._next} of {len(self)} does not decode ({why})"
             raise BadSample(self.path, reason) from None
         return torch.stack(out)
+
+
+def _video_stream(path: str, container):
+    if not container.streams.video:
+        raise BadSample(path, "no video stream in it (truncated, or never there)")
+    stream = container.streams.video[0]
+    stream.thread_type = "NONE"  # workers are the parallelism
+    return stream
+
+
+def _decode(path: str) -> Generator[Tensor, None, None]:
+    """The frames [H, W, 3] of a file, in order; holds it open until closed or exhausted."""
+    import av
+    from av.video.reformatter import VideoReformatter
+
+    to_rgb = VideoReformatter()  # one for all frames: each keeps its own tables
+    with av.open(path) as container:
+        for frame in container.decode(_video_stream(path, container)):
+            yield torch.from_numpy(to_rgb.reformat(frame, format="rgb24", threads=1).to_ndarray())
