@@ -235,6 +235,7 @@ def test_tiles_are_untiled_pieces_faded_into_each_other(
     latents = tiled.encode(video).mean
     assert_close(latents, expected)
 
+    latents = latents[:, :, :1]  # decoding is dear, and tiles have nothing to do with time
     first, second = (
         latents.narrow(dim, start // 8, min(tile, video.shape[dim] - start) // 8)
         for start in (0, stride)
