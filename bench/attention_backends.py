@@ -83,7 +83,8 @@ def measure_attention(settings: Settings) -> Outcome:
         series={way: [r[f"{way}_tflop_per_s"] for r in drawn] for way in ("forward", "backward")},
     )
     shown = ("backend", "shape_bshd", "forward_median_ms", "forward_tflop_per_s")
-    shown += ("backward_median_ms", "backward_tflop_per_s", "unavailable", "forward_kernel")
+    shown += ("backward_median_ms", "backward_tflop_per_s", "out_relative_error")
+    shown += ("unavailable", "forward_kernel", "backward_kernel")
     return Outcome({}, rows, shown, problems, bars)
 
 
@@ -91,51 +92,44 @@ def measure_backend(
     settings: Settings, backend: Backend, shape: Sequence[int]
 ) -> tuple[Row, list[str]]:
     """A row of figures and what is wrong with them; a backend that cannot run says so instead."""
-    row: dict[str, object] = {"backend": backend.name, "shape_bshd": list(shape)}
-    draw = lambda: torch.randn(*shape, dtype=torch.bfloat16, device=settings.device)
-    bytes_per_set = 4 * 2 * draw().numel()
+    row = {"backend": backend.name, "shape_bshd": list(shape)}
+    try:
+        figures, wrong = _measure(settings, backend.run, shape)
+    except ImportError as error:
+        return {**row, "unavailable": str(error)}, []
+    except Exception as error:  # whatever it is, the other backends are still measured
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, RuntimeError) and str(error).startswith(_NOT_BUILT):
+            return {**row, "unavailable": "torch has none for this device and shape"}, []
+        return {**row, "error": text}, [f"{backend.name} {list(shape)}: {text}"]
+    return {**row, **figures}, [f"{backend.name} {list(shape)}: {text}" for text in wrong]
+
+
+def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[Row, list[str]]:
+    b, s, h, d = shape
+    draw = lambda: torch.randn(b, s, h, d, dtype=torch.bfloat16, device=settings.device)
+    bytes_per_set = 4 * 2 * b * s * h * d
     sets = [
         ([draw().requires_grad_() for _ in range(3)], draw())
         for _ in range(num_buffer_sets(bytes_per_set, settings.device))
     ]
-    try:
-        outputs = [backend.run(*qkv) for qkv, _ in sets]
-    except ImportError as error:
-        return {**row, "unavailable": str(error)}, []
-    except RuntimeError as error:
-        if not str(error).startswith(_NOT_BUILT):
-            return _failed(row, backend, shape, error)
-        return {**row, "unavailable": "torch has none for this device and shape"}, []
-    except Exception as error:  # a package's own kinds; the other backends are still measured
-        return _failed(row, backend, shape, error)
-
-    forward = [lambda qkv=qkv: backend.run(*qkv) for qkv, _ in sets]
+    outputs = [run(*qkv) for qkv, _ in sets]
+    forward = [lambda qkv=qkv: run(*qkv) for qkv, _ in sets]
     backward = [
         lambda out=out, qkv=qkv, given=given: torch.autograd.grad(
             out, qkv, given, retain_graph=True
         )
         for out, (qkv, given) in zip(outputs, sets, strict=True)
     ]
-    try:
-        errors, wrong = compare(outputs[0], *sets[0])
-        row |= errors
-        b, s, h, d = shape
-        flops = 4 * b * h * d * s**2
-        for way, calls, factor in (("forward", forward, 1.0), ("backward", backward, _BACKWARD)):
-            times = spread(time_calls(calls, settings.device, settings.seconds))
-            row |= {f"{way}_{key}": value for key, value in times.items()}
-            row[f"{way}_tflop_per_s"] = factor * flops / times["median_ms"] / 1e9
-            row[f"{way}_kernel"] = name_of_kernel(calls[0], settings.device)
-    except Exception as error:
-        return _failed(row, backend, shape, error)
-    return row, [f"{backend.name} {list(shape)}: {text}" for text in wrong]
-
-
-def _failed(
-    row: Row, backend: Backend, shape: Sequence[int], error: Exception
-) -> tuple[Row, list[str]]:
-    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return {**row, "error": text}, [f"{backend.name} {list(shape)}: {text}"]
+    figures: dict[str, object] = {}
+    errors, wrong = compare(outputs[0], *sets[0])
+    flops = 4 * b * h * d * s**2
+    for way, calls, factor in (("forward", forward, 1.0), ("backward", backward, _BACKWARD)):
+        times = spread(time_calls(calls, settings.device, settings.seconds))
+        figures |= {f"{way}_{key}": value for key, value in times.items()}
+        figures[f"{way}_tflop_per_s"] = factor * flops / times["median_ms"] / 1e9
+        figures[f"{way}_kernel"] = name_of_kernel(calls[0], settings.device)
+    return {**figures, **errors}, wrong
 
 
 def compare(

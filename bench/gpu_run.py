@@ -4,6 +4,9 @@ PART is a piece (facts, rates, matmul, goldens, train, attention) or a set of th
 under 8 minutes on one H200. Each piece prints a table and writes DIR/<piece>.json, units in the
 keys. A piece that fails says so there, the others still run, and the exit status is 1.
 
+It needs torch and matplotlib; goldens and train also omegaconf, einops, safetensors and, train alone,
+deepspeed and tensorboard. No network, no video decoder, no weights.
+
 Without a GPU, `--device cpu --tiny` runs the same code at small sizes, as a test of this program;
 those numbers mean nothing.
 """
@@ -78,7 +81,7 @@ PARTS: dict[str, Sequence[str]] = {"first": tuple(PIECES)}
 
 def run_piece(name: str, settings: Settings, out: Path) -> bool:
     """Run a piece, print its table and write its JSON; whether all was well."""
-    print(f"{name}", flush=True)
+    print(name, flush=True)
     report: dict[str, object] = {
         "piece": name,
         "device": str(settings.device),
@@ -91,6 +94,8 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
     try:
         if settings.device.type == "cuda":
             report["gpu"] = torch.cuda.get_device_name(settings.device)
+            gc.collect()
+            torch.cuda.empty_cache()  # training has processes of its own on the same GPU
         outcome = PIECES[name](settings)
         wait_for(settings.device)  # an error of the last kernel belongs to this piece
         print(table(outcome))
@@ -136,9 +141,6 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in PARTS.get(arguments.part, (arguments.part,)):
         if not run_piece(name, settings, arguments.out):
             failed.append(name)
-        gc.collect()
-        if settings.device.type == "cuda":
-            torch.cuda.empty_cache()  # the training piece has its own process on the same GPU
     print(f"failed: {', '.join(failed)}" if failed else "all well")
     return 1 if failed else 0
 

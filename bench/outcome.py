@@ -10,6 +10,8 @@ import torch
 
 Row = Mapping[str, object]
 
+_CELL_WIDTH = 100  # characters on the screen: CUDA kernels have longer names, whole in the JSON
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -63,7 +65,8 @@ def table(outcome: Outcome) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _CELL_WIDTH else text[: _CELL_WIDTH - 3] + "..."
 
 
 def draw(bars: Bars, path: Path) -> str:

@@ -41,8 +41,8 @@ _TINY = (
 _TIMEOUT_SECONDS = 240
 _NUM_WARM_UP = 5  # steps left out of the step time
 _NUM_AVERAGED = 5  # first and last steps whose mean losses are compared
-# Of float32 losses against the CPU's. Noise of 1e-6 in every linear's output moves them by 1e-7; what
-# a GPU's exp and cos make of timestep 999 is up to 1e-4 of an entry of its embedding.
+# Of float32 losses against the CPU's. Noise of 1e-6 on every linear's output moves them by 1e-7 (on
+# a CPU); another exp moves entries of a large timestep's embedding by some 1e-5.
 _RELATIVE_TOLERANCE = 1e-4
 
 
@@ -65,8 +65,13 @@ def check_training(settings: Settings) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         start = lambda run, device: _Process(run, device, settings.is_tiny, Path(folder))
         bf16 = start("bf16", settings.device).read_lines()  # alone, since it is timed
-        fp32, on_cpu = start("fp32", settings.device), start("fp32", torch.device("cpu"))
-        return judge(bf16, fp32.read_lines(), on_cpu.read_lines())
+        pair = [start("fp32", device) for device in (settings.device, torch.device("cpu"))]
+        try:
+            fp32, on_cpu = (process.read_lines() for process in pair)
+        finally:
+            for process in pair:
+                process.stop()
+        return judge(bf16, fp32, on_cpu)
 
 
 def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> Outcome:
@@ -139,13 +144,18 @@ class _Process:
         try:
             status = self.process.wait(timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.stop()
             status = f"none after {_TIMEOUT_SECONDS} s"
         if status != 0:
             end = "\n".join((self.folder / "log").read_text().splitlines()[-15:])
             raise RuntimeError(f"{self.run} on {self.device}: exit status {status}\n{end}")
         (path,) = self.folder.glob("*/metrics.jsonl")
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def stop(self) -> None:
+        """End the process where it still runs."""
+        self.process.kill()
+        self.process.wait()
 
 
 def main() -> None:
