@@ -1,0 +1,70 @@
+"""The list of bad samples that the ranks of a run share, and a resumed run reads again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+
+import pytest
+
+from cogfast.data.bad_samples import BadSample, BadSampleLog
+
+
+def test_a_torn_line_is_passed_over(tmp_path):
+    file = tmp_path / "bad_samples.jsonl"
+    file.write_text('{"path": "a", "reason": "r"}\n{"path": "b", "rea')
+    log = BadSampleLog(file, num_samples=100)
+    assert not log.add("a", "r") and log.add("b", "r") and log.add("\udcff.mp4", "r")
+    assert not BadSampleLog(file, num_samples=100).add("b", "r")
+    assert [line[:12] for line in file.read_text().splitlines()][2:] == [
+        '{"path": "b"',
+        '{"path": "\\u',
+    ]
+
+
+def test_ranks_share_the_list_and_its_count(tmp_path):
+    """Two ranks that find three each, one of them the same, are five over a limit of four."""
+    file = tmp_path / "bad_samples.jsonl"
+    ranks = [BadSampleLog(file, num_samples=80) for _ in range(2)]
+    for rank, paths in zip(ranks, ("abc", "cde"), strict=True):
+        for path in paths:
+            rank.add(path, "broken")
+    assert [json.loads(line)["path"] for line in file.read_text().splitlines()] == list("abcde")
+    ranks[0].check()  # has not looked since
+    with pytest.raises(ValueError, match=r"5/80 videos unreadable \(>5%\).*all in .*jsonl"):
+        ranks[1].check()
+
+
+def test_lines_are_whole_when_processes_write_at_once(tmp_path):
+    file = tmp_path / "bad_samples.jsonl"
+    children = []
+    for name in range(4):
+        child = os.fork()
+        if child == 0:
+            log = BadSampleLog(file, num_samples=1)
+            for i in range(50):
+                log.add(f"{name if i % 2 else 'shared'}-{i}", "r" * 200)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    paths = [json.loads(line)["path"] for line in file.read_text().splitlines()]
+    assert len(paths) == len(set(paths)) == 4 * 25 + 25
+
+
+def test_mended_files_do_not_count_in_the_resumed_run(tmp_path):
+    file = tmp_path / "bad_samples.jsonl"
+    first = BadSampleLog(file, num_samples=20)
+    for path in "abcdef":
+        first.add(path, "broken")
+    resumed = BadSampleLog(file, num_samples=20)
+    assert not resumed.add("f", "still broken")
+    resumed.check()
+    resumed.add("e", "this one too")
+    with pytest.raises(ValueError, match="2/20"):
+        resumed.check()
+
+
+def test_bad_sample_travels_between_processes():
+    error = pickle.loads(pickle.dumps(BadSample("a.mp4", "why")))
+    assert (error.path, error.reason, str(error)) == ("a.mp4", "why", "a.mp4: why")
