@@ -151,7 +151,7 @@ def video_autoencoder_from_sat(
     }
     if ckpt_path is None:
         logger.warning("first_stage_config has no ckpt_path: the autoencoder has random weights")
-        inner = AutoencoderKLCogVideoX(**sizes, **blocks).to(dtype)
+        inner = AutoencoderKLCogVideoX(**sizes, **blocks)
     else:
         with torch.device("meta"):
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
@@ -166,7 +166,7 @@ def video_autoencoder_from_sat(
         use_slicing=use_slicing,
         use_tiling=use_tiling,
         tile_size=tile_size,
-    )
+    ).to(dtype)
 
 
 def _sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
