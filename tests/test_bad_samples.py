@@ -68,3 +68,8 @@ def test_mended_files_do_not_count_in_the_resumed_run(tmp_path):
 def test_bad_sample_travels_between_processes():
     error = pickle.loads(pickle.dumps(BadSample("a.mp4", "why")))
     assert (error.path, error.reason, str(error)) == ("a.mp4", "why", "a.mp4: why")
+
+
+def test_max_bad_fraction_is_checked():
+    with pytest.raises(ValueError, match="args.max_bad_fraction=5.* between 0 and 1"):
+        BadSampleLog(None, num_samples=2, max_bad_fraction=5)

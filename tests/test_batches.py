@@ -161,14 +161,9 @@ def test_nothing_readable():
     with pytest.raises(ValueError, match="2/2 videos unreadable"):
         _read(Latents(2, bad=(0, 1)), 1, num_workers=1)
     with pytest.raises(
-        ValueError, match="step 0: no readable sample in 2 tried; .*sample-. broken|"
+        ValueError, match="step 0: no readable sample in 2 tried; .*last: sample-.: broken"
     ):
         _read(Latents(2, bad=(0, 1)), 1, max_bad_fraction=1.0)
-
-
-def test_max_bad_fraction_is_checked():
-    with pytest.raises(ValueError, match="args.max_bad_fraction=5.* between 0 and 1"):
-        _read(Latents(2), 1, max_bad_fraction=5)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
