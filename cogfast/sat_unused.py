@@ -6,7 +6,6 @@ _DECIDED_HERE = "the device and the launch decide"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
 _ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
 _NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does not read it"
-_MISSING_WEIGHTS = "a checkpoint may lack adapters; all else that it lacks is an error"
 _SAMPLERS = ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
 _VAE_FROZEN = "the autoencoder is frozen"
 _TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
@@ -20,8 +19,6 @@ UNUSED: dict[str, str] = {
     "args.local_rank": _DECIDED_HERE,
     "args.deepspeed": "training always goes through DeepSpeed",
     "args.distributed_backend": "nccl on GPUs, gloo on CPUs",
-    "args.force_train": _MISSING_WEIGHTS,
-    "args.force_inference": _MISSING_WEIGHTS,
     "args.image2video": "a line of the input with @@ names an image, whatever this key says",
     "args.debug": "SAT reads it nowhere",
     "args.log_image": "SAT reads it nowhere",

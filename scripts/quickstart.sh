@@ -19,7 +19,8 @@ run=$(ls -td quickstart/runs/quickstart-* | head -1)
 
 export OMP_NUM_THREADS=$(nproc)
 cogfast sample "$run" --prompt-file $data/captions.txt --ema --out "$run/videos"
-cogfast sample --base configs/quickstart.yaml --prompt-file $data/captions.txt --out "$run/untrained"
+cogfast sample --base configs/quickstart.yaml --prompt-file $data/captions.txt \
+    --out "$run/untrained" args.force_inference=true
 python scripts/quickstart.py look "$run/untrained" "$run/videos"
 echo "videos        $run/videos/contact_sheet.png"
 echo "loss curve    $run/loss.png"

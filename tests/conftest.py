@@ -9,6 +9,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+# One thread here and in launched processes: results do not depend on the cores, and tests that run
+# beside each other do not fight for them.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
 COMPLETE = Path(os.environ.get("COGFAST_GOLDEN", ROOT.parent / "shared" / "golden"))
 SUBSET = ROOT / "tests" / "golden"
 

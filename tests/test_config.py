@@ -192,7 +192,7 @@ def test_model_arguments(sat_configs):
 def test_unused_keys_are_listed_with_reasons(sat_configs):
     config = load_config([sat_configs / "cogvideox1.5_5b_i2v.yaml", sat_configs / "sft.yaml"])
     assert "SAT reads it nowhere" in config.unused["model.augmentation_dropout"]
-    assert {"args.no_load_rng", "args.force_train"} <= set(config.unused)
+    assert {"args.no_load_rng"} <= set(config.unused)
     assert "deepspeed.zero_optimization.load_from_fp32_weights" in config.unused
 
 

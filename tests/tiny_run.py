@@ -160,9 +160,18 @@ def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict
 
 
 def write_config(
-    path: Path, data: Path, family: str = "5b", lora_rank: int | None = None, **args: object
+    path: Path,
+    data: Path,
+    family: str = "5b",
+    lora_rank: int | None = None,
+    dataset: dict | None = None,
+    optimizer: str = "sat.ops.FusedEmaAdam",
+    **args: object,
 ) -> Path:
-    """A whole config: 4 samples per step, float32, ZeRO-2; `args` replace those of `args`."""
+    """A whole config: 4 samples per step, float32, ZeRO-2; `args` replace those of `args`.
+
+    dataset: the `data` section instead of the folder of clips.
+    """
     sections = {
         "model": model_section(family, data, lora_rank),
         "args": {
@@ -178,7 +187,8 @@ def write_config(
             "warmup": 0.0,
             **args,
         },
-        "data": {
+        "data": dataset
+        or {
             "target": "data_video.SFTDataset",
             "params": {
                 "video_size": [SIDE, SIDE],
@@ -189,11 +199,12 @@ def write_config(
         "deepspeed": {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 2},
-            "optimizer": {
-                "type": "sat.ops.FusedEmaAdam",
-                "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 1e-4},
+            "zero_optimization": {
+                "stage": 2,
+                "reduce_bucket_size": 100_000,
+                "allgather_bucket_size": 100_000,
             },
+            "optimizer": {"type": optimizer, "params": {"lr": 2e-3, "weight_decay": 1e-4}},
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,9 @@ changes a batch. A bad sample is replaced within its slot and reported; only too
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -88,6 +90,7 @@ class BatchLoader:
                 prefetch_factor=prefetch_factor if num_workers else None,
                 pin_memory=torch.cuda.is_available(),
                 multiprocessing_context=_start_method() if num_workers else None,
+                worker_init_fn=_outlive_signals if num_workers else None,
             )
         )
 
@@ -277,6 +280,23 @@ def _collate(items: list[dict]) -> Batch:
 
 def _as_is(batch: Batch) -> Batch:
     return batch
+
+
+def _outlive_signals(worker: int) -> None:
+    """Ignore what asks the run to stop: it goes on until its checkpoint, and needs batches.
+
+    torchrun and Slurm signal all processes. SIGTERM from the parent ends a worker still, which
+    only a thread that waits for the signal can tell.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _start_method() -> str:

@@ -50,6 +50,7 @@ class TrainArguments:
     gradient_accumulation_steps: int = 1
     model_parallel_size: int = 1
     checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
+    force_train: bool = False  # train even where the weights of args.load lack some
     bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
     fp16: bool = False
     zero_stage: int = 2
@@ -79,6 +80,7 @@ class TrainArguments:
     eval_timestep_bands: int = 4  # parts of the schedule with a held-out loss of their own
 
     # sampling
+    force_inference: bool = False  # sample even where the weights lack some, or there are none
     input_type: Literal["cli", "txt"] = "cli"
     input_file: str = "input.txt"  # a prompt, or prompt@@image, per line
     output_dir: str = "samples"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from cogfast.config import Config, instantiate
+from cogfast.config import Config, instantiate, resolve
 from cogfast.data.batches import BatchLoader
 from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import DiscreteDenoiser
@@ -54,11 +56,12 @@ def assemble_transformer(
     device: torch.device,
     weights: str | None = None,
     ema: bool = False,
+    allow_missing: bool = False,
 ) -> DiffusionTransformer:
     """The transformer on the device in its dtype, with the weights of `args.load` or `weights`.
 
-    `weights`, where given, are read on top of `args.load`'s (a LoRA run on its base); ema: their
-    averaged kind.
+    `weights`, where given, come instead, or on top where they are a part (a LoRA run's on its
+    base); ema: their averaged kind. allow_missing: accept `args.load` where it lacks tensors.
     """
     transformer = build_transformer(config.model, seed=args.seed)
     if args.checkpoint_activations is not None:
@@ -67,13 +70,14 @@ def assemble_transformer(
         )
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
-    if args.load:
-        report = load_transformer(transformer, args.load)
-        logger.info("%s", report)
+    report = None if weights is None else load_transformer(transformer, weights, ema=ema)
+    if args.load and (report is None or report.missing):
+        logger.info("%s", load_transformer(transformer, args.load, allow_missing=allow_missing))
+        report = None if weights is None else load_transformer(transformer, weights, ema=ema)
     elif weights is None:
-        logger.info("args.load is not set: training starts from random weights")
-    if weights is not None:
-        logger.info("%s", load_transformer(transformer, weights, ema=ema))
+        logger.info("args.load is not set: the weights are random")
+    if report is not None:
+        logger.info("%s", report)
     return transformer.to(device, DTYPES[args.precision])
 
 
@@ -84,17 +88,18 @@ def assemble_encoder(
     dtype = DTYPES[args.precision]
     text_node, text_dropout = _text_entry(config)
 
-    def build_first_stage() -> nn.Module | None:
-        module = _optional(config.model.get("first_stage_config"), config)
-        return None if module is None else module.to(device, dtype).eval().requires_grad_(False)
-
-    def build_text_encoder() -> nn.Module | None:
-        module = _optional(text_node, config)
-        return None if module is None else module.to(device, dtype).eval().requires_grad_(False)
+    def build_frozen(node: dict | None) -> nn.Module | None:
+        if _is_none(node):
+            return None
+        target, _ = resolve(node, config.allow_import)
+        # Large ones take a dtype, so that they are never in memory as float32.
+        given = {"dtype": dtype} if "dtype" in inspect.signature(target).parameters else {}
+        module = instantiate(node, config.allow_import, **given)
+        return module.to(device, dtype).eval().requires_grad_(False)
 
     return Encoder(
-        build_first_stage,
-        build_text_encoder,
+        partial(build_frozen, config.model.get("first_stage_config")),
+        partial(build_frozen, text_node),
         scale_factor=model.scale_factor,
         patch=transformer.patch_size,
         latent_input=model.latent_input,
@@ -117,10 +122,12 @@ def _text_entry(config: Config) -> tuple[dict | None, float]:
     return None, 0.0
 
 
+def _is_none(node: dict | None) -> bool:
+    return node is None or node["target"] == _IDENTITY
+
+
 def _optional(node: dict | None, config: Config) -> object | None:
-    if node is None or node["target"] == _IDENTITY:
-        return None
-    return instantiate(node, config.allow_import)
+    return None if _is_none(node) else instantiate(node, config.allow_import)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

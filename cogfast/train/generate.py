@@ -185,7 +185,9 @@ def write_samples(
     failed = [text for _, text in reports if text is not None]
     if failed:
         raise RuntimeError(f"sampling failed on another rank: {failed[0]}")
-    rows = [row for _, row in sorted({k: v for part, _ in reports for k, v in part.items()}.items())]
+    rows = [
+        row for _, row in sorted({k: v for part, _ in reports for k, v in part.items()}.items())
+    ]
     if groups.is_main:
         listing = json.dumps({name: text for name, text, _ in rows}, indent=2, ensure_ascii=False)
         (folder / "prompts.json").write_text(listing + "\n")

@@ -50,7 +50,9 @@ class Metrics:
         self.running_loss = math.nan  # before the first line
         self.data_wait = 0.0  # seconds, since the last line
         self.interval_start = time.perf_counter()
-        self.history = _history_until(start_step, folder / "metrics.jsonl") if groups.is_main else []
+        self.history = (
+            _history_until(start_step, folder / "metrics.jsonl") if groups.is_main else []
+        )
         if self.history:
             self.running_loss = self.history[-1].get("loss_running") or math.nan
         self.tensorboard = self.wandb = self.progress = None
@@ -175,7 +177,10 @@ class Metrics:
         if "step_ms" in line:
             wait, whole = line["data_wait_ms"], line["step_ms"]
             parts += [f"{whole:.0f} ms/step ({wait:.0f} data)"]
-            parts += [f"{line['samples_per_s']:.2f} samples/s", f"{line['model_tflops']:.3g} TFLOP/s"]
+            parts += [
+                f"{line['samples_per_s']:.2f} samples/s",
+                f"{line['model_tflops']:.3g} TFLOP/s",
+            ]
             if line["mfu"] is not None:
                 parts += [f"MFU {100 * line['mfu']:.1f}%"]
             if wait > _SLOW_DATA * whole:

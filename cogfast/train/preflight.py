@@ -42,6 +42,11 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_precision(config, args)
     _check_world(config, args, world_size)
     network = _network(config)
+    if network.get("lora_rank") is not None and args.load is None:
+        raise ValueError(
+            "args.load is missing: LoRA adapts weights that exist, random ones give it no gradient; "
+            "name the folder of the base model"
+        )
     _check_image_input(config, model, network)
     if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
         _check_pixel_data(config, args, model, network)
@@ -61,9 +66,10 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     if weights is None:
         _check_placeholders(config)
-        if args.load is None:
+        if args.load is None and not args.force_inference:
             raise ValueError(
-                "args.load is missing; name the weights to sample with, or a run folder"
+                "args.load is missing; name the weights to sample with, or a run folder; "
+                "args.force_inference=true samples with random ones"
             )
         _check_load(config, args)
     _check_precision(config, args)

@@ -6,6 +6,7 @@ between CPUs, and a second gloo group carries decisions, so that agreeing never 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from dataclasses import dataclass
@@ -68,8 +69,11 @@ class ProcessGroups:
             dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Leave together, if we joined: a gloo rank that leaves early makes the others fail."""
-        if self.is_owner and dist.is_initialized():
+        """Leave together, if we joined: a gloo rank that leaves early makes the others fail.
+
+        A lone process keeps its group to the end, for the next run in it: DeepSpeed remembers it.
+        """
+        if self.is_owner and self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
 
@@ -94,8 +98,15 @@ def start_processes(timeout_minutes: float = 30.0) -> ProcessGroups:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+        if world_size == 1:
+            atexit.register(_end_lone_process)
     control = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     return ProcessGroups(rank, world_size, local_rank, device, control, is_owner)
+
+
+def _end_lone_process() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class StopRequest:

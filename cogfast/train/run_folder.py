@@ -7,6 +7,7 @@ import logging
 import platform
 import re
 import subprocess
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -55,10 +56,15 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
                 f"args.resume=latest: no run of {experiment!r} with a checkpoint in {save}; "
                 "use --resume auto to start afresh where there is none"
             )
-    stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
-    run = save / f"{experiment}-{stamp}"
-    run.mkdir(parents=True)
-    return run, None
+    while True:
+        stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        run = save / f"{experiment}-{stamp}"
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:  # another run began in this second
+            time.sleep(0.2)
+        else:
+            return run, None
 
 
 def _named(path: Path) -> tuple[Path, Path]:

@@ -43,7 +43,9 @@ def sample(
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
     groups = start_processes()
-    transformer = assemble_transformer(config, args, groups.device, weights, ema).eval()
+    transformer = assemble_transformer(
+        config, args, groups.device, weights, ema, allow_missing=args.force_inference
+    ).eval()
     encoder = assemble_encoder(config, args, transformer, groups.device)
     diffusion = assemble_diffusion(config)
     size = _latent_size(config, args, transformer, encoder.image_input, images)

@@ -58,7 +58,9 @@ class Trainer:
         if self.groups.is_main and self.checkpoint is None:
             describe_environment(self.folder, config.to_yaml(), self.groups.world_size)
 
-        transformer = assemble_transformer(config, args, self.groups.device)
+        transformer = assemble_transformer(
+            config, args, self.groups.device, allow_missing=args.force_train
+        )
         self.diffusion = assemble_diffusion(config)
         self.encoder = assemble_encoder(config, args, transformer, self.groups.device)
         self.gradient_check = GradientCheck(transformer)
@@ -77,6 +79,7 @@ class Trainer:
         )
         self.step = 0  # optimizer steps done
         self.latent_size: LatentSize | None = None  # of the data, once a batch was seen
+        self.num_tokens = 0  # per sample, likewise
         if self.checkpoint is not None:
             self._resume()
 
@@ -106,7 +109,7 @@ class Trainer:
                 self.gradient_check.after_step(self.step)
 
                 if self._is_due(args.log_interval) or self.step == self.num_steps:
-                    metrics.tokens_per_sample = self._num_tokens
+                    metrics.tokens_per_sample = self.num_tokens
                     skipped = metrics.log(
                         self.step, lr=lr, grad_norm=engine.grad_norm, num_skipped=engine.num_skipped
                     )
@@ -125,6 +128,8 @@ class Trainer:
             if self.step and not self._is_due(args.save_interval):
                 self._save()
             metrics.draw_loss()
+        if self.step < self.num_steps:
+            logger.info("stopped at step %d of %d; --resume goes on", self.step, self.num_steps)
         stop.close()
         self.groups.close()
 
@@ -138,9 +143,7 @@ class Trainer:
         rng = self._random(batch)
         latents, conditioning = self.encoder(batch, rng)
         self._note_size(batch, latents)
-        loss = self.diffusion.loss(
-            self.engine, self.diffusion.denoiser, latents, conditioning, rng
-        )
+        loss = self.diffusion.loss(self.engine, self.diffusion.denoiser, latents, conditioning, rng)
         return loss.mean()
 
     def _random(self, batch: dict) -> SlotRandom:
@@ -154,7 +157,7 @@ class Trainer:
         _, channels, frames, height, width = latents.shape
         grid = TokenGrid.from_latents(latents, self.engine.transformer.patch_size)
         config = self.engine.transformer.config
-        self._num_tokens = grid.num_tokens + config.text_length
+        self.num_tokens = grid.num_tokens + config.text_length
         if self.latent_size is None:
             num_frames = batch["mp4"].shape[1] if "mp4" in batch else config.num_frames
             fps = batch["fps"][0].item() if "fps" in batch else 8  # sync: once, at the first batch

@@ -50,6 +50,7 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     section["train_micro_batch_size_per_gpu"] = args.batch_size
     section["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     section.setdefault("steps_per_print", _NEVER)
+    section.setdefault("gradient_clipping", 0.0)  # left out, DeepSpeed clips at 1.0
     section["zero_allow_untested_optimizer"] = True
     section["zero_force_ds_cpu_optimizer"] = False
     for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
@@ -242,7 +243,7 @@ class ZeroEngine:
         if self.stage < 3:
             yield parameter.data
             return
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         with GatheredParameters([parameter], modifier_rank=0 if is_written else None):
             yield parameter.data

@@ -1,0 +1,209 @@
+"""A run that was killed goes on as if nothing had happened: bitwise, data and noise included."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cogfast.config import load_config
+from cogfast.model.weights.run import read_run_weights
+from cogfast.train.checkpoint import newest_checkpoint, read_manifest
+from cogfast.train.trainer import Trainer
+from tests.tiny_run import losses, run, run_folder, start, wait_for, write_clips, write_config
+
+STEPS = 40
+SAVE_EVERY = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    return write_config(
+        folder / "base.yaml",
+        write_clips(folder / "data"),
+        train_iters=STEPS,
+        save_interval=SAVE_EVERY,
+        num_workers=1,
+    )
+
+
+def words(base: Path, save: Path, *overrides: str) -> list[str]:
+    return ["train", "--base", str(base), f"args.save={save}", *overrides]
+
+
+def last_weights(save: Path) -> dict[str, torch.Tensor]:
+    """Weights and moving average of the last checkpoint, which is that of the last step."""
+    checkpoint = newest_checkpoint(run_folder(save))
+    assert int(checkpoint.name) == STEPS
+    weights = dict(read_run_weights(checkpoint))
+    return weights | {f"ema {n}": v for n, v in read_run_weights(checkpoint, ema=True)}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = last_weights(one), last_weights(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert losses(run_folder(one)) == losses(run_folder(other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "how", "precision"),
+    [(1, signal.SIGTERM, "fp32"), (1, signal.SIGKILL, "bf16"), (2, signal.SIGKILL, "fp32")],
+    ids=["one, SIGTERM", "one, bf16, kill -9", "two, kill -9"],
+)
+def test_killed_run_goes_on_bitwise(
+    tmp_path: Path, base: Path, processes: int, how: signal.Signals, precision: str
+) -> None:
+    layout = [f"deepspeed.train_micro_batch_size_per_gpu={4 // processes}"]
+    layout += [f"deepspeed.bf16={{enabled: {str(precision == 'bf16').lower()}}}"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(words(base, whole, *layout), processes).returncode == 0
+
+    process = start(words(base, cut, *layout), processes)
+    wait_for(lambda: list(cut.glob("*/checkpoints/latest")), process)
+    if how == signal.SIGTERM:
+        process.terminate()
+    else:  # torchrun's ranks are sessions of their own
+        children = psutil.Process(process.pid).children(recursive=True)
+        for child in [*children, process]:
+            child.kill()
+    output, _ = process.communicate(timeout=60)
+    stopped = int(newest_checkpoint(run_folder(cut)).name)
+    assert 0 < stopped < STEPS, "the run was over before the signal came"
+    if how == signal.SIGTERM:
+        assert process.returncode == 0, output
+        assert f"stopped at step {stopped}" in output
+    done = run([*words(base, cut, *layout), "--resume", "latest"], processes)
+    assert done.returncode == 0, done.stdout
+    assert_same_run(whole, cut)
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_on_every_rank(tmp_path: Path, base: Path) -> None:
+    layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=null"]
+    process = start(words(base, tmp_path, *layout, "args.train_iters=100000"), 2)
+    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")), process)
+    wait_for(lambda: losses(run_folder(tmp_path)), process)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    checkpoint = newest_checkpoint(run_folder(tmp_path))
+    assert checkpoint is not None, output
+    assert len(read_manifest(checkpoint)["slices"]) == 2  # one file a rank
+    assert f"stopped at step {int(checkpoint.name)}" in output
+
+
+def finish(base: Path, save: Path, *overrides: str) -> None:
+    Trainer(load_config([base], [f"args.save={save}", *overrides])).train()
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """A run of 8 steps with checkpoints 4 and 8; tests copy it."""
+    save = tmp_path_factory.mktemp("short")
+    finish(base, save, "args.train_iters=8", "args.num_workers=0")
+    return run_folder(save)
+
+
+def resume_copy(short_run: Path, folder: Path, base: Path, *overrides: str) -> Path:
+    copy = folder / short_run.name
+    if not copy.exists():
+        shutil.copytree(short_run, copy)
+    finish(base, folder, "args.train_iters=12", "args.num_workers=0", *overrides)
+    return copy
+
+
+def test_auto_starts_afresh_and_latest_refuses_to(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"args\.resume=latest: no run of 'tiny' with a checkpoint"
+    ):
+        finish(base, tmp_path, "args.resume=latest")
+    finish(base, tmp_path, "args.resume=auto", "args.train_iters=1", "args.num_workers=0")
+    assert len(losses(run_folder(tmp_path))) == 1
+
+
+def test_a_missing_path_is_refused(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ValueError, match="refusing to start from scratch"):
+        finish(base, tmp_path, f"args.resume={tmp_path}/nowhere")
+
+
+def test_resuming_in_the_middle_forgets_what_came_after(
+    tmp_path: Path, base: Path, short_run: Path
+) -> None:
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    resume_copy(short_run, tmp_path, base, f"args.resume={copy}/checkpoints/00000004")
+    assert len(losses(copy)) == 12
+    assert losses(copy)[:8] == losses(short_run)
+
+
+def test_damaged_checkpoint_names_the_last_good_one(
+    tmp_path: Path, base: Path, short_run: Path
+) -> None:
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    weights = copy / "checkpoints" / "00000008" / "rank-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    wanted = r"rank-00000\.safetensors is missing or cut short; the last good one may be .*00000004"
+    with pytest.raises(ValueError, match=wanted):
+        resume_copy(short_run, tmp_path, base, "args.resume=latest")
+
+
+def test_another_model_is_refused(tmp_path: Path, base: Path, short_run: Path) -> None:
+    with pytest.raises(ValueError, match=r"another model: \d+ trained parameters differ"):
+        resume_copy(
+            short_run,
+            tmp_path,
+            base,
+            "args.resume=latest",
+            "model.network_config.params.num_layers=3",
+        )
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("args.seed=5", "seed=1234, this one 5"),
+        ("deepspeed.train_micro_batch_size_per_gpu=2", "global_batch=4, this one 2"),
+    ],
+)
+def test_another_batch_or_seed_is_refused(
+    tmp_path: Path, base: Path, short_run: Path, override: str, named: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
+
+
+def test_full_disk_keeps_the_run_and_the_last_checkpoint(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writing step 8 fails: training goes on, `latest` stays at 4 and then moves to 12."""
+    import safetensors.torch
+
+    written = safetensors.torch.save_file
+
+    def save_file(tensors: dict, path: Path) -> None:
+        if "00000008" in str(path):
+            raise OSError(28, "No space left on device")
+        written(tensors, path)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    finish(base, tmp_path, "args.train_iters=12", "args.num_workers=0", "args.keep_last=0")
+    folder = run_folder(tmp_path) / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["00000004", "00000012", "latest"]
+    assert (folder / "latest").read_text() == "00000012"
+    assert "checkpoint of step 8 failed" in caplog.text
+    assert "No space left" in caplog.text
+
+
+def test_old_checkpoints_are_removed(tmp_path: Path, base: Path) -> None:
+    finish(base, tmp_path, "args.train_iters=14", "args.num_workers=0")
+    folder = run_folder(tmp_path) / "checkpoints"
+    assert sorted(p.name for p in folder.glob("0*")) == ["00000012", "00000014"]
