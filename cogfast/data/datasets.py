@@ -53,6 +53,8 @@ class ClipSettings:
     short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
     out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
     pad as upstream does; padded clips are counted either way.
+    keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
+    small that decoding them again and again would hold training up.
     """
 
     video_size: tuple[int, int]  # rows, columns
@@ -62,6 +64,7 @@ class ClipSettings:
     frame_selection: FrameSelection = "timestamp"
     short_clips: ShortClips | None = None
     reader: ReaderName = "auto"
+    keep_decoded_mib: int = 0
 
     def __post_init__(self) -> None:
         size = tuple(self.video_size)
@@ -74,6 +77,7 @@ class ClipSettings:
             ("fps", self.fps, "positive"),
             ("max_num_frames", self.max_num_frames, "positive"),
             ("skip_frms_num", self.skip_frms_num, "0 or more"),
+            ("keep_decoded_mib", self.keep_decoded_mib, "0 or more"),
         ):
             if value < 0 or (value == 0 and least == "positive"):
                 raise ValueError(f"data.params.{key}={value} must be {least}")
@@ -146,11 +150,22 @@ class CaptionedVideos(Dataset):
         self.paths = PackedStrings(paths)
         self.captions = PackedStrings(captions)
         self.settings = settings
+        self._kept: dict[int, Sample] = {}
+        self._room = settings.keep_decoded_mib * 2**20  # bytes
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Sample:
+        if index in self._kept:
+            return self._kept[index]
+        sample = self._read(index)
+        if sample["video"].nbytes <= self._room:
+            self._room -= sample["video"].nbytes
+            self._kept[index] = sample
+        return sample
+
+    def _read(self, index: int) -> Sample:
         clip, selection = read_clip(self.paths[index], self.settings)
         return {
             "video": clip,
@@ -180,6 +195,7 @@ class VideoFolder(CaptionedVideos):
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
         reader: ReaderName = "auto",
+        keep_decoded_mib: int = 0,
     ) -> None:
         settings = ClipSettings(
             video_size=tuple(video_size),
@@ -189,6 +205,7 @@ class VideoFolder(CaptionedVideos):
             frame_selection=frame_selection,
             short_clips=short_clips,
             reader=reader,
+            keep_decoded_mib=keep_decoded_mib,
         )
         paths, captions, missing, empty = [], [], [], []
         for folder in _folders(data_dir):
@@ -228,6 +245,7 @@ class VideoList(CaptionedVideos):
         caption_column: str = "prompts.txt",
         video_column: str = "videos.txt",
         reader: ReaderName = "auto",
+        keep_decoded_mib: int = 0,
     ) -> None:
         settings = ClipSettings(
             video_size=tuple(video_size),
@@ -237,6 +255,7 @@ class VideoList(CaptionedVideos):
             frame_selection=frame_selection,
             short_clips=short_clips,
             reader=reader,
+            keep_decoded_mib=keep_decoded_mib,
         )
         paths, captions = [], []
         for folder in _folders(data_dir):
