@@ -104,3 +104,17 @@ def test_contact_sheet(tmp_path):
     greys = (np.abs(sheet - 128).max(axis=2) == 0).sum(axis=1)
     assert sorted(set(greys)) == [0, 2 * 176]  # two frames a row, nothing drawn over them
     assert (sheet[:22, :100].sum(axis=2) < 100).sum() > 50  # the caption's letters
+
+
+def test_many_videos_stand_three_abreast(tmp_path):
+    """13 grey videos, the last red: it opens the fifth row, alone."""
+    videos = [torch.zeros(3, 9, 40, 40) for _ in range(12)]
+    red = torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1, 1).expand(3, 9, 40, 40)
+    contact_sheet(tmp_path / "sheet.png", [*videos, red], ["a caption"] * 13)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    rows, columns = (np.abs(sheet - (255, 0, 0)).max(axis=2) == 0).nonzero()
+    assert rows.min() > 0.8 * sheet.shape[0]
+    assert columns.max() < sheet.shape[1] / 3
+    assert len(rows) == 4 * 80 * 80  # four frames of 80 pixels
+    greys = (np.abs(sheet - 128).max(axis=2) == 0).sum()
+    assert greys == 12 * 4 * 80 * 80

@@ -6,14 +6,16 @@ import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_NUM_COLUMNS = 6  # frames of a video on a contact sheet
-_FRAME_WIDTH = 176  # pixels of a frame on it
-_GAP = 6
+if TYPE_CHECKING:
+    from PIL import Image
+
+_GAP = 6  # pixels between the frames of a contact sheet
 _FONT_SIZE = 15
 _LINE = _FONT_SIZE + 4
 
@@ -76,45 +78,56 @@ def contact_sheet(
     path: str | Path,
     videos: Sequence[Tensor | np.ndarray],
     captions: Sequence[str],
-    num_columns: int = _NUM_COLUMNS,
 ) -> None:
-    """A PNG with one row per video: its caption, and up to `num_columns` frames spread over it."""
+    """A PNG that shows every video as a caption over frames spread over it.
+
+    Up to 12 videos stand below each other, 6 frames each; more stand three abreast, with 4 smaller
+    frames each, so that the sheet stays one that a screen can show.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     assert len(videos) == len(captions) > 0, f"{len(videos)=}, {len(captions)=}"
+    abreast, num_frames, frame_width = (1, 6, 176) if len(videos) <= 12 else (3, 4, 80)
     font = ImageFont.load_default(_FONT_SIZE)
-    rows = []
-    for video, caption in zip(videos, captions, strict=True):
-        frames = to_frames(video)
-        chosen = np.unique(np.linspace(0, len(frames) - 1, num_columns).round().astype(int))
-        scale = _FRAME_WIDTH / frames.shape[2]
-        size = (_FRAME_WIDTH, max(1, round(frames.shape[1] * scale)))
-        # Enlarged pixels stay crisp; a blur would look like the model's.
-        how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BICUBIC
-        rows.append((caption, [Image.fromarray(frames[i]).resize(size, how) for i in chosen]))
-    most = max(len(pictures) for _, pictures in rows)
-    width = _GAP + most * (_FRAME_WIDTH + _GAP)
+    strips = [_frames_of(video, num_frames, frame_width) for video in videos]
+    width = max(len(strip) for strip in strips) * (frame_width + _GAP)
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    texts = [_wrap(caption, width - 2 * _GAP, measure, font) for caption, _ in rows]
+    texts = [_wrap(caption, width - _GAP, measure, font) for caption in captions]
+    cells = list(zip(texts, strips, strict=True))
+    rows = [cells[i : i + abreast] for i in range(0, len(cells), abreast)]
     heights = [
-        len(lines) * _LINE + pictures[0].height + 2 * _GAP
-        for lines, (_, pictures) in zip(texts, rows, strict=True)
+        max(len(lines) * _LINE + strip[0].height + 2 * _GAP for lines, strip in row) for row in rows
     ]
-    sheet = Image.new("RGB", (width, sum(heights) + _GAP), "white")
+    sheet = Image.new("RGB", (abreast * (width + _GAP), sum(heights) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
     top = _GAP
-    for lines, (_, pictures), height in zip(texts, rows, heights, strict=True):
-        for i, line in enumerate(lines):
-            draw.text((_GAP, top + i * _LINE), line, fill="black", font=font)
-        for i, picture in enumerate(pictures):
-            place = (_GAP + i * (_FRAME_WIDTH + _GAP), top + len(lines) * _LINE)
-            sheet.paste(picture, place)
+    for row, height in zip(rows, heights, strict=True):
+        for column, (lines, strip) in enumerate(row):
+            left = _GAP + column * (width + _GAP)
+            for i, line in enumerate(lines):
+                draw.text((left, top + i * _LINE), line, fill="black", font=font)
+            for i, picture in enumerate(strip):
+                place = (left + i * (frame_width + _GAP), top + len(lines) * _LINE)
+                sheet.paste(picture, place)
         top += height
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     sheet.save(unfinished, format="PNG")
     os.replace(unfinished, path)
+
+
+def _frames_of(video: Tensor | np.ndarray, num_frames: int, width: int) -> list[Image.Image]:
+    """Up to `num_frames` pictures spread over a video, each `width` pixels wide."""
+    from PIL import Image
+
+    frames = to_frames(video)
+    chosen = np.unique(np.linspace(0, len(frames) - 1, num_frames).round().astype(int))
+    scale = width / frames.shape[2]
+    size = (width, max(1, round(frames.shape[1] * scale)))
+    # Enlarged pixels stay crisp; a blur would look like the model's.
+    how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BICUBIC
+    return [Image.fromarray(frames[i]).resize(size, how) for i in chosen]
 
 
 def _wrap(text: str, width: int, draw, font, max_lines: int = 3) -> list[str]:
