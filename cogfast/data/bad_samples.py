@@ -81,7 +81,9 @@ class BadSampleLog:
         # Listed before and still bad counts anew; listed before and mended does not.
         self.reasons[path] = reason
         if is_new:
-            logger.warning("skipped %s: %s", path, reason)
+            # A name that is no UTF-8 is nothing that every terminal and log takes.
+            shown = path.encode("utf-8", "backslashreplace").decode()
+            logger.warning("skipped %s: %s", shown, reason)
         return is_new
 
     def check(self, num_seen: int | None = None) -> None:
