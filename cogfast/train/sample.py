@@ -145,5 +145,5 @@ def read_image(path: Path, size: tuple[int, int]) -> Tensor:
         raise ValueError(f"--image {path}: no such file") from None
     except UnidentifiedImageError:
         raise ValueError(f"--image {path}: not a picture; use a PNG or JPEG file") from None
-    frames = resize_and_center_crop(pixels.permute(2, 0, 1)[None], size)
+    frames = resize_and_center_crop(pixels[None], size)
     return frames[0].float() / 127.5 - 1
