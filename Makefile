@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SEED ?= 1234
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: setup quickstart test check soak bench clean
 
@@ -20,12 +21,12 @@ quickstart: $(INSTALLED)
 	SEED=$(SEED) scripts/quickstart.sh
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not soak"
+	$(PYTEST) -m "not soak"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -m "not soak and not slow"
+	$(PYTEST) -m "not soak and not slow"
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak
