@@ -92,10 +92,13 @@ def assemble_encoder(
         if _is_none(node):
             return None
         target, _ = resolve(node, config.allow_import)
-        # Large ones take a dtype, so that they are never in memory as float32.
-        given = {"dtype": dtype} if "dtype" in inspect.signature(target).parameters else {}
-        module = instantiate(node, config.allow_import, **given)
-        return module.to(device, dtype).eval().requires_grad_(False)
+        # Large ones take a dtype, so that they are never in memory as float32, and may keep some
+        # weights apart: T5 overflows in fp16 unless its second feed-forward matrix is float32.
+        if "dtype" in inspect.signature(target).parameters:
+            module = instantiate(node, config.allow_import, dtype=dtype).to(device)
+        else:
+            module = instantiate(node, config.allow_import).to(device, dtype)
+        return module.eval().requires_grad_(False)
 
     return Encoder(
         partial(build_frozen, config.model.get("first_stage_config")),

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cogfast.train.process_groups import ProcessGroups
+from cogfast.train.process_groups import OtherRankError, ProcessGroups
 from cogfast.train.zero_engine import Slice, ZeroEngine
 
 logger = logging.getLogger(__name__)
@@ -45,31 +45,43 @@ def save_checkpoint(
     Every rank calls it. Returns the path, or None where writing failed (a full disk): the
     checkpoints before stay as they were and training can go on. keep_last = 0 keeps all.
     """
-    final, draft = folder / f"{step:08d}", folder / f"{step:08d}.incomplete"
-    if groups.is_main:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    groups.barrier()
-    name = f"rank-{groups.rank:05d}.safetensors"
-    error, slices = None, {}
+    from safetensors import SafetensorError  # what save_file raises on a full disk
+
+    try:
+        return _save(folder, step, engine, groups, extra, keep_last)
+    except (OSError, SafetensorError, OtherRankError) as error:
+        if groups.is_main:
+            shutil.rmtree(_draft(folder, step), ignore_errors=True)
+            logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)
+        return None
+
+
+def _save(
+    folder: Path, step: int, engine: ZeroEngine, groups: ProcessGroups, extra: dict, keep_last: int
+) -> Path:
+    """save_checkpoint without its way out: an error of one rank is raised on all."""
+    draft, final = _draft(folder, step), folder / f"{step:08d}"
+    groups.on_main(lambda: _make_empty(draft))
+    name, slices, error = f"rank-{groups.rank:05d}.safetensors", {}, None
     try:
         slices = _write_rank(draft / name, engine, groups)
-    except OSError as caught:
-        error = str(caught)
-    reports = groups.gather((name, slices, error, _counters(engine)))
+    except Exception as caught:
+        error = caught
+    groups.agree(error)
+    reports = groups.gather((name, slices, _counters(engine)))
+    groups.on_main(lambda: _complete(draft, final, engine, step, reports, extra))
     if groups.is_main:
-        error = next((report[2] for report in reports if report[2]), None)
-        if error is None:
-            try:
-                _complete(draft, final, engine, step, reports, extra)
-            except OSError as caught:
-                error = str(caught)
-        if error is not None:
-            shutil.rmtree(draft, ignore_errors=True)
-            logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)
-        else:
-            _prune(folder, keep_last)
-    return final if groups.broadcast(error) is None else None
+        _prune(folder, step, keep_last)
+    return final
+
+
+def _draft(folder: Path, step: int) -> Path:
+    return folder / f"{step:08d}.incomplete"
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _write_rank(path: Path, engine: ZeroEngine, groups: ProcessGroups) -> dict:
@@ -132,7 +144,7 @@ def _complete(
     """Write the manifest, give the folder its name, then move `latest`: in this order."""
     counters: dict[str, dict[str, float]] = {}
     for report in reports:
-        counters.update(report[3])
+        counters.update(report[2])
     manifest = {
         "format": FORMAT,
         "step": step,
@@ -141,8 +153,9 @@ def _complete(
             for name, p in engine.transformer.named_parameters()
             if p.requires_grad
         },
-        "slices": {name: slices for name, slices, _, _ in reports},
-        "bytes": {name: (draft / name).stat().st_size for name, _, _, _ in reports},
+        "slices": {name: slices for name, slices, _ in reports},
+        "bytes": {name: (draft / name).stat().st_size for name, _, _ in reports},
+        "optimizer": type(engine.optimizer).__name__,
         "counters": counters,
         "loss_scaler": engine.loss_scaler_state(),
         **extra,
@@ -150,8 +163,13 @@ def _complete(
     (draft / "manifest.json").write_text(json.dumps(manifest))
     _sync(draft / "manifest.json")
     _sync(draft)
-    shutil.rmtree(final, ignore_errors=True)
-    draft.rename(final)
+    if final.exists():  # of a run that goes on from a step before; never gone while it is needed
+        replaced = final.with_suffix(".incomplete.old")
+        final.rename(replaced)
+        draft.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        draft.rename(final)
     latest = final.parent / "latest"
     (final.parent / "latest.incomplete").write_text(final.name)
     _sync(final.parent / "latest.incomplete")
@@ -168,9 +186,16 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(folder: Path, keep_last: int) -> None:
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Remove old checkpoints and what killed runs left unfinished.
+
+    Steps after `step` stay: the run went on from a checkpoint before them, which it was asked to.
+    """
+    for path in folder.glob("*.incomplete*"):
+        shutil.rmtree(path, ignore_errors=True)
     complete = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdigit())
-    for path in complete[:-keep_last] if keep_last > 0 else []:
+    done = [path for path in complete if int(path.name) <= step]
+    for path in done[:-keep_last] if keep_last > 0 else []:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -228,14 +253,20 @@ def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
                 whole.copy_(values.view_as(whole))
     for piece in engine.slices:
         for key, value in manifest["counters"][piece.parameter].items():
-            device = engine.parts[piece.part].device
-            engine.state(piece.part)[key] = torch.tensor(value, device=device)
+            engine.set_counter(piece.part, key, value)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
     engine.publish("master")
     return manifest
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
+    optimizer = type(engine.optimizer).__name__
+    if manifest.get("optimizer", optimizer) != optimizer:
+        raise ValueError(
+            f"args.resume={path}: its optimizer is {manifest['optimizer']}, whose state does not "
+            f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
+            f"args.load={path}"
+        )
     have = {n: _shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad}
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     if have == saved:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.shapes import PatchSize, num_latent_frames, pad_latent_frames
+from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.slot_random import SlotRandom
 
 # The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
@@ -93,6 +93,14 @@ class Encoder:
             image = _dropped(image, rng.uniform("image_dropout") < self.image_dropout)
         return latents, Conditioning(text=text, image_latents=image)
 
+    def num_frames(self, batch: dict) -> int:
+        """Pixel frames of the batch's clips, also where it holds latents."""
+        if "encoded_videos" in batch:
+            return num_pixel_frames(batch["encoded_videos"].shape[2])
+        return (
+            num_pixel_frames(batch["mp4"].shape[1]) if self.latent_input else batch["mp4"].shape[1]
+        )
+
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         if "encoded_videos" in batch:
             pixels, latents = None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
@@ -105,7 +113,7 @@ class Encoder:
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
         """Pixels [B, 3, F, H, W] in [-1, 1] -> scaled latents [B, C, T, h, w] in float32."""
-        dtype = next(self.first_stage.parameters(), torch.empty(0, dtype=torch.float32)).dtype
+        dtype = _dtype(self.first_stage)
         parts = pixels.split(self.samples_at_a_time or len(pixels))
         moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
         sample = torch.cat([m.mean for m in moments]).float()
@@ -127,7 +135,7 @@ class Encoder:
             image = batch["image_latents"].float()  # [B, C, 1, h, w], scaled
         else:
             if "images" in batch:
-                frame = batch["images"][:, :, None]  # [B, 3, 1, H, W] in [-1, 1]
+                frame = in_unit_range(batch["images"])[:, :, None]  # [B, 3, 1, H, W] in [-1, 1]
             elif pixels is not None:
                 frame = pixels[:, :, :1]
             else:
@@ -136,8 +144,14 @@ class Encoder:
                     "nor image_latents; give one of them beside encoded_videos"
                 )
             image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")
-        out = latents.new_zeros(latents.shape[0], image.shape[1], *latents.shape[2:])
-        out[:, :, : None if self.image_on_all_frames else 1] = image
+        return self.beside_frames(image, latents.shape[2])
+
+    def beside_frames(self, image: Tensor, num_frames: int) -> Tensor:
+        """An image's latents [B, C, 1, h, w] beside `num_frames` latent frames [B, C, T, h, w]."""
+        if self.image_on_all_frames:
+            return image.expand(-1, -1, num_frames, -1, -1)
+        out = image.new_zeros(*image.shape[:2], num_frames, *image.shape[3:])
+        out[:, :, :1] = image
         return out
 
     def _noised(self, frame: Tensor, rng: SlotRandom) -> Tensor:
@@ -153,13 +167,22 @@ class Encoder:
         Frames that padding put in front (CogVideoX 1.5) are dropped before decoding.
         """
         surplus = latents.shape[2] - num_latent_frames(num_frames)
-        dtype = next(self.first_stage.parameters(), torch.empty(0, dtype=torch.float32)).dtype
-        latents = (latents[:, :, surplus:] / self.scale_factor).to(dtype)
+        latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
         parts = latents.split(self.samples_at_a_time or len(latents))
         return torch.cat([self.first_stage.decode(part).float() for part in parts])
 
 
 def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
     """`values` [B, ...] with zeros for the samples in is_dropped [B]."""
-    is_kept = (~is_dropped).to(values.device, values.dtype, non_blocking=True)
-    return values * is_kept.view(-1, *[1] * (values.ndim - 1))
+    is_dropped = is_dropped.to(values.device, non_blocking=True)
+    return values.masked_fill(is_dropped.view(-1, *[1] * (values.ndim - 1)), 0)
+
+
+def in_unit_range(pixels: Tensor) -> Tensor:
+    """Pixels in [-1, 1], from bytes or from that."""
+    return pixels.float() / 127.5 - 1 if pixels.dtype == torch.uint8 else pixels
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    """What the module takes: its parameters' dtype; one without any (the wavelet) casts itself."""
+    return next((p.dtype for p in module.parameters()), torch.float32)

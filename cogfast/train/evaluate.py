@@ -6,32 +6,41 @@ is logged and training goes on.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from cogfast.data.batches import BatchLoader, to_device
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
+from cogfast.diffusion.denoiser import Conditioning
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import Diffusion
-from cogfast.train.encode import Encoder
-from cogfast.train.generate import LatentSize, Prompt, generate, write_samples
-from cogfast.train.process_groups import ProcessGroups
+from cogfast.train.encode import Encoder, in_unit_range
+from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
+from cogfast.train.process_groups import OtherRankError, ProcessGroups
 from cogfast.train.zero_engine import ZeroEngine
 
 logger = logging.getLogger(__name__)
 
 _SEED = 0  # of held-out noise and samples: the same in every run, so that runs can be compared
-_NUM_TIMESTEPS = 1000
+
+T = TypeVar("T")
 
 
 class Evaluator:
-    """Held-out loss and samples of one run; `dataset` is the held-out data or None."""
+    """Held-out loss and samples of one run; `dataset` is the held-out data or None.
+
+    Under ZeRO-3 the ranks call the network together, so each step of an evaluation begins by
+    asking whether all are well.
+    """
 
     def __init__(
         self,
@@ -46,126 +55,166 @@ class Evaluator:
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
         self.batch_size = args.eval_batch_size or args.batch_size
+        if args.eval_interval and dataset is None and not self._has_prompts():
+            logger.warning(
+                "args.eval_interval=%d, but there is nothing to evaluate with; name "
+                "args.valid_data%s",
+                args.eval_interval,
+                "" if encoder.image_input else " or args.eval_prompts",
+            )
 
-    def __call__(self, step: int, size: LatentSize | None) -> dict[str, float]:
+    def __call__(self, step: int, size: LatentSize) -> dict[str, float]:
         """Evaluate after `step`; returns the held-out losses. size: of the videos to sample."""
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
+        losses: dict[str, float] | None = None
         self.engine.transformer.eval()
-        losses: dict[str, float] = {}
         with self.engine.weights("shadow" if has_ema else "master"):
-            if self.dataset is not None:
-                losses = self._held_out_loss(step)
-            if size is not None and self.diffusion.sampler is not None:
-                self._sample(step, size)
+            if self.dataset is not None and self.diffusion.loss is not None:
+                losses = self._attempt("the held-out loss", step, self._held_out_loss)
+            if self._has_prompts() and self.diffusion.sampler is not None:
+                self._attempt("sampling", step, lambda: self._sample(step, size))
         self.engine.transformer.train()
-        return losses
+        return losses or {}
+
+    def _attempt(self, what: str, step: int, action: Callable[[], T]) -> T | None:
+        """Do it; a failure, which `action` makes all ranks share, is logged."""
+        result = None
+        try:
+            result = action()
+        except OtherRankError as error:
+            logger.info("%s at step %d: %s; training goes on", what, step, error)
+        except Exception:
+            logger.exception("%s at step %d failed; training goes on", what, step)
+        if self.groups.device.type == "cuda":  # what decoding took is the training step's again
+            gc.collect()
+            torch.cuda.empty_cache()
+        return result
 
     @torch.no_grad()
-    def _held_out_loss(self, step: int) -> dict[str, float]:
+    def _held_out_loss(self) -> dict[str, float]:
         """Mean loss over the first held-out batches, at the middle of each timestep band."""
         num_bands = self.args.eval_timestep_bands
-        sums = torch.zeros(num_bands, device=self.groups.device)
-        count, error = 0, None
-        try:
-            for batch in self._batches():
-                batch = to_device(batch, self.groups.device)
-                rng = self._random(batch)
-                latents, conditioning = self.encoder(batch, rng, has_dropout=False)
-                noise = rng.normal("held-out noise", latents.shape)
-                offset = rng.normal("held-out offset noise", latents.shape[:1])
-                for band in range(num_bands):
-                    middle = int((band + 0.5) / num_bands * _NUM_TIMESTEPS)
-                    idx = torch.full((len(latents),), middle, device=latents.device)
-                    sums[band] += self.diffusion.loss.at(
-                        self.engine,
-                        self.diffusion.denoiser,
-                        latents,
-                        conditioning,
-                        idx,
-                        noise,
-                        offset,
-                    ).sum()
-                count += len(latents)
-        except Exception as caught:
-            error = caught
-            logger.exception("held-out loss of step %d failed; training goes on", step)
-        reports = self.groups.gather((sums.tolist(), count, error is None))  # sync: an evaluation
-        if not all(ok for _, _, ok in reports):
-            return {}
-        total = max(1, sum(number for _, number, _ in reports))
-        bands = [sum(part[0][band] for part in reports) / total for band in range(num_bands)]
+        # Per band, and the number of samples. In float64 the sum does not feel its order.
+        sums = torch.zeros(num_bands + 1, dtype=torch.float64, device=self.groups.device)
+        order = self._order()
+        num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
+        error: Exception | None = None
+        with self._batches(order, num_steps) as batches:
+            for _ in range(num_steps):
+                inputs = None
+                try:
+                    inputs = None if error else self._encoded(next(batches), order)
+                except Exception as caught:
+                    error = caught
+                self.groups.agree(error)
+                try:
+                    sums += self._band_losses(*inputs)
+                except Exception as caught:
+                    error = caught
+        self.groups.agree(error)
+        of_ranks = self.groups.gather(sums.tolist())
+        *bands, number = (sum(column) for column in zip(*of_ranks, strict=True))
+        bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / num_bands, **named}
 
-    def _batches(self) -> BatchLoader:
-        args, ranks = self.args, self.groups.data_size
-        order = GlobalOrder(len(self.dataset), _SEED, self.batch_size * ranks)
+    def _order(self) -> GlobalOrder:
+        return GlobalOrder(len(self.dataset), _SEED, self.batch_size * self.groups.data_size)
+
+    def _batches(self, order: GlobalOrder, num_steps: int) -> BatchLoader:
+        args = self.args
         return BatchLoader(
             self.dataset,
             order,
             micro_batch=self.batch_size,
             dp_rank=self.groups.data_rank,
-            dp_size=ranks,
-            num_steps=order.num_steps(1) if args.strict_eval else args.eval_iters,
+            dp_size=self.groups.data_size,
+            num_steps=num_steps,
             num_workers=min(1, args.num_workers),
             timeout=args.decode_timeout,
-            bad_samples_path=self.folder / "bad_samples.jsonl",
+            bad_samples_path=self.folder / "bad_samples_valid.jsonl",
             max_bad_fraction=args.max_bad_fraction,
         )
 
-    def _random(self, batch: dict) -> SlotRandom:
-        ranks = self.groups.data_size
-        return SlotRandom(
-            _SEED, batch["step"], batch["slots"], self.batch_size * ranks, self.groups.device
-        )
+    def _encoded(
+        self, batch: dict, order: GlobalOrder
+    ) -> tuple[Tensor, Conditioning, SlotRandom, Tensor]:
+        """Latents, conditioning, draws, and which samples [B] count: with strict_eval each once.
+
+        Draws are keyed by a sample's place in the order, so they are the same on any layout.
+        """
+        places = [batch["step"] * order.global_batch + slot for slot in batch["slots"]]
+        rng = SlotRandom(_SEED, 0, places, 0, self.groups.device)
+        batch = to_device(batch, self.groups.device)
+        latents, conditioning = self.encoder(batch, rng, has_dropout=False)
+        is_counted = [place < order.num_samples or not self.args.strict_eval for place in places]
+        return latents, conditioning, rng, torch.tensor(is_counted).to(latents.device)
+
+    def _band_losses(
+        self, latents: Tensor, conditioning: Conditioning, rng: SlotRandom, is_counted: Tensor
+    ) -> Tensor:
+        """The samples' summed loss in each band, and their number: [bands + 1] float64."""
+        num_bands, loss_fn = self.args.eval_timestep_bands, self.diffusion.loss
+        noise = rng.normal("held-out noise", latents.shape)
+        offset_noise = rng.normal("held-out offset noise", latents.shape[:1])
+        given = (self.engine, self.diffusion.denoiser, latents, conditioning)
+        sums = []
+        for band in range(num_bands):
+            middle = int((band + 0.5) / num_bands * loss_fn.sigma_sampler.num_idx)
+            idx = torch.full((len(latents),), middle, device=latents.device)
+            losses = loss_fn.at(*given, idx, noise, offset_noise)
+            sums.append((losses.double() * is_counted).sum())
+        return torch.stack([*sums, is_counted.double().sum()])
 
     def _sample(self, step: int, size: LatentSize) -> None:
-        folder = self.folder / "samples" / f"step-{step:08d}"
-        try:
-            prompts = self._prompts()
-            if not prompts:
-                return
-            write_samples(
-                folder,
-                lambda part: generate(
-                    self.engine,
-                    self.diffusion,
-                    self.encoder,
-                    part,
-                    size,
-                    seed=_SEED,
-                    device=self.groups.device,
-                    num_steps=self.args.eval_sampling_steps,
-                ),
-                prompts,
-                self.encoder,
-                size,
-                self.groups,
-                at_a_time=self.batch_size,
-                latents_only=self.args.only_log_video_latents,
-                is_padded=self.engine.stage == 3,
-            )
-        except Exception:
-            logger.exception("sampling at step %d failed; training goes on", step)
+        prompts = self.groups.on_main(self._prompts)
+        maker = VideoMaker(
+            self.engine,
+            self.diffusion,
+            self.encoder,
+            size,
+            seed=_SEED,
+            device=self.groups.device,
+            num_steps=self.args.eval_sampling_steps,
+        )
+        write_samples(
+            self.folder / "samples" / f"step-{step:08d}",
+            maker,
+            prompts,
+            self.groups,
+            at_a_time=self.batch_size,
+            latents_only=self.args.only_log_video_latents,
+            is_in_step=self.engine.stage == 3,
+        )
+
+    def _has_prompts(self) -> bool:
+        has_texts = bool(self.args.eval_prompts) and not self.encoder.image_input
+        return has_texts or (self.dataset is not None and self.args.eval_num_samples > 0)
 
     def _prompts(self) -> list[Prompt]:
-        """args.eval_prompts, or the first held-out captions, with first frames for I2V."""
+        """args.eval_prompts, or held-out captions; with held-out first frames for I2V."""
         texts: Sequence[str] = self.args.eval_prompts
         if texts and not self.encoder.image_input:
             return [Prompt(i, text) for i, text in enumerate(texts)]
-        if self.dataset is None:
-            return []
-        number = min(self.args.eval_num_samples, len(self.dataset))
+        number = len(texts) or min(self.args.eval_num_samples, len(self.dataset))
         chosen = [i * len(self.dataset) // number for i in range(number)]  # spread over the data
         captions = None if self.encoder.image_input else _captions(self.dataset)
         if captions is not None:
             return [Prompt(i, captions[sample]) for i, sample in enumerate(chosen)]
-        prompts = []
-        for i, sample in enumerate(chosen):
-            item = self.dataset[sample]
-            frame = item["video"][0].float() / 127.5 - 1 if self.encoder.image_input else None
-            prompts.append(Prompt(i, texts[i] if i < len(texts) else item["txt"], frame))
-        return prompts
+        return [
+            self._prompt(i, self.dataset[sample], texts[i] if texts else None)
+            for i, sample in enumerate(chosen)
+        ]
+
+    def _prompt(self, index: int, item: dict, text: str | None) -> Prompt:
+        """From a sample of the data set; `text` replaces its caption."""
+        image = image_latents = None
+        if self.encoder.image_input and "image_latents" in item:
+            image_latents = item["image_latents"]
+        elif self.encoder.image_input:
+            image = in_unit_range(item["images"] if "images" in item else item["video"][0])
+        embedding = None if text else item.get("prompt_embedding")
+        return Prompt(index, text or item.get("txt", ""), image, image_latents, embedding)
 
 
 def _captions(dataset: Dataset) -> Sequence[str] | None:

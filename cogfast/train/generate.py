@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cogfast.data.video_writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
+from cogfast.model.transformer import TransformerConfig
 from cogfast.shapes import num_latent_frames
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder
 from cogfast.train.process_groups import ProcessGroups
+
+DEFAULT_FPS = 8  # CogVideoX 1.0's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,51 +45,106 @@ class LatentSize:
         frames += -frames % patch_t
         return cls(channels, frames, height, width, num_frames, fps)
 
+    @classmethod
+    def of_model(cls, model: TransformerConfig) -> LatentSize:
+        """The largest that the model's position tables hold."""
+        size = (model.num_frames, model.latent_height, model.latent_width)
+        return cls.of_video(model.out_channels, *size, model.patch_size.t, DEFAULT_FPS)
+
+    def num_tokens(self, model: TransformerConfig) -> int:
+        """Tokens of one sample, text included."""
+        patch = model.patch_size
+        rows, columns = self.height // patch.h, self.width // patch.w
+        return self.frames // patch.t * rows * columns + model.text_length
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to sample: `index` among all prompts gives the noise, image [3, H, W] in [-1, 1]."""
+    """What to sample; `index` among all prompts gives the noise.
+
+    image: [3, H, W] in [-1, 1], or image_latents [C, 1, h, w], scaled, for image-to-video;
+    embedding: [L, E] instead of the text through the encoder.
+    """
 
     index: int
     text: str
     image: Tensor | None = None
+    image_latents: Tensor | None = None
+    embedding: Tensor | None = None
 
 
-@torch.no_grad()
-def generate(
-    network: Network,
-    diffusion: Diffusion,
-    encoder: Encoder,
-    prompts: Sequence[Prompt],
-    size: LatentSize,
-    *,
-    seed: int,
-    device: torch.device,
-    num_steps: int | None = None,
-) -> Tensor:
-    """Scaled latents [B, C, T, h, w] float32, one per prompt; a prompt's noise is its own.
+class VideoMaker:
+    """Prompts to latents to frames, all of one size; a prompt's noise is its own."""
 
-    The text of the unconditional half is zeros, as captions are dropped in training.
-    """
-    sampler = diffusion.sampler
-    if sampler is None:
-        raise ValueError("model.sampler_config is missing; sampling needs one")
-    if num_steps is not None:
-        sampler = sampler.with_num_steps(num_steps)
-    rng = SlotRandom(seed, 0, [p.index for p in prompts], 0, device)
-    shape = (len(prompts), size.channels, size.frames, size.height, size.width)
-    text = encoder.text_encoder([p.text for p in prompts])
-    image = _image_latents(encoder, prompts, shape, rng, device)
-    conditioning = Conditioning(text=text, image_latents=image)
-    unconditional = Conditioning(text=torch.zeros_like(text), image_latents=image)
-    return sampler(
-        diffusion.denoiser,
-        network,
-        rng.normal("sample", shape),
-        conditioning,
-        unconditional,
-        _NoiseOfSteps(rng),
-    )
+    def __init__(
+        self,
+        network: Network,
+        diffusion: Diffusion,
+        encoder: Encoder,
+        size: LatentSize,
+        *,
+        seed: int,
+        device: torch.device,
+        num_steps: int | None = None,
+    ) -> None:
+        """num_steps: instead of the sampler's own."""
+        if diffusion.sampler is None:
+            raise ValueError("model.sampler_config is missing; sampling needs one")
+        self.sampler = diffusion.sampler
+        if num_steps is not None:
+            self.sampler = self.sampler.with_num_steps(num_steps)
+        self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
+        self.size, self.seed, self.device = size, seed, device
+
+    @torch.no_grad()
+    def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """What the network is told: text [B, L, E], image latents [B, C, T, h, w] or None."""
+        if prompts[0].embedding is None:
+            text = self.encoder.text_encoder([p.text for p in prompts])
+        else:
+            text = torch.stack([p.embedding for p in prompts]).to(self.device)
+        image = self._image_latents(prompts) if self.encoder.image_input else None
+        return Conditioning(text=text, image_latents=image)
+
+    def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
+        """Scaled latents [B, C, T, h, w] float32, one per prompt.
+
+        The text of the unconditional half is zeros, as captions are dropped in training.
+        """
+        size, rng = self.size, self._random(prompts)
+        shape = (len(prompts), size.channels, size.frames, size.height, size.width)
+        empty = torch.zeros_like(conditioning.text)
+        unconditional = Conditioning(text=empty, image_latents=conditioning.image_latents)
+        return self.sampler(
+            self.denoiser,
+            self.network,
+            rng.normal("sample", shape),
+            conditioning,
+            unconditional,
+            _NoiseOfSteps(rng),
+        )
+
+    def frames(self, latents: Tensor) -> np.ndarray:
+        """uint8 frames [F, H, W, 3] of one video's latents [C, T, h, w]."""
+        return to_frames(self.encoder.decode(latents[None], self.size.num_frames)[0])
+
+    def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
+        return SlotRandom(self.seed, 0, [p.index for p in prompts], 0, self.device)
+
+    def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        """The prompts' images, without noise: behind the first frame zeros, or all the same."""
+        missing = [p.text for p in prompts if p.image is None and p.image_latents is None]
+        if missing:
+            raise ValueError(
+                f"the model animates images (model.noised_image_input=true), but the prompt "
+                f"{missing[0]!r} has none; give --image, or prompt@@image lines"
+            )
+        if prompts[0].image is None:
+            latents = torch.stack([p.image_latents for p in prompts]).to(self.device).float()
+        else:
+            frames = torch.stack([p.image for p in prompts]).to(self.device)[:, :, None]
+            latents = self.encoder.encode_video(frames, self._random(prompts), "image_first_stage")
+        return self.encoder.beside_frames(latents, self.size.frames)
 
 
 class _NoiseOfSteps:
@@ -99,37 +158,11 @@ class _NoiseOfSteps:
         return self.rng.normal(f"sampler step {self.num_calls}", like.shape)
 
 
-def _image_latents(
-    encoder: Encoder,
-    prompts: Sequence[Prompt],
-    shape: tuple[int, ...],
-    rng: SlotRandom,
-    device: torch.device,
-) -> Tensor | None:
-    """[B, C, T, h, w] of the prompts' images, not noised; None for text-to-video."""
-    if not encoder.image_input:
-        return None
-    missing = [p.text for p in prompts if p.image is None]
-    if missing:
-        raise ValueError(
-            f"the model animates images (model.noised_image_input=true), but the prompt "
-            f"{missing[0]!r} has none; give --image, or prompt@@image lines"
-        )
-    frames = torch.stack([p.image for p in prompts]).to(device)[:, :, None]  # [B, 3, 1, H, W]
-    latents = encoder.encode_video(frames, rng, "image_first_stage")
-    if encoder.image_on_all_frames:
-        return latents.expand(-1, -1, shape[2], -1, -1)
-    out = latents.new_zeros(shape[0], latents.shape[1], *shape[2:])
-    out[:, :, :1] = latents
-    return out
-
-
-def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_padded: bool) -> list[Prompt]:
-    """This rank's prompts. is_padded: every rank gets as many (ZeRO-3 gathers weights together),
-    the last ones twice."""
+def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
+    """This rank's prompts. is_in_step: every rank gets as many, some the last one again."""
     mine = list(prompts[groups.rank :: groups.world_size])
     most = -(-len(prompts) // groups.world_size)
-    while is_padded and len(mine) < most:
+    while is_in_step and len(mine) < most:
         mine.append(prompts[-1])
     return mine
 
@@ -143,58 +176,78 @@ def file_name(prompt: Prompt) -> str:
 
 def write_samples(
     folder: Path,
-    make: Callable[[Sequence[Prompt]], Tensor],
+    maker: VideoMaker,
     prompts: Sequence[Prompt],
-    encoder: Encoder,
-    size: LatentSize,
     groups: ProcessGroups,
     *,
     at_a_time: int = 1,
     latents_only: bool = False,
-    is_padded: bool = False,
+    is_in_step: bool = False,
 ) -> list[Path]:
-    """Sample this rank's share with `make`, write files; rank 0 adds prompts.json and the sheet.
+    """Sample this rank's share and write files; rank 0 adds prompts.json and the contact sheet.
 
-    Returns all files on every rank. A rank's error is raised on every rank after all are done.
+    is_in_step: the ranks call the network together (ZeRO-3). Returns all files on every rank. A
+    rank's error is raised on every rank, once what the others made is written.
     """
-    from cogfast.data.video_writer import contact_sheet, to_frames, write_video
-
-    folder.mkdir(parents=True, exist_ok=True)
-    done: dict[int, tuple[str, str, np.ndarray | None]] = {}
+    done: dict[int, _Row] = {}
     error = None
-    try:
-        mine = share(prompts, groups, is_padded)
-        for start in range(0, len(mine), at_a_time):
-            part = mine[start : start + at_a_time]
-            latents = make(part)
+    mine = share(prompts, groups, is_in_step)
+    for start in range(0, len(mine), at_a_time):
+        part = mine[start : start + at_a_time]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            conditioning = maker.condition(part) if error is None else None
+        except Exception as caught:
+            error = caught
+        if any(groups.gather(error is not None)) if is_in_step else error is not None:
+            break
+        try:
+            latents = maker.latents(part, conditioning)
             for prompt, one in zip(part, latents, strict=True):
-                if latents_only:
-                    name = file_name(prompt) + ".safetensors"
-                    _write_latents(folder / name, one, prompt, size)
-                    done[prompt.index] = (name, prompt.text, None)
-                    continue
-                frames = to_frames(encoder.decode(one[None], size.num_frames)[0])
-                name = file_name(prompt) + ".mp4"
-                write_video(folder / name, frames, size.fps)
-                done[prompt.index] = (name, prompt.text, _thumbnails(frames))
-    except Exception as caught:  # told to all ranks below; nobody waits for a rank that failed
-        error = caught
-    reports = groups.gather((done, None if error is None else repr(error)))
-    if error is not None:
-        raise error
-    failed = [text for _, text in reports if text is not None]
-    if failed:
-        raise RuntimeError(f"sampling failed on another rank: {failed[0]}")
-    rows = [
-        row for _, row in sorted({k: v for part, _ in reports for k, v in part.items()}.items())
-    ]
-    if groups.is_main:
-        listing = json.dumps({name: text for name, text, _ in rows}, indent=2, ensure_ascii=False)
-        (folder / "prompts.json").write_text(listing + "\n")
-        pictures = [(frames, text) for _, text, frames in rows if frames is not None]
-        if pictures:
-            contact_sheet(folder / "contact_sheet.png", *map(list, zip(*pictures, strict=True)))
-    return [folder / name for name, _, _ in rows]
+                done[prompt.index] = _write(folder, maker, prompt, one, latents_only)
+        except Exception as caught:
+            error = caught
+    reports = groups.gather(done)
+    merged = {index: row for part in reports for index, row in part.items()}
+    rows = [merged[index] for index in sorted(merged)]
+    if groups.is_main and rows:
+        try:
+            _write_overview(folder, rows)
+        except Exception as caught:
+            error = error or caught
+    groups.agree(error)
+    return [folder / row.file for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample on the contact sheet; thumbnails: uint8 [n, H, W, 3]."""
+
+    file: str
+    text: str
+    thumbnails: np.ndarray | None
+
+
+def _write(
+    folder: Path, maker: VideoMaker, prompt: Prompt, latents: Tensor, latents_only: bool
+) -> _Row:
+    """One sample's file: the video, or its latents [C, T, h, w]."""
+    if latents_only:
+        name = file_name(prompt) + ".safetensors"
+        _write_latents(folder / name, latents, prompt, maker.size)
+        return _Row(name, prompt.text, None)
+    name = file_name(prompt) + ".mp4"
+    frames = maker.frames(latents)
+    write_video(folder / name, frames, maker.size.fps)
+    return _Row(name, prompt.text, _thumbnails(frames))
+
+
+def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
+    listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
+    (folder / "prompts.json").write_text(listing + "\n", encoding="utf-8")
+    pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
+    if pictures:
+        contact_sheet(folder / "contact_sheet.png", *map(list, zip(*pictures, strict=True)))
 
 
 def _thumbnails(frames: np.ndarray) -> np.ndarray:

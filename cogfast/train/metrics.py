@@ -7,6 +7,8 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from cogfast.model.transformer import TransformerConfig
 from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.throughput import memory_gib, peak_flops, train_flops
+from cogfast.train.zero_engine import ZeroEngine
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +29,7 @@ _SLOW_DATA = 0.1  # share of the step above which waiting for data deserves a hi
 class Metrics:
     """Collects a run's numbers on the device and reads them at logging steps only.
 
-    tokens_per_sample is known once the first batch was encoded. Rank 0 writes; the others only
-    take part in the means.
+    Rank 0 writes; the others only take part in the means.
     """
 
     def __init__(
@@ -39,35 +41,42 @@ class Metrics:
         start_step: int,
         num_steps: int,
         samples_per_step: int,
-        tensorboard_folder: str | None,
+        tensorboard_folder: Path,
         wandb_project: str | None,
     ) -> None:
         self.folder, self.groups, self.config = folder, groups, config
         self.num_steps, self.samples_per_step = num_steps, samples_per_step
-        self.tokens_per_sample = 0
-        self.loss_sum = torch.zeros((), device=groups.device)
-        self.num_losses = self.num_interval_steps = 0
+        self.loss_sum = torch.zeros(2, device=groups.device)  # of finite losses; their number
+        self.num_unlogged_steps = 0  # since the last line
         self.running_loss = math.nan  # before the first line
-        self.data_wait = 0.0  # seconds, since the last line
-        self.interval_start = time.perf_counter()
-        self.history = (
-            _history_until(start_step, folder / "metrics.jsonl") if groups.is_main else []
-        )
-        if self.history:
-            self.running_loss = self.history[-1].get("loss_running") or math.nan
+        self.has_logged = False  # the first line's wait holds the start of the workers
+        self.history: list[dict] = []
         self.tensorboard = self.wandb = self.progress = None
+        self.restart_clock()
         if groups.is_main:
-            self._open_writers(tensorboard_folder, wandb_project)
+            self.history = _history_until(start_step, folder / "metrics.jsonl")
+            running = [line["loss_running"] for line in self.history if line.get("loss_running")]
+            self.running_loss = running[-1] if running else math.nan
+            self._open_writers(start_step, tensorboard_folder, wandb_project)
 
-    def _open_writers(self, tensorboard_folder: str | None, wandb_project: str | None) -> None:
+    def _open_writers(
+        self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.tensorboard = SummaryWriter(tensorboard_folder or str(self.folder / "tensorboard"))
+        # What a run wrote after the checkpoint that it goes on from is taken back.
+        self.tensorboard = SummaryWriter(
+            str(tensorboard_folder), purge_step=start_step + 1 if start_step else None
+        )
         if wandb_project is not None:
             import wandb
 
             self.wandb = wandb.init(
-                project=wandb_project, name=self.folder.name, dir=str(self.folder)
+                project=wandb_project,
+                name=self.folder.name,
+                id=self.folder.name,  # a resumed run goes on there
+                resume="allow",
+                dir=str(self.folder),
             )
         if sys.stderr.isatty():
             from rich.console import Console
@@ -111,32 +120,43 @@ class Metrics:
     def restart_clock(self) -> None:
         """Leave the time since the last line out of the next one (an evaluation, a save)."""
         self.interval_start = time.perf_counter()
-        self.num_interval_steps, self.data_wait = 0, 0.0
+        self.num_timed_steps, self.waited = 0, 0.0
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Around the wait for a batch."""
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
 
     def add_loss(self, loss: Tensor) -> None:
-        """One micro-batch's loss; it stays on the device."""
-        self.loss_sum += loss.detach()
-        self.num_losses += 1
+        """One micro-batch's loss; it stays on the device. Those that are not finite only count as
+        skipped, else one of them would hide the other steps of its interval."""
+        loss = loss.detach().float()
+        is_finite = loss.isfinite()
+        self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
     def end_step(self, step: int) -> None:
         """After each optimizer step; `step` counts from 1."""
-        self.num_interval_steps += 1
+        self.num_timed_steps += 1
+        self.num_unlogged_steps += 1
         if self.progress is not None:
             self.progress.update(self.task, completed=step)
 
-    def log(self, step: int, *, lr: float, grad_norm: Tensor, num_skipped: Tensor) -> int:
-        """Write the line of `step`; returns how many steps in a row were skipped as non-finite."""
-        mean_loss = self.groups.mean(self.loss_sum / max(1, self.num_losses))
-        packed = torch.stack([mean_loss, grad_norm.to(mean_loss), num_skipped.to(mean_loss)])
-        loss, norm, skipped = packed.tolist()  # sync: the one of this logging interval
+    def log(self, step: int, lr: float, tokens_per_sample: int, engine: ZeroEngine) -> int:
+        """Write the line of `step`; returns how many steps in a row were skipped by now."""
+        loss_sum = self.groups.mean(self.loss_sum)
+        others = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
+        packed = torch.cat([loss_sum, torch.stack([n.to(loss_sum) for n in others])])
+        total, number, norm, skipped, in_a_row = packed.tolist()  # sync: one per interval
         seconds = time.perf_counter() - self.interval_start
-        steps = max(1, self.num_interval_steps)
-        keep = _SMOOTHING ** max(1, self.num_interval_steps)
-        before = self.running_loss if math.isfinite(self.running_loss) else loss
+        loss = total / number if number else math.nan
         if math.isfinite(loss):
+            keep = _SMOOTHING**self.num_unlogged_steps
+            before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss
-        per_second = steps * self.samples_per_step / seconds
-        flops = per_second * train_flops(self.config, self.tokens_per_sample)
+        per_second = self.num_timed_steps * self.samples_per_step / seconds
+        flops = per_second * train_flops(self.config, tokens_per_sample)
         flops /= self.groups.world_size
         peak = peak_flops(self.groups.device)
         line = {
@@ -144,57 +164,71 @@ class Metrics:
             "loss": loss,
             "loss_running": self.running_loss,
             "lr": lr,
-            "grad_norm": norm,
-            "step_ms": 1000 * seconds / steps,
-            "data_wait_ms": 1000 * self.data_wait / steps,
+            "grad_norm": norm if norm >= 0 else math.nan,  # negative: it was not finite
+            "step_ms": 1000 * seconds / self.num_timed_steps,
+            "data_wait_ms": 1000 * self.waited / self.num_timed_steps,
             "samples_per_s": per_second,
-            "tokens_per_s": per_second * self.tokens_per_sample,
+            "tokens_per_s": per_second * tokens_per_sample,
             "model_tflops": flops / 1e12,
             "mfu": None if peak is None else flops / peak,
-            "skipped_in_a_row": int(skipped),
+            "skipped": int(skipped),
+            "skipped_in_a_row": int(in_a_row),
             **memory_gib(self.groups.device),
         }
-        if self.num_interval_steps == 0:  # a line right after a resume has no time to tell
-            line = {k: v for k, v in line.items() if not k.endswith(("_ms", "_per_s", "tflops"))}
         self.loss_sum.zero_()
-        self.num_losses = 0
-        self.restart_clock()
+        self.num_unlogged_steps = 0
         self.write(step, line)
         self._say(step, line)
-        return int(skipped)
+        self.restart_clock()
+        return int(in_a_row)
+
+    def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
+        """Write the held-out losses, where there are any, and leave their time out of the next
+        line's step."""
+        if losses:
+            self.write(step, {"step": step, **losses})
+            named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
+            logger.info("step %d/%d  %s", step, self.num_steps, named)
+        self.draw_loss()
+        self.restart_clock()
 
     def write(self, step: int, line: dict) -> None:
         """Append numbers to metrics.jsonl and hand them to TensorBoard and W&B (rank 0)."""
         if not self.groups.is_main:
             return
         self.history.append(line)
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({k: _plain(v) for k, v in line.items()}) + "\n")
+        text = json.dumps({k: _plain(v) for k, v in line.items()})
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
-        for key, value in numbers.items():
-            self.tensorboard.add_scalar(key, value, step)
+        with self._disk_may_fail():
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(text + "\n")
+            for key, value in numbers.items():
+                self.tensorboard.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(numbers, step=step)
+
+    @contextmanager
+    def _disk_may_fail(self) -> Iterator[None]:
+        """A full disk costs lines and pictures, not the run."""
+        try:
+            yield
+        except OSError as error:
+            logger.error("cannot write to %s: %s; training goes on", self.folder, error)
 
     def _say(self, step: int, line: dict) -> None:
         parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
         parts += [f"mean {line['loss_running']:.4f}", f"lr {line['lr']:.2e}"]
-        parts += [f"norm {line['grad_norm']:.3g}"]
-        if "step_ms" in line:
-            wait, whole = line["data_wait_ms"], line["step_ms"]
-            parts += [f"{whole:.0f} ms/step ({wait:.0f} data)"]
-            parts += [
-                f"{line['samples_per_s']:.2f} samples/s",
-                f"{line['model_tflops']:.3g} TFLOP/s",
-            ]
-            if line["mfu"] is not None:
-                parts += [f"MFU {100 * line['mfu']:.1f}%"]
-            if wait > _SLOW_DATA * whole:
-                parts += ["waiting for data: raise args.num_workers"]
-        memory = next(v for k, v in line.items() if k.startswith("memory"))
-        parts += [f"{memory:.1f} GiB"]
-        if line["skipped_in_a_row"]:
-            parts += [f"{line['skipped_in_a_row']} non-finite steps skipped"]
+        wait, whole = line["data_wait_ms"], line["step_ms"]
+        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({wait:.0f} data)"]
+        parts += [f"{line['samples_per_s']:.2f} samples/s", f"{line['model_tflops']:.3g} TFLOP/s"]
+        if line["mfu"] is not None:
+            parts += [f"MFU {100 * line['mfu']:.1f}%"]
+        parts += [f"{v:.1f} GiB {k.split('_')[1]}" for k, v in line.items() if "memory" in k]
+        if line["skipped"]:
+            parts += [f"{line['skipped']} non-finite steps skipped"]
+        if wait > _SLOW_DATA * whole and self.has_logged:
+            parts += ["waiting for data: raise args.num_workers"]
+        self.has_logged = True
         text = "  ".join(parts)
         if self.progress is not None:
             self.progress.update(self.task, note=f"loss {line['loss_running']:.4f}")
@@ -229,7 +263,8 @@ class Metrics:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.folder / "loss.png", dpi=120)
+        with self._disk_may_fail():
+            figure.savefig(self.folder / "loss.png", dpi=120)
 
 
 def _plain(value: object) -> object:
@@ -247,5 +282,7 @@ def _history_until(step: int, path: Path) -> list[dict]:
             continue
         if line["step"] <= step:
             lines.append(line)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draft.replace(path)
     return lines

@@ -9,12 +9,25 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_TENSOR_TIMEOUT = timedelta(minutes=30)
+# Ranks without a video to sample wait for those that have one. A rank that dies is torchrun's.
+_DECISION_TIMEOUT = timedelta(hours=12)
+
+
+T = TypeVar("T")
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed, and says there why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +77,29 @@ class ProcessGroups:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier(group=self.control)
+    def agree(self, error: BaseException | None) -> None:
+        """Raise this rank's `error`, or that another rank has one, on every rank at the same place.
+
+        Whatever may fail on one rank alone goes through here before the next collective, so that
+        nobody waits for a rank that is gone.
+        """
+        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise OtherRankError(f"rank {rank} failed: {text}")
+
+    def on_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on every rank; its error ends all of them."""
+        value, error = None, None
+        if self.is_main:
+            try:
+                value = make()
+            except Exception as caught:
+                error = caught
+        self.agree(error)
+        return self.broadcast(value)
 
     def close(self) -> None:
         """Leave together, if we joined: a gloo rank that leaves early makes the others fail.
@@ -74,21 +107,27 @@ class ProcessGroups:
         A lone process keeps its group to the end, for the next run in it: DeepSpeed remembers it.
         """
         if self.is_owner and self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.control)
             dist.destroy_process_group()
 
 
-def start_processes(timeout_minutes: float = 30.0) -> ProcessGroups:
+def start_processes() -> ProcessGroups:
     """Join the processes that torchrun started, or stand alone; DeepSpeed finds the group made."""
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise ValueError(
+                f"this machine has {num_gpus} GPUs, but torchrun started a process with "
+                f"LOCAL_RANK={local_rank}; use --nproc_per_node={num_gpus}"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    timeout = timedelta(minutes=timeout_minutes)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     is_owner = not dist.is_initialized()
     if is_owner:
         for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
@@ -96,11 +135,13 @@ def start_processes(timeout_minutes: float = 30.0) -> ProcessGroups:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore() if world_size == 1 else None
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            backend, store=store, rank=rank, world_size=world_size, timeout=_TENSOR_TIMEOUT
         )
         if world_size == 1:
             atexit.register(_end_lone_process)
-    control = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+    control = None
+    if world_size > 1:
+        control = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
     return ProcessGroups(rank, world_size, local_rank, device, control, is_owner)
 
 
@@ -112,7 +153,7 @@ def _end_lone_process() -> None:
 class StopRequest:
     """SIGTERM or SIGUSR1 on any rank stops every rank at the same step boundary.
 
-    Each step starts a reduction of "was I told to stop?" and reads the one of the step before,
+    Within `with` it listens. Each step starts a reduction of "was I told to stop?" and reads the one of the step before,
     which has long arrived: nobody waits, and all ranks read the same answer.
     """
 
@@ -120,10 +161,20 @@ class StopRequest:
         self.groups = groups
         self.is_asked = False
         self._pending: tuple[dist.Work, Tensor] | None = None
-        self._before = {
-            number: signal.signal(number, self._handle)
-            for number in (signal.SIGTERM, signal.SIGUSR1)
-        }
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the signals back; finish the reduction under way unless other ranks may be gone."""
+        if self._pending is not None and kind is None:
+            self._pending[0].wait()
+        self._pending = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
         self.is_asked = True
@@ -141,11 +192,3 @@ class StopRequest:
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         self._pending = (work, flag)
         return agreed
-
-    def close(self) -> None:
-        """Finish the reduction under way and give the signals back."""
-        if self._pending is not None:
-            self._pending[0].wait()
-            self._pending = None
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from cogfast.train.checkpoint import newest_checkpoint
 from cogfast.train.process_groups import ProcessGroups
@@ -29,17 +30,7 @@ def open_run_folder(
     resume: None starts afresh; "latest" goes on with the newest run of that experiment that has a
     checkpoint; "auto" the same or, where there is none, afresh; a path names a run or checkpoint.
     """
-    found = None
-    error = None
-    if groups.is_main:
-        try:
-            found = _find(Path(save), experiment, resume)
-        except ValueError as caught:
-            error = str(caught)
-    found, error = groups.broadcast((found, error))
-    if error is not None:
-        raise ValueError(error)
-    return found
+    return groups.on_main(lambda: _find(Path(save), experiment, resume))
 
 
 def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path | None]:
@@ -63,6 +54,11 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
             run.mkdir(parents=True)
         except FileExistsError:  # another run began in this second
             time.sleep(0.2)
+        except OSError as error:
+            raise ValueError(
+                f"args.save={save}: cannot make a run's folder there ({error.strerror}); name "
+                "another folder"
+            ) from None
         else:
             return run, None
 
@@ -74,6 +70,7 @@ def _named(path: Path) -> tuple[Path, Path]:
             "name a run or checkpoint folder, or use auto"
         )
     if (path / "manifest.json").is_file() or path.parent.name == "checkpoints":
+        path = path.absolute()
         return path.parent.parent, path
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
@@ -81,13 +78,44 @@ def _named(path: Path) -> tuple[Path, Path]:
     return path, checkpoint
 
 
-def describe_environment(folder: Path, config_text: str, world_size: int) -> None:
-    """Write down what runs: the merged config, versions, devices, git commit and changes."""
-    (folder / "training_config.yaml").write_text(config_text)
+def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_size: int) -> None:
+    """Write down what runs: the merged config, versions, devices, git commit and changes.
+
+    checkpoint: where the run goes on, None for a new one. A resumed run's files stand beside the
+    first ones; keys of the config that are other than then are logged.
+    """
+    mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
+    first = folder / "training_config.yaml"
+    changed = _changed_keys(first.read_text(), config_text) if first.is_file() else []
+    if changed:
+        logger.warning("the configuration is not the one before: %s", "; ".join(changed))
+    if changed or not first.is_file():
+        (folder / f"training_config{mark if changed else ''}.yaml").write_text(config_text)
+    environment = json.dumps(_environment(world_size), indent=2)
+    (folder / f"environment{mark}.json").write_text(environment + "\n")
+    changes = _git("diff", "HEAD")
+    if changes:
+        (folder / f"changes{mark}.diff").write_text(changes + "\n")
+
+
+def _changed_keys(before: str, after: str) -> list[str]:
+    """`key: value -> value` of every key that differs between two configurations."""
+    old, new = (_leaves(OmegaConf.to_container(OmegaConf.create(text))) for text in (before, after))
+    keys = [k for k in {**old, **new} if old.get(k) != new.get(k) and k != "args.resume"]
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+
+
+def _leaves(node: object, key: str = "") -> dict[str, object]:
+    if not isinstance(node, dict):
+        return {key: node}
+    dot = "." if key else ""
+    return {k: v for name, n in node.items() for k, v in _leaves(n, f"{key}{dot}{name}").items()}
+
+
+def _environment(world_size: int) -> dict[str, object]:
     import deepspeed
 
-    source = Path(__file__).resolve().parents[2]
-    environment = {
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
@@ -95,20 +123,19 @@ def describe_environment(folder: Path, config_text: str, world_size: int) -> Non
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "host": platform.node(),
         "world_size": world_size,
-        "commit": _git(source, "rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD"),
     }
-    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-    changes = _git(source, "diff", "HEAD")
-    if changes:
-        (folder / "changes.diff").write_text(changes + "\n")
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(*words: str) -> str | None:
     """What git says of the source, or None where it is installed without git."""
+    source = Path(__file__).resolve().parents[2]
+    if not (source / ".git").exists():  # git would speak of a project around it
+        return None
     try:
         done = subprocess.run(
-            ["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+            ["git", *words], cwd=source, capture_output=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.decode(errors="replace").strip()

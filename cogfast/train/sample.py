@@ -17,7 +17,7 @@ from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import SPATIAL_COMPRESSION, num_pixel_frames
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
-from cogfast.train.generate import LatentSize, Prompt, generate, write_samples
+from cogfast.train.generate import DEFAULT_FPS, LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.preflight import check_sample
 from cogfast.train.process_groups import start_processes
 
@@ -50,36 +50,40 @@ def sample(
     diffusion = assemble_diffusion(config)
     size = _latent_size(config, args, transformer, encoder.image_input, images)
     pixels = (size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION)
+    # In SAT's inference.yaml, batch_size is the number of videos per prompt, made one by one.
+    num_copies, at_a_time = (
+        (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
+    )
     wanted = [
-        Prompt(i, text, None if image is None else read_image(image, pixels))
+        Prompt(i * num_copies + copy, text, None if image is None else read_image(image, pixels))
         for i, (text, image) in enumerate(zip(prompts, images, strict=True))
+        for copy in range(num_copies)
     ]
-    files = write_samples(
-        out,
-        lambda part: generate(
-            transformer,
-            diffusion,
-            encoder,
-            part,
-            size,
-            seed=seed,
-            device=groups.device,
-            num_steps=num_steps,
-        ),
-        wanted,
+    maker = VideoMaker(
+        transformer,
+        diffusion,
         encoder,
         size,
+        seed=seed,
+        device=groups.device,
+        num_steps=num_steps,
+    )
+    files = write_samples(
+        out,
+        maker,
+        wanted,
         groups,
-        at_a_time=args.batch_size,
+        at_a_time=at_a_time,
         latents_only=args.only_save_latents,
     )
     if groups.is_main:
         settings = {"seed": seed, "weights": weights or args.load, "ema": ema}
-        settings |= {"num_steps": num_steps or diffusion.sampler.num_steps}
+        settings |= {"num_steps": maker.sampler.num_steps}
         settings |= {"images": [None if i is None else str(i) for i in images]}
         settings |= dataclasses.asdict(size)
         (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-        logger.info("%d videos and contact_sheet.png in %s", len(files), out)
+        what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
+        logger.info("%d %s in %s", len(files), what, out)
     groups.close()
     return files
 
@@ -102,7 +106,7 @@ def _latent_size(
         size = (model.latent_height * SPATIAL_COMPRESSION, model.latent_width * SPATIAL_COMPRESSION)
     channels = args.latent_channels or model.out_channels
     height, width = (int(side) // SPATIAL_COMPRESSION for side in size)
-    fps = args.sampling_fps or data.get("fps", 8)
+    fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
     if args.sampling_num_frames is None:
         num_frames = data.get("max_num_frames", model.num_frames)
     else:  # SAT counts latent frames, those that padding adds included: 22 of 1.5 are 81 frames

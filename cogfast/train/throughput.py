@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import torch
 
 from cogfast.model.transformer import TransformerConfig
@@ -59,6 +62,8 @@ def memory_gib(device: torch.device) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         }
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return {"memory_rss_gib": pages * 4096 / 2**30}
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux: the peak, in bytes on a Mac
+        return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30}
+    return {"memory_rss_gib": pages * resource.getpagesize() / 2**30}

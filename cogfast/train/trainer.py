@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.data.batches import to_device
+from cogfast.diffusion.denoiser import Conditioning
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
@@ -23,14 +24,14 @@ from cogfast.train.assembly import (
 )
 from cogfast.train.checkpoint import load_checkpoint, save_checkpoint
 from cogfast.train.evaluate import Evaluator
-from cogfast.train.generate import LatentSize
+from cogfast.train.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.gradient_check import GradientCheck
 from cogfast.train.learning_rate import build_learning_rate
 from cogfast.train.metrics import Metrics
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.preflight import check_train
 from cogfast.train.process_groups import StopRequest, start_processes
-from cogfast.train.run_folder import describe_environment, open_run_folder
+from cogfast.train.run_folder import describe_run, open_run_folder
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class Trainer:
         self.folder, self.checkpoint = open_run_folder(
             args.save or "runs", args.experiment_name, args.resume, self.groups
         )
-        if self.groups.is_main and self.checkpoint is None:
-            describe_environment(self.folder, config.to_yaml(), self.groups.world_size)
+        if self.groups.is_main:
+            describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
 
         transformer = assemble_transformer(
             config, args, self.groups.device, allow_missing=args.force_train
@@ -77,9 +78,11 @@ class Trainer:
             self.groups,
             self.folder,
         )
-        self.step = 0  # optimizer steps done
-        self.latent_size: LatentSize | None = None  # of the data, once a batch was seen
-        self.num_tokens = 0  # per sample, likewise
+        self.step = self.saved_step = 0  # optimizer steps done, and in the last checkpoint
+        # The model's own until a batch tells the data's; a subclass's compute_loss need not.
+        self.latent_size = LatentSize.of_model(transformer.config)
+        self.num_tokens = self.latent_size.num_tokens(transformer.config)  # per sample
+        self.is_size_known = False
         if self.checkpoint is not None:
             self._resume()
 
@@ -89,17 +92,14 @@ class Trainer:
         batches = assemble_batches(
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
-        stop = StopRequest(self.groups)
         self._announce()
-        with self._open_metrics() as metrics, batches:
-            self.engine.transformer.train()
+        with StopRequest(self.groups) as stop, self._open_metrics() as metrics, batches:
+            engine.transformer.train()
             while self.step < self.num_steps and not stop.is_agreed():
                 lr = self.learning_rate(self.step)
                 for _ in range(self.accumulation):
-                    waiting = time.perf_counter()
-                    batch = to_device(next(batches), self.groups.device)
-                    metrics.data_wait += time.perf_counter() - waiting
-
+                    with metrics.data_wait():
+                        batch = to_device(next(batches), self.groups.device)
                     loss = self.compute_loss(batch)
                     engine.backward(loss)
                     engine.step(lr)  # updates weights and EMA where the accumulation is complete
@@ -109,28 +109,23 @@ class Trainer:
                 self.gradient_check.after_step(self.step)
 
                 if self._is_due(args.log_interval) or self.step == self.num_steps:
-                    metrics.tokens_per_sample = self.num_tokens
-                    skipped = metrics.log(
-                        self.step, lr=lr, grad_norm=engine.grad_norm, num_skipped=engine.num_skipped
-                    )
-                    self._check_skipped(skipped)
+                    self._check_skipped(metrics.log(self.step, lr, self.num_tokens, engine))
                 if self._is_due(args.eval_interval):
-                    losses = self.evaluator(self.step, self.latent_size)
-                    if losses:
-                        metrics.write(self.step, {"step": self.step, **losses})
-                    metrics.draw_loss()
-                    metrics.restart_clock()
+                    metrics.add_evaluation(self.step, self.evaluator(self.step, self.latent_size))
                 if self._is_due(args.save_interval):
-                    self._save()
-                    metrics.restart_clock()
-                if args.exit_interval and self.step % args.exit_interval == 0:
+                    self._save(metrics)
+                if self._is_due(args.exit_interval):
                     break
-            if self.step and not self._is_due(args.save_interval):
-                self._save()
+            if self.step > self.saved_step:
+                self._save(metrics)
             metrics.draw_loss()
+        if self.step > self.saved_step:
+            raise RuntimeError(
+                f"step {self.step} could not be saved (the error stands above); the last checkpoint "
+                f"in {self.folder} is that of step {self.saved_step}"
+            )
         if self.step < self.num_steps:
             logger.info("stopped at step %d of %d; --resume goes on", self.step, self.num_steps)
-        stop.close()
         self.groups.close()
 
     def compute_loss(self, batch: dict) -> Tensor:
@@ -142,7 +137,7 @@ class Trainer:
         """
         rng = self._random(batch)
         latents, conditioning = self.encoder(batch, rng)
-        self._note_size(batch, latents)
+        self._note_size(batch, latents, conditioning)
         loss = self.diffusion.loss(self.engine, self.diffusion.denoiser, latents, conditioning, rng)
         return loss.mean()
 
@@ -152,16 +147,15 @@ class Trainer:
         slots = batch.get("slots") or range(start, start + len(first))
         return SlotRandom(self.args.seed, self.step, slots, self.global_batch, self.groups.device)
 
-    def _note_size(self, batch: dict, latents: Tensor) -> None:
+    def _note_size(self, batch: dict, latents: Tensor, conditioning: Conditioning) -> None:
         """Remember what a sample is made of: for throughput, and for sampling the same size."""
-        _, channels, frames, height, width = latents.shape
         grid = TokenGrid.from_latents(latents, self.engine.transformer.patch_size)
-        config = self.engine.transformer.config
-        self.num_tokens = grid.num_tokens + config.text_length
-        if self.latent_size is None:
-            num_frames = batch["mp4"].shape[1] if "mp4" in batch else config.num_frames
-            fps = batch["fps"][0].item() if "fps" in batch else 8  # sync: once, at the first batch
-            self.latent_size = LatentSize(channels, frames, height, width, num_frames, fps)
+        self.num_tokens = grid.num_tokens + conditioning.text.shape[1]
+        if not self.is_size_known:
+            fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
+            num_frames = self.encoder.num_frames(batch)
+            self.latent_size = LatentSize(*latents.shape[1:], num_frames, fps)
+            self.is_size_known = True
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.step % interval == 0
@@ -195,9 +189,14 @@ class Trainer:
             start_step=self.step,
             num_steps=self.num_steps,
             samples_per_step=self.global_batch,
-            tensorboard_folder=self.args.summary_dir,
+            tensorboard_folder=self._tensorboard_folder(),
             wandb_project=self.args.wandb_project_name if self.args.wandb else None,
         )
+
+    def _tensorboard_folder(self) -> Path:
+        if self.args.summary_dir is None:
+            return self.folder / "tensorboard"
+        return Path(self.args.summary_dir) / self.folder.name
 
     def _announce(self) -> None:
         config, groups = self.engine.transformer.config, self.groups
@@ -230,16 +229,18 @@ class Trainer:
                 "the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
             )
 
-    def _save(self) -> None:
-        extra = {"global_batch": self.global_batch, "seed": self.args.seed}
-        save_checkpoint(
-            self.folder / "checkpoints",
-            self.step,
-            self.engine,
-            self.groups,
-            extra,
-            self.args.keep_last,
-        )
+    def _save(self, metrics: Metrics) -> None:
+        """Write a checkpoint; where that fails, the run goes on without it."""
+        state = {
+            "global_batch": self.global_batch,
+            "seed": self.args.seed,
+            "num_samples": len(self.datasets.train),
+        }
+        folder = self.folder / "checkpoints"
+        keep_last = self.args.keep_last
+        if save_checkpoint(folder, self.step, self.engine, self.groups, state, keep_last):
+            self.saved_step = self.step
+        metrics.restart_clock()
 
     def _resume(self) -> None:
         manifest = load_checkpoint(self.checkpoint, self.engine)
@@ -249,5 +250,12 @@ class Trainer:
                     f"args.resume={self.checkpoint}: that run has {key}={manifest[key]}, this one "
                     f"{value}, so data and noise would not go on where they were; use the same"
                 )
-        self.step = manifest["step"]
+        num_samples = len(self.datasets.train)
+        if manifest.get("num_samples", num_samples) != num_samples:
+            logger.warning(
+                "the data set has %d samples, it had %d: from here on they come in another order",
+                num_samples,
+                manifest["num_samples"],
+            )
+        self.step = self.saved_step = manifest["step"]
         logger.info("resumed %s at step %d", self.checkpoint, self.step)

@@ -24,7 +24,6 @@ from cogfast.train.arguments import TrainArguments
 logger = logging.getLogger(__name__)
 
 _NEVER = 2**31
-STATE_KINDS = ("exp_avg", "exp_avg_sq", "shadow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,9 @@ class ZeroEngine:
         )
         self.zero = self.engine.optimizer
         self.stage = config["zero_optimization"]["stage"]
-        self.num_skipped = torch.zeros((), device=self.engine.device)  # in a row, on the device
+        # Steps whose gradients were not finite, of this process and in a row now; on the device.
+        self.num_skipped = torch.zeros((), device=self.engine.device)
+        self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
         names = {id(p): name for name, p in transformer.named_parameters()}
         if self.stage == 3:
             self.parts = self.zero.fp32_partitioned_groups_flat
@@ -106,12 +107,11 @@ class ZeroEngine:
         return self.engine(*inputs, **named)
 
     @property
-    def loss_scale(self) -> float:
-        return float(self.zero.loss_scale)
-
-    @property
     def grad_norm(self) -> Tensor:
-        """Norm of the last step's gradient before clipping, over all ranks, on the device."""
+        """Norm of the last step's gradient before clipping, over all ranks, on the device.
+
+        Negative or not finite where the step was skipped.
+        """
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32)
 
@@ -125,9 +125,14 @@ class ZeroEngine:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        is_update = self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
-        if self.stage == 3 or self.engine.fp16_enabled():
-            self.num_skipped = (self.num_skipped + 1) * float(self.zero.overflow)
+        if is_update and (self.stage == 3 or self.engine.fp16_enabled()):
+            self._count_skipped(float(self.zero.overflow))  # on the host already
+
+    def _count_skipped(self, is_skipped: Tensor | float) -> None:
+        self.num_skipped += is_skipped
+        self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
 
     def _guard_non_finite_steps(self) -> None:
         """Tell the optimizer through a device scalar to skip a step whose gradient is not finite.
@@ -141,13 +146,12 @@ class ZeroEngine:
             norm = global_norm(norm_type)
             found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
             self.optimizer.found_inf = found_inf
-            self.num_skipped = (self.num_skipped + 1) * found_inf
+            self._count_skipped(found_inf)
             return norm
 
         self.zero.scaled_global_norm = scaled_global_norm
-        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        if isinstance(self.optimizer, FusedEmaAdam) or is_fused:
-            return  # these read found_inf themselves
+        if self._is_fused:
+            return  # reads found_inf itself
         update = self.optimizer.step
 
         def step(closure: None = None) -> None:
@@ -155,6 +159,12 @@ class ZeroEngine:
                 update()
 
         self.optimizer.step = step
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether the optimizer's counters and its decision to skip are on the device."""
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return is_fused or isinstance(self.optimizer, FusedEmaAdam)
 
     def _stage12_slices(self, names: dict[int, str]) -> Iterator[Slice]:
         for part, group in enumerate(self.zero.bit16_groups):
@@ -180,8 +190,18 @@ class ZeroEngine:
         return self.optimizer.state[self.parts[part]]
 
     def state_kinds(self) -> list[str]:
-        """Which of exp_avg, exp_avg_sq and shadow the optimizer keeps (after its first step)."""
-        return [k for k in STATE_KINDS if self.slices and k in self.state(self.slices[0].part)]
+        """What the optimizer keeps per element, such as exp_avg and shadow; after its first step.
+
+        The same on every rank: one that owns nothing but padding has a partition as well.
+        """
+        shape = self.parts[0].shape
+        kept = self.state(0).items()
+        return sorted(k for k, v in kept if isinstance(v, Tensor) and v.shape == shape)
+
+    def set_counter(self, part: int, key: str, value: float) -> None:
+        """A number of the optimizer's state, such as its count of updates, from a checkpoint."""
+        device = self.parts[part].device if self._is_fused else "cpu"  # as torch's optimizers do
+        self.state(part)[key] = torch.tensor(value, device=device)
 
     def view(self, piece: Slice, kind: str) -> Tensor:
         """The live elements [numel] of a slice: "master" weights or a kind of optimizer state."""
