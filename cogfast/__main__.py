@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 
 _USAGE = """\
@@ -63,7 +64,8 @@ _VERBS = {"train": train, "sample": sample}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one verb; what the user can mend ends in one line and exit status 2."""
+    """Run one verb; what the user can mend ends in one line and exit status 2, a run that cannot go
+    on in one line and 1."""
     words = list(sys.argv[1:] if words is None else words)
     _adopt_mpi_ranks()
     if not words or words[0] in ("-h", "--help"):
@@ -73,11 +75,11 @@ def main(words: Sequence[str] | None = None) -> int:
         if words[0] not in _VERBS:
             raise ValueError(f"no verb {words[0]!r}; use one of {', '.join(_VERBS)}")
         _VERBS[words[0]]([word for word in words[1:] if word != "--traceback"])
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         if "--traceback" in words or not _is_ours(error):
             raise
         _report(error)
-        return 2
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 
@@ -97,6 +99,13 @@ def _start_logging(unused: Mapping[str, str]) -> None:
     logger = logging.getLogger("cogfast")
     logger.handlers, logger.propagate = [_ToStderr()], False
     logger.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
+    # torch 2.13 warns on every rank of a collective that DeepSpeed calls by its older name.
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch\.distributed\.\w+` is deprecated",
+        category=FutureWarning,
+        module=r"torch\.distributed\.c10d_logger",
+    )
     if unused:
         names = ", ".join(key.rpartition("params.")[2] for key in unused)
         logger.info("accepted and not used (--dry-run says why): %s", names)
@@ -111,7 +120,7 @@ def _is_ours(error: BaseException) -> bool:
     return name == "__main__" or name.partition(".")[0] == "cogfast"
 
 
-def _report(error: ValueError) -> None:
+def _report(error: ValueError | RuntimeError) -> None:
     """Print the error once: from rank 0, or from the only rank that has it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":

@@ -28,9 +28,9 @@ class TrainArguments:
     epochs: int | None = None
     exit_interval: int | None = None  # stop at a multiple of this many steps
     save_interval: int | None = 5000  # null: only at the end
-    keep_last: int = 2  # checkpoints kept besides the last; 0 keeps all
+    keep_last: int = 2  # the newest checkpoints that are kept; 0 keeps all
     log_interval: int = 20
-    summary_dir: str | None = None  # TensorBoard's folder; none: tensorboard/ of the run folder
+    summary_dir: str | None = None  # TensorBoard's, a folder per run in it; none: the run's own
     wandb: bool = False
     wandb_project_name: str = "default_project"
     deterministic: bool = False  # bitwise repeatable on a GPU, slower

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +27,14 @@ from cogfast.train.arguments import ModelArguments, TrainArguments
 # Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
 _PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _PIXEL_DATA = (VideoFolder, VideoList)
+_LEAST = {  # of numbers of args
+    1: (
+        *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
+        *("eval_interval", "eval_iters", "eval_batch_size", "eval_timestep_bands"),
+        *("eval_sampling_steps", "max_nonfinite_steps"),
+    ),
+    0: ("keep_last", "eval_num_samples"),
+}
 _NETWORK = "model.network_config.params"
 
 
@@ -39,6 +48,10 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     _check_placeholders(config)
     _check_steps(config, args)
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        _refuse(
+            config, "args.wandb", "args.wandb=true, but wandb is not installed; pip install wandb"
+        )
     _check_precision(config, args)
     _check_world(config, args, world_size)
     network = _network(config)
@@ -79,7 +92,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         raise ValueError("the model makes a video of an image; give --image PNG or prompt@@image")
     if has_images and not wants_image:
         raise ValueError("the model takes no image (in_channels=out_channels); leave --image out")
-    if args.sampling_image_size is not None and not has_images:
+    if args.sampling_image_size is not None:
         if len(args.sampling_image_size) != 2:
             _refuse(
                 config,
@@ -143,10 +156,11 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
             "set one of them to null",
         )
-    for name in ("train_iters", "epochs", "log_interval", "save_interval", "eval_interval"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            _refuse(config, f"args.{name}", f"args.{name}={value} must be 1 or more")
+    for least, names in _LEAST.items():
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < least:
+                _refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
     if args.train_data_weights is not None:
         _refuse(
             config,
