@@ -25,8 +25,10 @@ _NUMBERS = ("lr", "eps", "weight_decay", "ema_decay", "momentum")
 _NOT_IN_A_CONFIG = ("self", "params", "named_params", "capturable", "differentiable")
 
 
-def parameter_groups(module: nn.Module) -> list[dict]:
+def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> list[dict]:
     """The trainable parameters in one group that decays and one that does not, as SAT has them.
+
+    weight_decay: of the group that decays; None: the optimizer's own.
 
     No decay for LayerNorms and for parameters named `bias`; LoRA matrices and learned position
     tables decay. An empty group is left out. The order is that of module.modules().
@@ -41,7 +43,8 @@ def parameter_groups(module: nn.Module) -> list[dict]:
                 continue
             seen.add(parameter)
             (undecayed if is_norm or name == "bias" else decayed).append(parameter)
-    groups = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups = [{"params": decayed, **decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

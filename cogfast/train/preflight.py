@@ -48,10 +48,12 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     _check_placeholders(config)
     _check_steps(config, args)
+    if model.input_key != "mp4":
+        text = f"model.input_key={model.input_key}: batches call their videos mp4; use mp4"
+        _refuse(config, "model.input_key", text)
     if args.wandb and importlib.util.find_spec("wandb") is None:
-        _refuse(
-            config, "args.wandb", "args.wandb=true, but wandb is not installed; pip install wandb"
-        )
+        text = "args.wandb=true, but wandb is not installed; pip install wandb"
+        _refuse(config, "args.wandb", text)
     _check_precision(config, args)
     _check_world(config, args, world_size)
     network = _network(config)

@@ -66,7 +66,8 @@ class Trainer:
         self.encoder = assemble_encoder(config, args, transformer, self.groups.device)
         self.gradient_check = GradientCheck(transformer)
         optimizer = build_optimizer(
-            config.deepspeed.get("optimizer") or {}, parameter_groups(transformer)
+            config.deepspeed.get("optimizer") or {},
+            parameter_groups(transformer, args.weight_decay),
         )
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args))
         self.evaluator = Evaluator(
