@@ -11,10 +11,10 @@ cd "$(dirname "$0")/.."
 echo "RUN on $(hostname), CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-600}
+BASE=${BASE:-configs/cogvideox_5b_i2v.yaml configs/lora.yaml configs/sft.yaml}
 # One seed for all ranks: it is drawn here, not in each.
 # shellcheck disable=SC2086  # BASE is a list of files
 torchrun --standalone --nproc_per_node="${NPROC:-8}" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    scripts/train_video.py --base ${BASE:-configs/cogvideox_5b_i2v_lora.yaml configs/sft.yaml} \
-    --seed "${SEED:-$RANDOM}" "$@"
+    scripts/train_video.py --base $BASE --seed "${SEED:-$RANDOM}" "$@"
 echo "DONE on $(hostname)"

@@ -1,13 +1,13 @@
 #! /bin/bash
 # Fine-tunes on one GPU. Further words go to `cogfast train`:
 #   scripts/finetune_single_gpu.sh args.train_iters=500
-#   BASE="configs/cogvideox_5b_lora.yaml configs/sft.yaml" scripts/finetune_single_gpu.sh
+#   BASE="configs/cogvideox_5b.yaml configs/sft.yaml" scripts/finetune_single_gpu.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 echo "RUN on $(hostname), CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
 export WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
+BASE=${BASE:-configs/cogvideox_2b.yaml configs/lora.yaml configs/sft.yaml}
 # shellcheck disable=SC2086  # BASE is a list of files
-python scripts/train_video.py --base ${BASE:-configs/cogvideox_2b_lora.yaml configs/sft.yaml} \
-    --seed "${SEED:-$RANDOM}" "$@"
+python scripts/train_video.py --base $BASE --seed "${SEED:-$RANDOM}" "$@"
 echo "DONE on $(hostname)"
