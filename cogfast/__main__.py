@@ -31,10 +31,11 @@ def train(words: Sequence[str]) -> None:
         if _is_first_rank():
             sys.stdout.write(config.describe())
         return
-    _start_logging(config.unused)
+    _start_logging()
     from cogfast.train.preflight import check_train
 
     check_train(config)
+    _name_unused(config.unused)
     from cogfast.train.trainer import Trainer
 
     Trainer(config).train()
@@ -47,11 +48,12 @@ def sample(words: Sequence[str]) -> None:
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
-    _start_logging(config.unused)
+    _start_logging()
     prompts, images = read_prompts(request, config.args)
     from cogfast.train.preflight import check_sample
 
     check_sample(config, request.weights, has_images=any(images))
+    _name_unused(config.unused)
     from pathlib import Path
 
     from cogfast.train.sample import sample as sample_videos
@@ -94,7 +96,7 @@ class _ToStderr(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def _start_logging(unused: Mapping[str, str]) -> None:
+def _start_logging() -> None:
     """Show what cogfast logs, rank 0's progress and every rank's warnings, on stderr."""
     logger = logging.getLogger("cogfast")
     logger.handlers, logger.propagate = [_ToStderr()], False
@@ -106,9 +108,13 @@ def _start_logging(unused: Mapping[str, str]) -> None:
         category=FutureWarning,
         module=r"torch\.distributed\.c10d_logger",
     )
-    if unused:
-        names = ", ".join(key.rpartition("params.")[2] for key in unused)
-        logger.info("accepted and not used (--dry-run says why): %s", names)
+
+
+def _name_unused(unused: Mapping[str, str]) -> None:
+    names = dict.fromkeys(key.rpartition("params.")[2] for key in unused)
+    if names:
+        text = "accepted and not used (--dry-run says why): %s"
+        logging.getLogger("cogfast").info(text, ", ".join(names))
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -137,7 +137,9 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
 
 def _parser(verb: str, what: str) -> _Parser:
     parser = _Parser(prog=f"cogfast {verb}", description=what, allow_abbrev=False)
-    parser.add_argument("--base", nargs="+", metavar="YAML", help="files; the later wins")
+    parser.add_argument(
+        "--base", nargs="+", action="extend", metavar="YAML", help="files; the later wins"
+    )
     parser.add_argument("--seed", metavar="N", help="as args.seed=N")
     parser.add_argument(
         "--allow-import",

@@ -10,25 +10,27 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cogfast.sat_names import REFUSED, TARGETS
+from cogfast.sat_names import REFUSED, TARGETS, SatClass
 from cogfast.value_check import (
     KeyProblem,
     check_fields,
     check_keys,
+    check_mapping,
     check_type,
     join,
     nearest,
-    show,
     unknown_key,
 )
 
 _ROOTS = ("cogfast", "torch")
+_PLAIN = (bool, int, float, str, type(None))
 # What stands beside target and params in an entry of conditioner_config's emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 
@@ -120,16 +122,14 @@ def _arguments(
         raise KeyProblem(where, f"{where or 'component'} must be a mapping with target and params")
     check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
     path, key = node["target"], join(where, "target")
-    params = {} if node.get("params") is None else node["params"]
     where_params = join(where, "params")
-    if not isinstance(params, Mapping):
-        raise KeyProblem(where_params, f"{where_params}={show(params)} must be a mapping")
+    params = check_mapping(where_params, node.get("params"))
     if path in REFUSED:
         raise KeyProblem(key, f"{key}={path}: {REFUSED[path]}")
     sat = TARGETS.get(path)
     target = import_target(sat.path if sat else path, key, allow_import)
     if sat:
-        params = sat.to_ours(params, where_params, path, unused)
+        params = _to_ours(sat, params, where_params, path, unused)
     parameters = _parameters(target)
     hints = _hints(target)
     arguments: dict[str, Argument] = {}
@@ -157,14 +157,24 @@ def _arguments(
     return target, arguments
 
 
+def _to_ours(sat: SatClass, params: Mapping, where: str, path: str, unused: dict) -> dict:
+    try:
+        return sat.to_ours(params, where, path, unused)
+    except KeyProblem:
+        raise
+    except ValueError as error:  # of a constructor, which knows no key
+        raise KeyProblem(where, f"{where}: {error}") from None
+
+
 def _fit(value: object, annotation: object, key: str) -> object:
     """The value, checked; a mapping for a dataclass becomes the dataclass."""
-    options = get_args(annotation) or (annotation,)
+    is_union = get_origin(annotation) in (typing.Union, types.UnionType)
+    options = get_args(annotation) if is_union else (annotation,)
     if any(
         option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
     ):
         return value  # the constructor reads the mapping itself, with or without a target in it
-    if _components(value, key):
+    if _components(value, key) and not all(option in _PLAIN for option in options):
         return value
     check_type(key, value, annotation)
     for option in options:
@@ -217,11 +227,11 @@ def _hints(target: Callable) -> dict[str, object]:
 
 def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
     """Keys to suggest: SAT's spelling `foo_config` where a component is expected."""
-    plain, names = (bool, int, float, str), []
+    names = []
     for name in parameters:
         hint = hints.get(name)
         options = get_args(hint) or (hint,)
-        is_built = hint is not None and not any(option in plain for option in options)
+        is_built = hint is not None and not any(option in _PLAIN for option in options)
         if f"{name}_config" in params or (is_built and name not in params):
             name = f"{name}_config"
         if name not in ("args", "kwargs", "self"):

@@ -104,15 +104,12 @@ def load_config(
     try:
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???)")
-        OmegaConf.resolve(merged)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    except KeyProblem as problem:
-        raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from None
-    try:
-        plain = OmegaConf.to_container(merged)
+        plain = OmegaConf.to_container(merged, resolve=True)
         complete_sections(plain, origins)
         unused = check_sections(plain, origins, tuple(allow_import))
+    except OmegaConfBaseException as error:
+        key, what = error.full_key, str(error).splitlines()[0]
+        raise ValueError(f"{find_origin(origins, key)}: {key}: {what}") from None
     except KeyProblem as problem:
         raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from None
     sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
@@ -144,6 +141,8 @@ def _read_yaml(path: Path, name: str) -> DictConfig:
         raise ValueError(f"{name}: {error.full_key}: {str(error).splitlines()[0]}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{name}: not a text file") from None
+    except OSError as error:  # also where the whole file is one number
+        raise ValueError(f"{name}: cannot be read: {error}") from None
     if isinstance(loaded, ListConfig):
         raise ValueError(f"{name}: holds a list; sections {', '.join(SECTIONS)} are expected")
     return loaded
@@ -179,7 +178,9 @@ def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
     if not equals or not key:
         raise ValueError(f"command line: {word!r} is not key=value")
     try:
-        value = OmegaConf.create(f"value: {text}")._get_node("value") if text else ""
+        # `#` would start a comment, and what follows it get lost
+        is_text = not text or text.startswith("#") or " #" in text
+        value = text if is_text else OmegaConf.create(f"value: {text}")._get_node("value")
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text
     try:

@@ -12,7 +12,15 @@ from cogfast.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS
 from cogfast.sat_names import NETWORKS
 from cogfast.sat_unused import UNUSED
 from cogfast.train.arguments import ModelArguments, TrainArguments
-from cogfast.value_check import KeyProblem, check_type, join, show, unknown_key
+from cogfast.value_check import (
+    KeyProblem,
+    check_keys,
+    check_mapping,
+    check_type,
+    join,
+    show,
+    unknown_key,
+)
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -27,6 +35,10 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "model.compile_model": ((False, None), "torch.compile is not in this version; use false"),
     "model.use_pd": ((False, None), "progressive distillation is not in this version; use false"),
     "model.lr_scale": ((None,), "super-resolution input is not in this version; remove it"),
+    "model.network_wrapper": (
+        (None, "sgm.modules.diffusionmodules.wrappers.OpenAIWrapper"),
+        "the network is called directly; remove it",
+    ),
     "args.sdedit": ((False,), "SAT reads it nowhere; use false"),
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
     "args.profiling": ((-1,), "profiling is not in this version; use -1"),
@@ -45,6 +57,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     for name, section in config.items():
         if name not in _SECTIONS:
             raise _unknown_section(name)
+        _require_text_keys(section, name)
         if section is None:
             config[name] = {}
         elif not isinstance(section, dict):
@@ -72,7 +85,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     args = config["args"]
     for key in ("train_data", "valid_data"):
         if isinstance(args[key], str):  # one folder; SAT's flag takes several
-            args[key] = [args[key]]
+            args[key] = [args[key]] if args[key] else []
         elif args[key] is None:
             args[key] = []
     _spread_checkpointing(config, origins)
@@ -89,11 +102,7 @@ def check_sections(
         node, where = config["model"].get(name), f"model.{name}"
         if node is None:
             continue
-        if (
-            name == "conditioner_config"
-            and isinstance(node, dict)
-            and node.get("target") == _CONDITIONER
-        ):
+        if name == "conditioner_config":
             _check_conditioner(node, where, allow_import, unused)
         else:
             check_component(node, where, allow_import, unused)
@@ -104,6 +113,18 @@ def check_sections(
         check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
     return unused
+
+
+def _require_text_keys(node: object, where: str) -> None:
+    """YAML reads `7:` and `on:` as a number and a truth value; no key of ours is one."""
+    children = node.items() if isinstance(node, dict) else ()
+    if isinstance(node, list):
+        children = ((str(i), item) for i, item in enumerate(node))
+    for key, child in children:
+        if not isinstance(key, str):
+            inner = join(where, str(key))
+            raise KeyProblem(inner, f"unknown key {inner}: keys are text, this is {show(key)}")
+        _require_text_keys(child, join(where, key))
 
 
 def vars_of(schema: type) -> list[object]:
@@ -131,7 +152,7 @@ def _spread_checkpointing(config: dict[str, Any], origins: dict[str, str]) -> No
     if isinstance(inner, dict) and inner.get("checkpoint_activations") != value:
         inner["checkpoint_activations"] = value
         key = "model.network_config.params.transformer_args.checkpoint_activations"
-        origins[key] = origins["args.checkpoint_activations"]
+        origins[key] = origins.get("args.checkpoint_activations", DEFAULT)
 
 
 def _check_section(
@@ -162,13 +183,16 @@ def _check_section(
 
 
 def _check_conditioner(
-    node: dict, where: str, allow_import: tuple[str, ...], unused: dict[str, str]
+    node: object, where: str, allow_import: tuple[str, ...], unused: dict[str, str]
 ) -> None:
     """SAT's GeneralConditioner: one frozen text encoder, or none."""
-    for name in node:
-        if name not in ("target", "params"):
-            raise unknown_key(where, name, ("target", "params"))
-    params, where = node.get("params") or {}, f"{where}.params"
+    node = check_mapping(where, node)
+    check_keys(node, ("target", "params"), where)
+    if node.get("target") != _CONDITIONER:
+        key = f"{where}.target"
+        raise KeyProblem(key, f"{key}={show(node.get('target'))}: use {_CONDITIONER}")
+    where = f"{where}.params"
+    params = check_mapping(where, node.get("params"))
     for name, value in params.items():
         if name in ("cor_embs", "cor_p"):
             if value:
@@ -230,7 +254,7 @@ def _check_optimizer(
     kind = section.get("type")
     if not isinstance(kind, str):
         raise KeyProblem(f"{where}.type", f"{where}.type={show(kind)} must name an optimizer")
-    params = section.get("params") or {}
+    params = check_mapping(f"{where}.params", section.get("params"))
     if kind.lower() in _DEEPSPEED_ADAM:
         for name in _DEEPSPEED_ADAM_KEYS:
             check_type(f"{where}.params.{name}", params.get(name, True), bool)

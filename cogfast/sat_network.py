@@ -8,7 +8,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.sat_unused import UNUSED
-from cogfast.value_check import KeyProblem, check_type, join, show, unknown_key
+from cogfast.value_check import KeyProblem, check_mapping, check_type, join, show, unknown_key
 
 _NETWORK = "model.network_config.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
@@ -113,29 +113,31 @@ def transformer_arguments(
     own = {k: v for k, v in params.items() if k not in ("transformer_args", "modules")}
     fields = _read(own, _NETWORK_KEYS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
     _require(fields, _REQUIRED, where)
+    _require_positive(fields, fields.keys() - {"default_ofs"}, where)
     fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
     if fields.get("time_embed_dim") is None:
         fields["time_embed_dim"] = fields["hidden_size"]
-    args = params.get("transformer_args") or {}
     where_args = join(where, "transformer_args")
+    args = check_mapping(where_args, params.get("transformer_args"))
     fields |= _read(
         args, _TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
     )
-    modules, where_modules = params.get("modules") or {}, join(where, "modules")
+    where_modules = join(where, "modules")
+    modules = check_mapping(where_modules, params.get("modules"))
     for name in modules:
         if name not in _MODULES:
             raise unknown_key(where_modules, name, _MODULES)
     _require(modules, _MODULES[:-1], where_modules)
     fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
-    patch = _module(modules, "patch_embed_config", PATCH_EMBED, where_modules)
+    patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
     where_patch = join(where_modules, "patch_embed_config.params")
     known = {"text_hidden_size": int}
     fields |= _read(patch, known, where_patch, unused, "ImagePatchEmbeddingMixin", {"bias": True})
     _require(fields, ("text_hidden_size",), where_patch)
-    adaln = _module(modules, "adaln_layer_config", ADALN, where_modules)
+    adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
     where_adaln = join(where_modules, "adaln_layer_config.params")
     fields["qk_norm"] = _read(adaln, {"qk_ln": bool}, where_adaln, unused).get("qk_ln", True)
-    final = _module(modules, "final_layer_config", FINAL_LAYER, where_modules)
+    final = _module(modules, "final_layer_config", [FINAL_LAYER], where_modules)
     _read(final, {}, join(where_modules, "final_layer_config.params"), unused)
     if modules.get("lora_config") is not None:
         fields |= _lora(modules, where_modules, unused)
@@ -153,12 +155,13 @@ def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> di
 def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> dict[str, Any]:
     """Fields about positions; interpolations at the network's level are already in `fields`."""
     key = join(where, "pos_embed_config")
-    target = node.get("target") if isinstance(node, Mapping) else None
-    params = _module({"pos_embed_config": node}, "pos_embed_config", target, where)
+    targets = (POSITION_SINCOS, POSITION_ROTARY)
+    params = _module({"pos_embed_config": node}, "pos_embed_config", targets, where)
     where_params = join(key, "params")
     head_width = fields["hidden_size"] // fields["num_attention_heads"]
-    if target == POSITION_SINCOS:
+    if node["target"] == POSITION_SINCOS:
         found = _read(params, _POSITION, where_params, unused)
+        _require_positive(found, _Interpolation, where_params)
         for name in _Interpolation:
             if name in found and fields.get(name, found[name]) != found[name]:
                 raise KeyProblem(
@@ -167,11 +170,6 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
                     f"{fields[name]}; keep one of them",
                 )
         return {"text_length": 0, **found, "position": "sincos"}
-    if target != POSITION_ROTARY:
-        raise KeyProblem(
-            join(key, "target"),
-            f"{join(key, 'target')}={target}: use {POSITION_SINCOS} (2B) or {POSITION_ROTARY}",
-        )
     for name in _Interpolation:
         if fields.pop(name, None) is not None:
             outer = where.removesuffix(".modules")
@@ -194,14 +192,11 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
 
 
 def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    params = _module(modules, "lora_config", LORA, where)
+    params = _module(modules, "lora_config", [LORA], where)
     where_params = join(where, "lora_config.params")
     found = _read(params, _LORA, where_params, unused, "LoraMixin", {"qlora": False})
     _require(found, ("r",), where_params)
-    if found["r"] < 1:
-        raise KeyProblem(
-            join(where_params, "r"), f"{where_params}.r={found['r']} must be 1 or more"
-        )
+    _require_positive(found, ["r"], where_params)
     layers = found.get("layer_range")
     return {
         "lora_rank": found["r"],
@@ -245,22 +240,18 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
     return arguments
 
 
-def _module(
-    modules: Mapping, name: str, target: str | Collection[str] | None, where: str
-) -> Mapping[str, Any]:
-    """The params of one `{target, params}` node whose target must be (one of) `target`."""
+def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -> Mapping[str, Any]:
+    """The params of one `{target, params}` node whose target must be one of `targets`."""
     node, key = modules[name], join(where, name)
     if not isinstance(node, Mapping) or "target" not in node:
         raise KeyProblem(key, f"{key}={show(node)} must be a mapping with target and params")
     for part in node:
         if part not in ("target", "params"):
             raise unknown_key(key, part, ("target", "params"))
-    allowed = [target] if isinstance(target, str) else list(target or [])
-    if allowed and node["target"] not in allowed:
-        raise KeyProblem(
-            join(key, "target"), f"{join(key, 'target')}={node['target']}: use {allowed[0]}"
-        )
-    return node.get("params") or {}
+    if node["target"] not in targets:
+        key = join(key, "target")
+        raise KeyProblem(key, f"{key}={node['target']}: use {' or '.join(targets)}")
+    return check_mapping(join(key, "params"), node.get("params"))
 
 
 def _read(
@@ -292,3 +283,11 @@ def _require(params: Mapping, names: Collection[str], where: str) -> None:
     for name in names:
         if params.get(name) is None:
             raise KeyProblem(where, f"{join(where, name)} is missing")
+
+
+def _require_positive(params: Mapping, names: Collection[str], where: str) -> None:
+    for name in names:
+        value = params.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            key = join(where, name)
+            raise KeyProblem(key, f"{key}={value} must be above 0")

@@ -37,7 +37,6 @@ UNUSED: dict[str, str] = {
     "model.log_keys": "captions are written beside every sample",
     "model.disable_first_stage_autocast": "the first stage runs in its own dtype, without autocast",
     "model.augmentation_dropout": "SAT reads it nowhere",
-    "model.network_wrapper": "the network is called directly",
     "model.no_cond_log": "captions are written beside every sample",
     "deepspeed.activation_checkpointing": _TORCH_CHECKPOINTING,
     "deepspeed.zero_optimization.load_from_fp32_weights": "checkpoints hold the exact fp32 weights",

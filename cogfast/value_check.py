@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -66,6 +67,13 @@ def check_type(key: str, value: object, annotation: object) -> None:
         raise KeyProblem(key, f"{key}={show(value)} must be {describe_type(annotation)}")
 
 
+def check_mapping(key: str, value: object) -> Mapping:
+    """`value`, which must be a mapping; null counts as an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise KeyProblem(key, f"{key}={show(value)} must be a mapping")
+    return {} if value is None else value
+
+
 def check_fields(section: Mapping, schema: type, where: str) -> None:
     """Check keys and types of a section against a dataclass."""
     hints = typing.get_type_hints(schema)
@@ -101,13 +109,16 @@ def describe_type(annotation: object) -> str:
         return "a mapping"
     if dataclasses.is_dataclass(annotation):
         return "a mapping of " + ", ".join(f.name for f in dataclasses.fields(annotation))
+    if origin is Callable:
+        return "given as target and params"
     return f"a {getattr(annotation, '__name__', annotation)}, given as target and params"
 
 
 def _fits(value: object, annotation: object) -> bool:
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if annotation is Path:
@@ -124,9 +135,10 @@ def _fits(value: object, annotation: object) -> bool:
         return isinstance(value, Mapping)
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, Mapping | annotation)
-    if isinstance(annotation, type) and annotation.__module__.startswith("cogfast"):
-        return not isinstance(value, str | int | float | list | None)
-    return True  # Any, protocols and other packages' classes: their constructor judges
+    is_ours = isinstance(annotation, type) and annotation.__module__.startswith("cogfast")
+    if is_ours or origin is Callable:  # takes a component, which is not checked here
+        return not isinstance(value, str | int | float | list | dict | None)
+    return True  # Any, and other packages' classes: their constructor judges
 
 
 def _items_fit(value: Sequence, origin: Any, args: tuple) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from cogfast.config import load_config
 
 MODEL = "model.network_config.params"
+VAE = "model.first_stage_config.params"
 EMBEDDER = "model.conditioner_config.params.emb_models[0]"
 SAMPLING = "sgm.modules.diffusionmodules.sampling"
 
@@ -90,6 +91,23 @@ WRONG = {
     "data.params.fps=fast": "data.params.fps='fast' must be a whole number",
     "data.params.video_size=480": "data.params.video_size=480 must be a list of a whole number each",
     "data.params.data_dir=x": "data.params.data_dir is set by the trainer itself; remove it",
+    "model.conditioner_config.params=7": "conditioner_config.params=7 must be a mapping",
+    "model.conditioner_config={target: torch.nn.Identity}": "use sgm.modules.GeneralConditioner",
+    "model.network_wrapper=my.Wrapper": "the network is called directly; remove it",
+    f"{MODEL}.modules=7": f"{MODEL}.modules=7 must be a mapping",
+    f"{MODEL}.modules.pos_embed_config.target=x": "Basic3DPositionEmbeddingMixin or dit_video",
+    f"{MODEL}.num_layers=0": f"{MODEL}.num_layers=0 must be above 0",
+    f"{MODEL}.modules.pos_embed_config.params.height_interpolation=0": "must be above 0",
+    f"{VAE}.encoder_config.params=7": "encoder_config.params=7 must be a mapping",
+    "model.denoiser_config.params.scaling_config=7": "given as target and params",
+    "model.denoiser_config.params.scaling_config={target: null}": "must be a mapping with target",
+    "model.sampler_config.params.num_steps={target: torch.nn.Identity}": "a whole number",
+    "model.sampler_config.params.guider_config.params.scale=.nan": "scale=nan must be a number",
+    "deepspeed.optimizer.params.lr=.inf": "lr=inf must be a number",
+    "deepspeed.optimizer.params.lr='1e-5'": "lr='1e-5' must be a number",
+    "deepspeed.optimizer.params=7": "deepspeed.optimizer.params=7 must be a mapping",
+    "deepspeed.optimizer.params.betas=[{7: 1}]": "betas.0.7: keys are text, this is 7",
+    "args.load={on: 1}": "unknown key args.load.True: keys are text, this is true",
     "deepspeed.zero_optimization.stage=4": "stage=4 must be one of 0, 1, 2, 3",
     "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
     "deepspeed.scheduler.type=WarmupLR": "the learning rate is set by args.lr_schedule",
@@ -145,9 +163,10 @@ def test_the_file_is_named(tmp_path, sat_configs):
 
 FILES = {
     "args: [1": "bad.yaml line 2: not valid YAML",
+    "5": "bad.yaml: cannot be read",
     "- args": "holds a list; sections model, data, args, deepspeed are expected",
     "args: {seed: 1, seed: 2}": "duplicate key",
-    "args: {save_interval: '${args.seeed}'}": "args.save_interval.*args.seeed",
+    "args: {save_interval: '${args.seeed}'}": "bad.yaml: args.save_interval: .*args.seeed",
     "args: {seed: '???'}": r"args.seed has no value \(\?\?\?\)",
     "args: {load: ${}": "not valid YAML|args",
     "data: {target: data_video.SFTDataset, params: {fps: 8}}": (

@@ -98,9 +98,17 @@ def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
     line = next(t for t in text.splitlines() if t.startswith("  train_iters: 7"))
     assert line.endswith("# command line")
     assert main(["train", *words[:-2]]) == 2
-    unused, refused = capsys.readouterr().err.splitlines()
-    assert unused.startswith("accepted and not used (--dry-run says why): args.no_load_rng, ")
+    (refused,) = capsys.readouterr().err.splitlines()
     assert "is upstream's placeholder" in refused
+
+
+def test_base_may_be_given_twice(sat_configs, capsys):
+    files = [str(sat_configs / name) for name in ("cogvideox_2b.yaml", "sft.yaml")]
+    assert main(["train", "--dry-run", "--base", *files]) == 0
+    expected = capsys.readouterr().out
+    assert main(["train", "--dry-run", "--base", files[0], "--base", files[1]]) == 0
+    assert capsys.readouterr().out == expected
+    assert "max_num_frames: 49 " in expected and "num_layers: 30 " in expected
 
 
 def test_errors_of_other_packages_keep_their_traceback(sat_configs, tmp_path, monkeypatch):

@@ -113,6 +113,15 @@ def test_rank_below_one_is_refused() -> None:
         add_lora(tiny("5b").blocks[0].attention, rank=0)
 
 
+def test_layer_range_gives_adapters_to_those_layers() -> None:
+    config = replace(FAMILY["5b"], lora_rank=4, lora_layers=(1,))
+    names = [n for n, _ in assemble_transformer(config).named_parameters() if is_lora_parameter(n)]
+    assert len(names) == 8 and all(name.startswith("blocks.1.") for name in names)
+    for layers in ((2,), (-1,), (0, 0)):
+        with pytest.raises(ValueError, match=r"layer_range=.* layers from 0 to 1, each once"):
+            replace(config, lora_layers=layers)
+
+
 def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
     one, two, deeper = (
         assemble_transformer(replace(FAMILY["5b"], num_layers=n), seed=3) for n in (2, 2, 3)

@@ -125,7 +125,7 @@ BAD = {
     ),
     "modules.lora_config.params.rank": (4, "unknown key net.modules.lora_config.params.rank"),
     "modules.lora_config.params.qlora": (True, "qlora=true: only false works"),
-    "modules.lora_config.params.r": (0, "params.r=0 must be 1 or more"),
+    "modules.lora_config.params.r": (0, "params.r=0 must be above 0"),
 }
 
 

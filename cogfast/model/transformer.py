@@ -75,6 +75,12 @@ class TransformerConfig:
             )
         if self.position == "sincos" and self.hidden_size % 16:
             raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of 16")
+        layers = self.lora_layers or ()
+        if not all(0 <= i < self.num_layers for i in layers) or len(set(layers)) < len(layers):
+            raise ValueError(
+                f"lora_config layer_range={list(layers)} must name layers from 0 to "
+                f"{self.num_layers - 1}, each once"
+            )
         if self.ofs_embed_dim not in (None, self.time_embed_dim):
             raise ValueError(
                 f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim="
