@@ -36,6 +36,10 @@ def train(words: Sequence[str]) -> None:
 
     check_train(config)
     _name_unused(config.unused)
+    from cogfast.train.trial_build import warn_of_different_schedules
+
+    if _is_first_rank():
+        warn_of_different_schedules(config)
     from cogfast.train.trainer import Trainer
 
     Trainer(config).train()
@@ -54,6 +58,9 @@ def sample(words: Sequence[str]) -> None:
 
     check_sample(config, request.weights, has_images=any(images))
     _name_unused(config.unused)
+    from cogfast.train.trial_build import warn_of_different_schedules
+
+    warn_of_different_schedules(config)
     from pathlib import Path
 
     from cogfast.train.sample import sample as sample_videos

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -114,6 +115,11 @@ def load_config(
         raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from None
     sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
+
+
+def refuse(config: Config, key: str, text: str) -> NoReturn:
+    """Raise the ValueError `text` about `key`, with the file that the key's value is from."""
+    raise ValueError(f"{find_origin(config.origins, key)}: {text}")
 
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:

@@ -102,6 +102,7 @@ def test_no_warm_up_starts_at_the_full_rate():
             {"schedule": "linear", "warmup_steps": 200},
             r"args.warmup_steps=200 must not exceed the run's 100 steps",
         ),
+        ({"warmup_steps": 200}, r"args.warmup_steps=200 must not exceed the run's 100 steps"),
         ({"schedule": "linear", "min_lr_ratio": 2}, r"args.min_lr_ratio=2 is a share of lr"),
     ],
 )

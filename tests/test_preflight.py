@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from cogfast.config import Config, load_config
 from cogfast.train.preflight import check_sample, check_train
+from cogfast.train.trial_build import warn_of_different_schedules
 
 
 @pytest.fixture
@@ -108,13 +110,40 @@ REFUSED = {
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
     ),
+    "args.train_data=['']": "args.train_data: no folder ; name your data",
+    "args.load=": "args.load= does not exist",
+    "args.num_workers=-1": "command line: args.num_workers=-1 must be 0 or more",
+    "args.warmup_steps=2000": (
+        "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
+    ),
+    "args.lr_schedule=constant args.warmup_steps=2000": "args.warmup_steps=2000 must not exceed",
+    "args.warmup=3": "command line: args.warmup=3 is a share of the steps",
+    "model.first_stage_config.params.ckpt_path=null": (
+        "command line: model.first_stage_config.params.ckpt_path is missing: a random autoencoder"
+    ),
+    "model.first_stage_config=null": "model.first_stage_config is missing; video files need",
+    "model.conditioner_config.params.emb_models=[]": "captions need a text encoder",
+    "model.loss_fn_config={target: torch.nn.Identity}": "model.loss_fn_config is missing",
+    "model.sampler_config.params.num_steps=0": (
+        "model.sampler_config: num_steps=0 must be from 1 to 1000; use 50"
+    ),
+    "model.denoiser_config.params.num_idx=0": "model.denoiser_config: denoiser_config num_idx=0",
+    "deepspeed.optimizer.params.betas=[0.9,2]": (
+        "deepspeed.optimizer: FusedEmaAdam betas=[0.9, 2] must be in [0, 1)"
+    ),
+    "deepspeed.optimizer={type: Adam, params: {betas: [0.9, 2]}}": "deepspeed.optimizer: Invalid",
 }
+
+
+def _words(text: str) -> list[str]:
+    """Overrides out of one text; a space starts a new one only in front of a key."""
+    return re.split(r" (?=args\.)", text)
 
 
 @pytest.mark.parametrize("word", REFUSED)
 def test_train_refuses(config, word):
     with pytest.raises(ValueError) as raised:
-        check_train(config("cogvideox_2b", word), world_size=8)
+        check_train(config("cogvideox_2b", *_words(word)), world_size=8)
     assert REFUSED[word] in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -206,3 +235,22 @@ def test_images_go_to_image_models(config, tmp_path: Path):
     # a run's own weights replace args.load
     gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
     check_sample(gone, weights=str(tmp_path))
+
+
+def test_the_text_encoders_default_length_is_checked(sat_configs, config, tmp_path):
+    text = (sat_configs / "cogvideox_2b.yaml").read_text()
+    (tmp_path / "model.yaml").write_text(text.replace("max_length: 226", ""))
+    assert "max_length" not in (tmp_path / "model.yaml").read_text()
+    key = r"emb_models.0.params.max_length=77, its default, does not fit text_length=226"
+    with pytest.raises(ValueError, match=key):
+        check_train(config(str(tmp_path / "model")), world_size=8)
+
+
+def test_different_noise_schedules_are_told(config, caplog):
+    warn_of_different_schedules(config("cogvideox_2b"))
+    assert not caplog.records
+    shift = "params.discretization_config.params.shift_scale=1.0"
+    warn_of_different_schedules(config("cogvideox_2b", f"model.sampler_config.{shift}"))
+    warn_of_different_schedules(config("cogvideox_2b", f"model.denoiser_config.{shift}"))
+    told = [record.message.split()[0] for record in caplog.records]
+    assert told == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]

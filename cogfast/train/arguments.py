@@ -42,7 +42,7 @@ class TrainArguments:
     split: str = "1,0,0"  # shares for training, validation and test where valid_data is empty
     num_workers: int = 1
     prefetch_factor: int = 4  # batches that each worker decodes ahead
-    decode_timeout: float = 120.0  # seconds that a worker may take over one batch
+    decode_timeout: float = 120.0  # seconds that reading one sample may take, 0 for ever
     max_bad_fraction: float = 0.05  # share of unreadable samples at which the run ends
 
     # the step
@@ -64,7 +64,7 @@ class TrainArguments:
     lr_decay_iters: int | None = None
     lr_decay_ratio: float = 0.1
     warmup: float = 0.01  # share of all steps
-    warmup_steps: int | None = None  # for lr_schedule other than sat; set, it replaces warmup
+    warmup_steps: int | None = None  # set, it replaces warmup
     min_lr_ratio: float = 0.0  # the schedule's end over its peak, for lr_schedule other than sat
 
     # evaluation

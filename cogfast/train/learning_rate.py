@@ -38,6 +38,10 @@ def build_learning_rate(
         raise ValueError(f"args.warmup={warmup} is a share of the steps, from 0 to 1; use 0.01")
     if warmup_steps is not None and warmup_steps < 0:
         raise ValueError(f"args.warmup_steps={warmup_steps} must be 0 or more")
+    if warmup_steps is not None and warmup_steps > num_steps:
+        raise ValueError(
+            f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
+        )
     if schedule == "sat":
         end = max(1, lr_decay_iters if lr_decay_iters is not None else num_steps)
         return sat_learning_rate(
@@ -111,10 +115,6 @@ def decayed_learning_rate(
 
     The last step, num_steps - 1, runs just above the end of the decay; "constant" has none.
     """
-    if warmup_steps > num_steps:
-        raise ValueError(
-            f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
-        )
 
     def rate(step: int) -> float:
         if step < warmup_steps:

@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.config import Config, find_origin, resolve
+from cogfast.config import Config, refuse, resolve
 from cogfast.data.datasets import VideoFolder, VideoList
 from cogfast.sat_names import transformer_arguments
 from cogfast.shapes import (
@@ -23,6 +23,8 @@ from cogfast.shapes import (
     num_pixel_frames,
 )
 from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.train.frozen_parts import check_frozen_parts, is_none
+from cogfast.train.trial_build import try_diffusion, try_training_parts
 
 # Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
 _PLACEHOLDER = re.compile(r"\{your [^}]*\}")
@@ -31,9 +33,9 @@ _LEAST = {  # of numbers of args
     1: (
         *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
         *("eval_interval", "eval_iters", "eval_batch_size", "eval_timestep_bands"),
-        *("eval_sampling_steps", "max_nonfinite_steps"),
+        *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor"),
     ),
-    0: ("keep_last", "eval_num_samples"),
+    0: ("keep_last", "eval_num_samples", "num_workers", "decode_timeout"),
 }
 _NETWORK = "model.network_config.params"
 
@@ -42,7 +44,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     """What `cogfast train` needs of a configuration, on `world_size` ranks."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     if args.mode == "inference":
-        _refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
+        refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
@@ -50,10 +52,10 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_steps(config, args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key}: batches call their videos mp4; use mp4"
-        _refuse(config, "model.input_key", text)
+        refuse(config, "model.input_key", text)
     if args.wandb and importlib.util.find_spec("wandb") is None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
-        _refuse(config, "args.wandb", text)
+        refuse(config, "args.wandb", text)
     _check_precision(config, args)
     _check_world(config, args, world_size)
     network = _network(config)
@@ -65,9 +67,10 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_image_input(config, model, network)
     if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
         _check_pixel_data(config, args, model, network)
+    try_training_parts(config, args)
     _check_load(config, args)
     if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
-        _refuse(
+        refuse(
             config,
             "args.resume",
             f"args.resume={args.resume} not found: refusing to start from scratch; use a run's "
@@ -88,6 +91,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
             )
         _check_load(config, args)
     _check_precision(config, args)
+    try_diffusion(config)
     network = _network(config)
     wants_image = network["in_channels"] > network["out_channels"]
     if wants_image and not has_images:
@@ -96,7 +100,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         raise ValueError("the model takes no image (in_channels=out_channels); leave --image out")
     if args.sampling_image_size is not None:
         if len(args.sampling_image_size) != 2:
-            _refuse(
+            refuse(
                 config,
                 "args.sampling_image_size",
                 f"args.sampling_image_size={args.sampling_image_size} must be [rows, columns]",
@@ -106,13 +110,9 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         _check_latent_frames(config, network, args.sampling_num_frames)
 
 
-def _refuse(config: Config, key: str, text: str) -> NoReturn:
-    raise ValueError(f"{find_origin(config.origins, key)}: {text}")
-
-
 def _require_sections(config: Config, *names: str) -> None:
     for name in names:
-        if config.model.get(name) is None:
+        if is_none(config.model.get(name)):
             raise ValueError(f"model.{name} is missing; add a model file to --base")
 
 
@@ -135,7 +135,7 @@ def _check_placeholders(config: Config) -> None:
     for name, section in config.sections().items():
         for key, value in _strings(_plain(section), name):
             if _PLACEHOLDER.search(value):
-                _refuse(
+                refuse(
                     config,
                     key,
                     f"{key}={value!r} is upstream's placeholder; put your own path there "
@@ -144,15 +144,15 @@ def _check_placeholders(config: Config) -> None:
 
 
 def _check_load(config: Config, args: TrainArguments) -> None:
-    if args.load is not None and not Path(args.load).exists():
-        _refuse(
+    if args.load is not None and not (args.load and Path(args.load).exists()):
+        refuse(
             config, "args.load", f"args.load={args.load} does not exist; name the weights' folder"
         )
 
 
 def _check_steps(config: Config, args: TrainArguments) -> None:
     if args.train_iters is not None and args.epochs is not None:
-        _refuse(
+        refuse(
             config,
             "args.epochs",
             f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
@@ -162,9 +162,9 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
         for name in names:
             value = getattr(args, name)
             if value is not None and value < least:
-                _refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
+                refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
     if args.train_data_weights is not None:
-        _refuse(
+        refuse(
             config,
             "args.train_data_weights",
             "args.train_data_weights is not in this version; list a folder in train_data several "
@@ -179,14 +179,14 @@ def _check_precision(config: Config, args: TrainArguments) -> None:
         for name in ("bf16", "fp16")
     )
     if args.bf16 and args.fp16:
-        _refuse(config, fp16, f"{bf16} and {fp16} are both true; set one of them to false")
+        refuse(config, fp16, f"{bf16} and {fp16} are both true; set one of them to false")
     if args.fp16 and not torch.cuda.is_available():
-        _refuse(config, fp16, f"{fp16}=true needs a GPU; on a CPU use {bf16}=true or neither")
+        refuse(config, fp16, f"{fp16}=true needs a GPU; on a CPU use {bf16}=true or neither")
     for name in ("bf16", "fp16"):
         key = f"args.{name}"
         is_asked = config.origins.get(key, "default") != "default" and config.args[name]
         if section == "deepspeed" and is_asked and not getattr(args, name):
-            _refuse(
+            refuse(
                 config,
                 key,
                 f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section "
@@ -198,9 +198,9 @@ def _check_world(config: Config, args: TrainArguments, world_size: int | None) -
     world = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     for name in ("batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
-            _refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
+            refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
     if args.model_parallel_size != 1:
-        _refuse(
+        refuse(
             config,
             "args.model_parallel_size",
             f"args.model_parallel_size={args.model_parallel_size}: tensor parallelism is not in "
@@ -210,7 +210,7 @@ def _check_world(config: Config, args: TrainArguments, world_size: int | None) -
     here = args.batch_size * args.gradient_accumulation_steps * world
     if total is not None and total != here:
         key = "deepspeed.train_batch_size"
-        _refuse(
+        refuse(
             config,
             key,
             f"{key}={total} does not fit {world} ranks: train_micro_batch_size_per_gpu="
@@ -229,7 +229,7 @@ def _check_image_input(config: Config, model: ModelArguments, network: dict[str,
     if model.noised_image_input == takes_image:
         return
     given = str(model.noised_image_input).lower()
-    _refuse(
+    refuse(
         config,
         "model.noised_image_input",
         f"model.noised_image_input={given} does not fit in_channels={network['in_channels']} and "
@@ -243,24 +243,23 @@ def _check_pixel_data(
 ) -> None:
     """What training on video files needs."""
     if model.latent_input:
-        _refuse(
+        refuse(
             config,
             "model.latent_input",
             f"model.latent_input=true, but {config.data.target} returns pixels; set "
             "model.latent_input=false",
         )
     if not args.train_data:
-        _refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
+        refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
     used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
     for name in used:
         for folder in getattr(args, name):
-            if not Path(folder).is_dir():
-                _refuse(config, f"args.{name}", f"args.{name}: no folder {folder}; name your data")
+            if not folder or not Path(folder).is_dir():
+                refuse(config, f"args.{name}", f"args.{name}: no folder {folder}; name your data")
     params = config.data.params
     _check_frames(config, network, params.max_num_frames, "data.params.max_num_frames")
     _check_size(config, network, *params.video_size, key="data.params.video_size")
-    _check_text_length(config, network)
-    _check_frozen_paths(config)
+    check_frozen_parts(config, network["text_length"])
 
 
 def _capacity(network: dict[str, Any]) -> int:
@@ -273,7 +272,7 @@ def _check_frames(config: Config, network: dict[str, Any], num_frames: int, key:
     try:
         check_num_frames(num_frames, network["patch_size"], _capacity(network), key)
     except ValueError as error:
-        _refuse(config, key, str(error))
+        refuse(config, key, str(error))
 
 
 def _check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
@@ -282,7 +281,7 @@ def _check_latent_frames(config: Config, network: dict[str, Any], latent_frames:
     rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
     most = rows * network["patch_size"].t
     if not 1 <= latent_frames <= most:
-        _refuse(
+        refuse(
             config,
             key,
             f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
@@ -295,53 +294,20 @@ def _check_size(config: Config, network: dict[str, Any], height: int, width: int
     try:
         check_video_size(height, width, patch, key)
     except ValueError as error:
-        _refuse(config, key, str(error))
+        refuse(config, key, str(error))
     held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
     is_exact = network["position"] == "sincos" or network["learnable_position"]
     if is_exact and [height, width] != held:
-        _refuse(
+        refuse(
             config,
             key,
             f"{key}=[{height}, {width}]: the model's position table is for {held} only; use that, "
             f"or change latent_height and latent_width of {_NETWORK} and train without its weights",
         )
     if height > held[0] or width > held[1]:
-        _refuse(
+        refuse(
             config,
             key,
             f"{key}=[{height}, {width}]: the model's position table ends at {held}; use that at "
             f"most, or raise latent_height and latent_width of {_NETWORK}",
         )
-
-
-def _check_text_length(config: Config, network: dict[str, Any]) -> None:
-    node = config.model.get("conditioner_config")
-    entries = (node.get("params") or {}).get("emb_models") if node is not None else None
-    for i, entry in enumerate(entries or []):
-        length = (entry.get("params") or {}).get("max_length")
-        if length is not None and length != network["text_length"]:
-            key = f"model.conditioner_config.params.emb_models.{i}.params.max_length"
-            _refuse(
-                config,
-                key,
-                f"{key}={length} does not fit text_length={network['text_length']} of the model's "
-                "pos_embed_config; make them equal (226 for CogVideoX 1.0, 224 for 1.5)",
-            )
-
-
-def _check_frozen_paths(config: Config) -> None:
-    """Weights of the frozen parts that video files need."""
-    node = config.model.get("first_stage_config")
-    params = (node.get("params") or {}) if node is not None else {}
-    for name in ("ckpt_path", "path"):
-        if params.get(name) is not None and not Path(params[name]).exists():
-            key = f"model.first_stage_config.params.{name}"
-            _refuse(config, key, f"{key}={params[name]} does not exist; name the autoencoder's")
-    node = config.model.get("conditioner_config")
-    entries = (node.get("params") or {}).get("emb_models") if node is not None else None
-    for i, entry in enumerate(entries or []):
-        folder = (entry.get("params") or {}).get("model_dir")
-        is_hub_name = folder is not None and re.fullmatch(r"[\w-]+/[\w.-]+", folder)
-        if folder is not None and not is_hub_name and not Path(folder).is_dir():
-            key = f"model.conditioner_config.params.emb_models.{i}.params.model_dir"
-            _refuse(config, key, f"{key}={folder} is no folder; name one that holds T5")
