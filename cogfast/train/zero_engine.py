@@ -93,6 +93,7 @@ class ZeroEngine:
         # Steps whose gradients were not finite, of this process and in a row now; on the device.
         self.num_skipped = torch.zeros((), device=self.engine.device)
         self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
+        self.found_inf: Tensor | None = None  # whether the step under way is skipped
         names = {id(p): name for name, p in transformer.named_parameters()}
         if self.stage == 3:
             self.parts = self.zero.fp32_partitioned_groups_flat
@@ -145,7 +146,9 @@ class ZeroEngine:
         def scaled_global_norm(norm_type: int = 2) -> Tensor:
             norm = global_norm(norm_type)
             found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
-            self.optimizer.found_inf = found_inf
+            if self._is_fused:
+                self.optimizer.found_inf = found_inf
+            self.found_inf = found_inf
             self._count_skipped(found_inf)
             return norm
 
@@ -155,7 +158,7 @@ class ZeroEngine:
         update = self.optimizer.step
 
         def step(closure: None = None) -> None:
-            if not self.optimizer.found_inf.item():  # sync: this optimizer knows no other way
+            if not self.found_inf.item():  # sync: this optimizer knows no other way
                 update()
 
         self.optimizer.step = step

@@ -1,0 +1,149 @@
+"""What a checkpoint keeps, which ones stay, and what a full disk or another optimizer does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogfast.config import load_config
+from cogfast.model.weights.run import read_run_weights
+from cogfast.train.checkpoint import newest_checkpoint, read_manifest
+from cogfast.train.trainer import Trainer
+from tests.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return write_config(folder / "base.yaml", write_clips(folder / "data"), save_interval=2)
+
+
+def train(base: Path, save: Path, *overrides: str) -> Path:
+    Trainer(load_config([base], [f"args.save={save}", *overrides])).train()
+    return run_folder(save)
+
+
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(p.name) for p in (run / "checkpoints").iterdir() if p.is_dir())
+
+
+def test_the_newest_are_kept(tmp_path: Path, base: Path) -> None:
+    assert saved_steps(train(base, tmp_path / "2", "args.train_iters=8")) == [6, 8]
+    keep_all = ("args.train_iters=8", "args.keep_last=0")
+    assert saved_steps(train(base, tmp_path / "0", *keep_all)) == [2, 4, 6, 8]
+
+
+def test_going_back_keeps_what_it_writes(tmp_path: Path, base: Path) -> None:
+    """Resumed at 2 with 8 on the disk: step 3 is the newest of this run, though 8 > 3."""
+    run = train(base, tmp_path, "args.train_iters=8", "args.keep_last=0")
+    train(
+        base,
+        tmp_path,
+        "args.train_iters=8",
+        "args.keep_last=1",
+        f"args.resume={run}/checkpoints/00000002",
+        "args.exit_interval=3",
+    )
+    assert (run / "checkpoints" / "latest").read_text() == "00000003"
+    assert newest_checkpoint(run).is_dir()
+    assert saved_steps(run) == [3, 4, 6, 8]
+    again = train(base, tmp_path, "args.train_iters=8", "args.resume=latest", "args.keep_last=0")
+    assert losses(again) == losses(train(base, tmp_path / "whole", "args.train_iters=8"))
+
+
+def test_what_a_killed_run_left_unfinished_goes(tmp_path: Path, base: Path) -> None:
+    run = train(base, tmp_path, "args.train_iters=2")
+    (run / "checkpoints" / "00000003.incomplete").mkdir()
+    train(base, tmp_path, "args.train_iters=4", "args.resume=latest")
+    assert not list((run / "checkpoints").glob("*.incomplete*"))
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path, base: Path) -> None:
+    run = train(base, tmp_path, "args.train_iters=3")
+    manifest = newest_checkpoint(run) / "manifest.json"
+    before = manifest.stat().st_mtime_ns
+    train(base, tmp_path, "args.train_iters=3", "args.resume=latest")
+    assert manifest.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["torch.optim.RMSprop", "torch.optim.SGD", "torch.optim.NAdam", "AdamW"]
+)
+def test_every_optimizers_state_is_kept(tmp_path: Path, base: Path, optimizer: str) -> None:
+    """3 steps and 3 more are 6, bit for bit: momentum, squares and counters included."""
+    params = {"torch.optim.SGD": "{lr: 0.01, momentum: 0.9}"}.get(optimizer, "{lr: 0.001}")
+    words = [f"deepspeed.optimizer={{type: {optimizer}, params: {params}}}"]
+    whole = train(base, tmp_path / "whole", *words, "args.train_iters=6")
+    train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.exit_interval=3")
+    cut = train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.resume=latest")
+    assert losses(cut) == losses(whole)
+    one, other = (dict(read_run_weights(newest_checkpoint(run))) for run in (whole, cut))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path, base: Path) -> None:
+    train(base, tmp_path, "args.train_iters=2")
+    wanted = "its optimizer is FusedEmaAdam, whose state does not fit AdamW; resume with"
+    with pytest.raises(ValueError, match=wanted):
+        train(base, tmp_path, "args.resume=latest", "deepspeed.optimizer.type=AdamW")
+
+
+def test_another_number_of_samples_is_told(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(base, tmp_path, "args.train_iters=2")
+    more = write_clips(tmp_path / "data", num_clips=7)
+    Trainer(
+        load_config(
+            [base],
+            [f"args.save={tmp_path}", f"args.train_data=[{more}]", "args.resume=latest"],
+        )
+    )
+    assert "the data set has 7 samples, it had 6" in caplog.text
+
+
+def test_manifest_says_how_far_the_run_is(tmp_path: Path, base: Path) -> None:
+    manifest = read_manifest(newest_checkpoint(train(base, tmp_path, "args.train_iters=2")))
+    assert manifest["step"] == 2
+    assert manifest["global_batch"] == 4
+    assert manifest["num_samples"] == 6
+    assert set(manifest["counters"]["output.weight"].values()) == {2.0}
+    kinds = {s["kind"] for slices in manifest["slices"].values() for s in slices.values()}
+    assert kinds == {"master", "exp_avg", "exp_avg_sq", "shadow", "frozen"}
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from cogfast.config import load_config
+from cogfast.train.trainer import Trainer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+import logging
+logging.basicConfig(level=logging.INFO)
+Trainer(load_config([sys.argv[1]], [f"args.save={sys.argv[2]}"])).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_real_full_disk_ends_in_one_line_at_the_end(tmp_path: Path, base: Path) -> None:
+    """A limit on the size of files, as the system itself enforces it: training goes on to its end,
+    which then says that the last step could not be saved."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(base), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "checkpoint of step 2 failed" in done.stderr
+    assert "File too large" in done.stderr
+    assert "RuntimeError: step 4 could not be saved" in done.stderr
+    run = run_folder(tmp_path)
+    assert len(losses(run)) == 4
+    assert list((run / "checkpoints").iterdir()) == []
