@@ -229,6 +229,12 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         where_coder = join(where, f"{name}.params")
         arguments[name] = _read(coder, _CODER, where_coder, unused, "encoder_config", _CODER_ONLY)
         _require(arguments[name], ("z_channels", "ch", "ch_mult", "num_res_blocks"), where_coder)
+        _require_positive(arguments[name], arguments[name], where_coder)
+        for multiple in arguments[name]["ch_mult"]:
+            _require_positive({"ch_mult": multiple}, ["ch_mult"], where_coder)
+    from cogfast.model.autoencoder import autoencoder_sizes  # the factory may know the model
+
+    autoencoder_sizes(arguments["encoder_config"], arguments["decoder_config"])
     if params.get("regularizer_config") is not None:
         regularizers = [
             REGULARIZER,

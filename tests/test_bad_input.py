@@ -99,6 +99,8 @@ WRONG = {
     f"{MODEL}.num_layers=0": f"{MODEL}.num_layers=0 must be above 0",
     f"{MODEL}.modules.pos_embed_config.params.height_interpolation=0": "must be above 0",
     f"{VAE}.encoder_config.params=7": "encoder_config.params=7 must be a mapping",
+    f"{VAE}.encoder_config.params.ch=96": "ch=96 and decoder_config.params.ch=128 must be equal",
+    f"{VAE}.encoder_config.params.ch_mult=[1,-2,2,4]": "params.ch_mult=-2 must be above 0",
     "model.denoiser_config.params.scaling_config=7": "given as target and params",
     "model.denoiser_config.params.scaling_config={target: null}": "must be a mapping with target",
     "model.sampler_config.params.num_steps={target: torch.nn.Identity}": "a whole number",

@@ -110,9 +110,10 @@ def test_guidance_without_the_empty_caption():
     ("options", "message"),
     [
         ({"exp": 2.5}, r"exp=2.5 must be a whole number"),
+        ({"exp": 5, "num_steps": 0}, r"num_steps=0 must be 1 or more; use 50"),
         ({"exp": 5, "ramp": "index"}, r"ramp='index' must be 'timestep' or 'step'"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        DynamicCFG(scale=6, num_steps=50, **options)
+        DynamicCFG(**{"scale": 6, "num_steps": 50} | options)

@@ -108,6 +108,12 @@ def test_all_leaves_the_adapters(arguments) -> None:
     assert with_gradient == left and len(left) == 16
 
 
+def test_a_prefix_of_no_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no parameter's name starts with 'al'; use all, or"):
+        freeze(tiny("5b", lora_rank=4), ["al"], is_lora_only=False)
+    freeze(tiny("5b"), ["conditioner.embedders.0", "first_stage_model.encoder"], False)
+
+
 def test_rank_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lora_config.params.r=0 must be 1 or more"):
         add_lora(tiny("5b").blocks[0].attention, rank=0)

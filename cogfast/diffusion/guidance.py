@@ -148,6 +148,8 @@ class DynamicCFG:
     ) -> None:
         if ramp not in ("timestep", "step"):
             raise ValueError(f"guider_config ramp={ramp!r} must be 'timestep' or 'step'")
+        if num_steps < 1:
+            raise ValueError(f"guider_config num_steps={num_steps} must be 1 or more; use 50")
         if ramp == "timestep" and exp != int(exp):
             raise ValueError(
                 f"guider_config exp={exp} must be a whole number, since the ramp by timestep takes "

@@ -143,7 +143,7 @@ def video_autoencoder_from_sat(
     """
     from diffusers import AutoencoderKLCogVideoX
 
-    sizes = _sizes(encoder_config, decoder_config)
+    sizes = autoencoder_sizes(encoder_config, decoder_config)
     num_levels = len(sizes["block_out_channels"])
     blocks = {
         "down_block_types": ("CogVideoXDownBlock3D",) * num_levels,
@@ -169,7 +169,7 @@ def video_autoencoder_from_sat(
     ).to(dtype)
 
 
-def _sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
+def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of diffusers' class for SAT's two sections, which must describe one autoencoder."""
     encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
     # Key -> what the CogVideoX autoencoder has and diffusers' class is written for.

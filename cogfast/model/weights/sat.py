@@ -106,6 +106,14 @@ def freeze(
     there (`lora_layer`) and then trains nothing of lora2's.
     """
     prefixes = tuple(not_trainable_prefixes)
+    names = [sat_name(name) for name, _ in transformer.named_parameters()]
+    for prefix in prefixes:
+        is_elsewhere = prefix == "all" or prefix.startswith(DEFAULT_FROZEN_PREFIXES)
+        if not is_elsewhere and not any(name.startswith(prefix) for name in names):
+            raise ValueError(
+                f"model.not_trainable_prefixes: no parameter's name starts with {prefix!r}; use "
+                f"all, or names like {names[0]}"
+            )
     freezes_all = is_lora_only or "all" in prefixes
     for name, parameter in transformer.named_parameters():
         if is_lora_parameter(name):
