@@ -151,8 +151,9 @@ class Files:
                 str(sat_configs / "inference.yaml"),
             ),
             *(*self.words(case), f"args.load={load}", f"args.input_file={prompts}"),
+            f"args.output_dir={prompts.parent / 'outputs'}",
             f"args.sampling_image_size=[{SIZE[0]},{SIZE[1]}]",
-            *(f"args.sampling_num_frames={num_latents}", "args.force_inference=false"),
+            f"args.sampling_num_frames={num_latents}",
         ]
 
 
@@ -391,7 +392,12 @@ def train(words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_train_evaluate_resume_and_sample(
-    name: str, files: Files, sat_configs: Path, tmp_path: Path, first_step: FirstStep
+    name: str,
+    files: Files,
+    sat_configs: Path,
+    tmp_path: Path,
+    first_step: FirstStep,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     case = CASES[name]
     words = files.training(case, sat_configs, tmp_path / "runs")
@@ -422,6 +428,14 @@ def test_train_evaluate_resume_and_sample(
     assert all(is_adapter) if "lora" in name else not any(is_adapter)
 
     check_sampling(case, files, sat_configs, tmp_path, run)
+    capsys.readouterr()
+    assert main(["sample", *files.sampling(case, sat_configs, run, tmp_path / "prompts.txt")]) == (
+        2 if "lora" in name else 0
+    )
+    if "lora" in name:
+        assert main(["train", *words, f"args.load={run}"]) == 2
+        refused = f"args.load={run} holds 16 tensors and lacks"
+        assert capsys.readouterr().err.count(refused) == 2
 
 
 def check_sampling(case: Case, files: Files, sat_configs: Path, folder: Path, run: Path) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
-from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.load import LoadReport, load_transformer
 from cogfast.slot_random import random_bits
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.encode import Encoder
@@ -72,13 +73,27 @@ def assemble_transformer(
         transformer.get_parameter(name).requires_grad_(False)
     report = None if weights is None else load_transformer(transformer, weights, ema=ema)
     if args.load and (report is None or report.missing):
-        logger.info("%s", load_transformer(transformer, args.load, allow_missing=allow_missing))
+        base = load_transformer(transformer, args.load, allow_missing=allow_missing)
+        if base.lacking:
+            _refuse_part(f"args.load={args.load}", base)
+        logger.info("%s", base)
         report = None if weights is None else load_transformer(transformer, weights, ema=ema)
+    elif report is not None and report.lacking:
+        _refuse_part(str(weights), report)
     elif weights is None:
         logger.info("args.load is not set: the weights are random")
     if report is not None:
         logger.info("%s", report)
     return transformer.to(device, DTYPES[args.precision])
+
+
+def _refuse_part(what: str, report: LoadReport) -> NoReturn:
+    """A LoRA run's checkpoint holds its adapters alone; the rest would stay random."""
+    raise ValueError(
+        f"{what} holds {report.num_loaded} tensors and lacks {len(report.lacking)}, first "
+        f"{report.lacking[0]}: a LoRA run keeps its adapters alone; set args.load to the base "
+        "model's folder (`cogfast sample RUN_FOLDER` reads both)"
+    )
 
 
 def assemble_encoder(

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What was found. Names in `missing` are ours, in the others the checkpoint's."""
+    """What was found. Names in `missing` and `lacking` are ours, in the others the checkpoint's."""
 
     description: str
     num_loaded: int
     missing: list[str]  # kept as they were initialised: adapters, tables that are computed
     unexpected: list[str]
     ignored: list[str]
+    lacking: list[str]  # of `missing`, what a run's checkpoint leaves to its base model
 
     def __str__(self) -> str:
         line = f"{self.description}: {self.num_loaded} tensors loaded"
@@ -95,7 +96,8 @@ def load_transformer(
         for name, target in loaded:
             parameter = parameters[target]
             parameter.copy_(source.read(name).reshape(parameter.shape))
-    return LoadReport(source.description, len(loaded), missing, unexpected, ignored)
+    lacking = required if source.is_partial else []
+    return LoadReport(source.description, len(loaded), missing, unexpected, ignored, lacking)
 
 
 def _open(transformer: DiffusionTransformer, path: Path, ema: bool) -> WeightSource:
