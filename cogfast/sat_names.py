@@ -36,12 +36,14 @@ _WEIGHTINGS = "cogfast.diffusion.denoiser_weighting"
 class SatClass:
     """What a class of SAT's is here: our path, and its params that have one legal value.
 
+    defaults: SAT's defaults where ours differ.
     arguments: a function that makes our constructor's arguments of SAT's params, where the nesting
     differs; it takes (params, dotted key of params, dict that receives unused keys and reasons).
     """
 
     path: str
     only: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     arguments: Callable[[Mapping, str, dict], dict] | None = None
 
     def to_ours(
@@ -50,7 +52,7 @@ class SatClass:
         """Our constructor's params; a `foo_config` may still stand for `foo`."""
         if self.arguments:
             return self.arguments(params, where, unused)
-        class_name, kept = sat_path.rpartition(".")[2], {}
+        class_name, kept = sat_path.rpartition(".")[2], dict(self.defaults)
         for name, value in params.items():
             key, unused_name = join(where, name), f"{class_name}.{name}"
             if name in self.only:
@@ -132,7 +134,9 @@ TARGETS: dict[str, SatClass] = {
     "sgm.modules.encoders.modules.FrozenT5Embedder": SatClass(
         path="cogfast.model.text_encoder.T5TextEncoder", only={"freeze": True}
     ),
-    "data_video.SFTDataset": SatClass(path="cogfast.data.datasets.VideoFolder"),
+    "data_video.SFTDataset": SatClass(
+        path="cogfast.data.datasets.VideoFolder", defaults={"skip_frms_num": 3}
+    ),
     "sat.ops.FusedEmaAdam": _FUSED_EMA_ADAM,
     "sat.ops.fused_ema_adam.FusedEmaAdam": _FUSED_EMA_ADAM,
 }

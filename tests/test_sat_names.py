@@ -9,7 +9,7 @@ import yaml
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from cogfast.component_factory import import_target
+from cogfast.component_factory import import_target, resolve
 from cogfast.deepspeed_keys import SECTION_KEYS
 from cogfast.sat_names import REFUSED, TARGETS, UNUSED, transformer_arguments
 from cogfast.shapes import PatchSize
@@ -127,6 +127,13 @@ BAD = {
     "modules.lora_config.params.qlora": (True, "qlora=true: only false works"),
     "modules.lora_config.params.r": (0, "params.r=0 must be above 0"),
 }
+
+
+def test_sats_own_default_counts_where_a_key_is_left_out():
+    node = {"target": "data_video.SFTDataset", "params": {"fps": 8}}
+    assert resolve(node)[1] == {"fps": 8, "skip_frms_num": 3}
+    node["params"]["skip_frms_num"] = 0
+    assert resolve(node)[1] == {"fps": 8, "skip_frms_num": 0}
 
 
 @pytest.mark.parametrize("key", BAD)

@@ -8,9 +8,8 @@ captions read, once at the start; no video is opened before it is asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
 import torch
@@ -27,13 +26,21 @@ from cogfast.data.clip_transform import (
     select_frames_uniform,
 )
 from cogfast.data.packed_strings import PackedStrings
+from cogfast.data.sample_files import (
+    DataDir,
+    data_folders,
+    find_videos,
+    first_line,
+    label_of,
+    other_videos,
+    sat_label,
+    text_lines,
+)
 from cogfast.data.video_reader import ReaderName, VideoReader, open_video
 
 _NUM_NAMED = 5  # files that an error lists
 _FRAMES_AT_ONCE = 16  # full-size frames held before they are scaled down
-_OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm", ".MP4")
 
-DataDir = str | Path | Sequence[str | Path]
 ShortClips = Literal["skip", "pad"]
 
 
@@ -158,11 +165,11 @@ class CaptionedVideos(Dataset):
 
     def __getitem__(self, index: int) -> Sample:
         if index in self._kept:
-            return self._kept[index]
+            return self._kept[index].copy()
         sample = self._read(index)
         if sample["video"].nbytes <= self._room:
             self._room -= sample["video"].nbytes
-            self._kept[index] = sample
+            self._kept[index] = sample.copy()
         return sample
 
     def _read(self, index: int) -> Sample:
@@ -180,8 +187,8 @@ class CaptionedVideos(Dataset):
 class VideoFolder(CaptionedVideos):
     """SAT's layout: <dir>/**/videos/x.mp4 with its caption, one line, in <dir>/**/labels/x.txt.
 
-    As sat/data_video.SFTDataset finds them: every .mp4 below `data_dir`, whose label is named by
-    putting labels for videos and .txt for .mp4 in its path (so x.txt beside x.mp4 works too).
+    As sat/data_video.SFTDataset finds them: every .mp4 (.MP4 too) below `data_dir`, whose label is
+    named by putting labels for videos and .txt for .mp4 in its path (so x.txt beside x.mp4 works).
     """
 
     def __init__(
@@ -208,15 +215,15 @@ class VideoFolder(CaptionedVideos):
             keep_decoded_mib=keep_decoded_mib,
         )
         paths, captions, missing, empty = [], [], [], []
-        for folder in _folders(data_dir):
-            found = list(_find_videos(folder))
+        for folder in data_folders(data_dir):
+            found = list(find_videos(folder))
             if not found:
-                raise ValueError(f"data_dir={folder}: no .mp4 file in it{_other_videos(folder)}")
+                raise ValueError(f"data_dir={folder}: no .mp4 file in it{other_videos(folder)}")
             for path in found:
-                label = _label_of(path, folder)
-                caption = "" if label is None else _first_line(label)
+                label = label_of(path, folder)
+                caption = "" if label is None else first_line(label)
                 if label is None:
-                    missing.append(_sat_label(path))
+                    missing.append(sat_label(path))
                 elif not caption:
                     empty.append(str(label))
                 paths.append(path)
@@ -258,7 +265,7 @@ class VideoList(CaptionedVideos):
             keep_decoded_mib=keep_decoded_mib,
         )
         paths, captions = [], []
-        for folder in _folders(data_dir):
+        for folder in data_folders(data_dir):
             lists = folder / video_column, folder / caption_column
             for key, file in zip(("video_column", "caption_column"), lists, strict=True):
                 if not file.is_file():
@@ -266,7 +273,7 @@ class VideoList(CaptionedVideos):
                         f"data.params.{key}={file.name}: {file} does not exist; name the list's "
                         "file, one line a sample (folders of videos/ and labels/: VideoFolder)"
                     )
-            videos, prompts = (_lines(file) for file in lists)
+            videos, prompts = (text_lines(file) for file in lists)
             if len(videos) != len(prompts):
                 raise ValueError(
                     f"{lists[0]} has {len(videos)} lines and {lists[1]} {len(prompts)}; "
@@ -278,68 +285,6 @@ class VideoList(CaptionedVideos):
             captions += prompts
         _refuse([p for p in paths if not os.path.isfile(p)], len(paths), "listed videos missing")
         super().__init__(paths, captions, settings)
-
-
-def _folders(data_dir: DataDir) -> list[Path]:
-    """The folders of data_dir, which must exist."""
-    dirs = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
-    if not dirs:
-        raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
-    for folder in dirs:
-        if not Path(folder).is_dir():
-            raise ValueError(
-                f"data_dir={folder}: no such folder; args.train_data and args.valid_data name them"
-            )
-    return [Path(folder) for folder in dirs]
-
-
-def _find_videos(folder: Path) -> Iterator[str]:
-    """Every .mp4 below `folder`, sorted: os.walk's own order differs between machines."""
-    for root, dirs, files in os.walk(folder):
-        dirs.sort()
-        yield from (os.path.join(root, name) for name in sorted(files) if name.endswith(".mp4"))
-
-
-def _other_videos(folder: Path) -> str:
-    num = sum(n.endswith(_OTHER_VIDEOS) for _, _, names in os.walk(folder) for n in names)
-    return f", but {num} of {', '.join(_OTHER_VIDEOS)}; convert them to .mp4" if num else ""
-
-
-def _sat_label(path: str) -> str:
-    return path.replace(".mp4", ".txt").replace("videos", "labels")
-
-
-def _label_of(path: str, folder: Path) -> Path | None:
-    """The label file of a video: SAT's name for it, else with only the last videos/ replaced."""
-    if os.path.exists(_sat_label(path)):
-        return Path(_sat_label(path))
-    # SAT replaces the word anywhere, also in /my_videos/ above the data set.
-    parts = list(Path(path).relative_to(folder).with_suffix(".txt").parts)
-    if "videos" in parts[:-1]:
-        parts[len(parts) - 2 - parts[-2::-1].index("videos")] = "labels"
-    elif folder.name == "videos":
-        folder = folder.parent / "labels"
-    label = folder.joinpath(*parts)
-    return label if label.exists() else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}); "
-            "save the captions as UTF-8"
-        ) from None
-
-
-def _first_line(file: Path) -> str:
-    lines = _text(file).splitlines()
-    return lines[0].strip() if lines else ""
-
-
-def _lines(file: Path) -> list[str]:
-    return [line.strip() for line in _text(file).splitlines() if line.strip()]
 
 
 def _refuse(files: list[str], num_samples: int, what: str) -> None:

@@ -84,7 +84,10 @@ class DecordReader:
         self.path = path
         self._pyav_helps = pyav_helps
         self._pyav: PyAVReader | None = None
-        self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError, AssertionError)
+        self._errors = (
+            *(decord.DECORDError, RuntimeError, IndexError, OSError, AssertionError),
+            UnicodeEncodeError,  # of a path that is no UTF-8; PyAV takes it
+        )
         try:
             self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
             shown = self._reader.get_frame_timestamp(range(len(self._reader)))  # [n, 2] start, end
