@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
 from cogfast.config import Config, instantiate, load_config
+from cogfast.data.datasets import VideoFolder
+from cogfast.deepspeed_keys import TOP_KEYS
 from cogfast.model.transformer import TransformerConfig, build_transformer
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.sat import sat_name, to_sat_state_dict
@@ -178,6 +181,23 @@ def test_script_defaults_load() -> None:
     for path in [*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"\bconfigs/([\w.]+)\.yaml", path.read_text()):
             assert (CONFIGS / f"{name}.yaml").is_file(), f"{path} names {name}.yaml"
+
+
+def test_options_that_pages_name_exist() -> None:
+    known = {
+        "args": {f.name for f in fields(TrainArguments)},
+        "model": {f.name for f in fields(ModelArguments)} | set(load("cogvideox_5b").model),
+        "data.params": set(inspect.signature(VideoFolder).parameters),
+        "deepspeed": set(TOP_KEYS),
+    }
+    found = 0
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        text = page.read_text()
+        for section, name in re.findall(r"\b(args|model|data\.params|deepspeed)\.([a-z]\w+)", text):
+            if f"cogfast.{section}.{name}" not in text:  # a module
+                assert name in known[section], f"{page.name}: {section}.{name}"
+                found += 1
+    assert found > 15
 
 
 @pytest.mark.parametrize("model", MODELS)
