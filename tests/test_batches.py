@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -293,38 +290,6 @@ def test_workers_by_spawn(monkeypatch):
     """Where CUDA is up, workers start afresh: everything must travel by pickle."""
     monkeypatch.setattr("cogfast.data.batches._start_method", lambda: "spawn")
     assert _read(Latents(6), 1, num_workers=1) == _read(Latents(6), 1)
-
-
-def test_workers_go_when_the_trainer_is_killed(tmp_path):
-    sat_folder(tmp_path, 2)
-    script = textwrap.dedent(f"""
-        import os, time
-        from pathlib import Path
-        from cogfast.data.batches import BatchLoader
-        from cogfast.data.datasets import VideoFolder
-        from cogfast.data.global_order import GlobalOrder
-        data = VideoFolder({str(tmp_path)!r}, [32, 48], 8, 9)
-        loader = BatchLoader(data, GlobalOrder(2, 0, 2), micro_batch=2, num_workers=2)
-        next(loader)
-        print(Path(f"/proc/self/task/{{os.getpid()}}/children").read_text(), flush=True)
-        time.sleep(60)
-    """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    workers = [int(pid) for pid in process.stdout.readline().split()]
-    process.kill()
-    process.wait()
-    assert len(workers) == 2
-    deadline = time.monotonic() + 15  # a worker looks for its parent every 5 s
-    while time.monotonic() < deadline and any(_is_running(pid) for pid in workers):
-        time.sleep(0.2)
-    assert not any(_is_running(pid) for pid in workers)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 def _rss_mib(pid: int) -> float:

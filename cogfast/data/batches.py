@@ -7,9 +7,7 @@ changes a batch. A bad sample is replaced within its slot and reported; only too
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.worker_signals import heed_parent_only, signals_withheld
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +79,20 @@ class BatchLoader:
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         slots = _Slots(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps)
         self._expected = iter(slots)
-        self._batches: Iterator[Batch] | None = iter(
-            DataLoader(
-                _MicroBatches(dataset, order, timeout),
-                batch_size=None,  # an element of `slots` is a whole micro-batch
-                sampler=slots,
-                collate_fn=_as_is,
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor if num_workers else None,
-                pin_memory=torch.cuda.is_available(),
-                multiprocessing_context=_start_method() if num_workers else None,
-                worker_init_fn=_outlive_signals if num_workers else None,
-            )
+        start_method = _start_method()
+        loader = DataLoader(
+            _MicroBatches(dataset, order, timeout),
+            batch_size=None,  # an element of `slots` is a whole micro-batch
+            sampler=slots,
+            collate_fn=_as_is,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            pin_memory=torch.cuda.is_available(),
+            multiprocessing_context=start_method if num_workers else None,
+            worker_init_fn=heed_parent_only if num_workers else None,
         )
+        with signals_withheld(start_method):
+            self._batches: Iterator[Batch] | None = iter(loader)  # starts the workers
 
     def __iter__(self) -> BatchLoader:
         return self
@@ -280,23 +280,6 @@ def _collate(items: list[dict]) -> Batch:
 
 def _as_is(batch: Batch) -> Batch:
     return batch
-
-
-def _outlive_signals(worker: int) -> None:
-    """Ignore what asks the run to stop: it goes on until its checkpoint, and needs batches.
-
-    torchrun and Slurm signal all processes. SIGTERM from the parent ends a worker still, which
-    only a thread that waits for the signal can tell.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
 
 
 def _start_method() -> str:
