@@ -15,7 +15,7 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.train.trainer import Trainer
-from tests.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+from tests.tiny_run import ROOT, losses, run, run_folder, write_clips, write_config
 
 STEPS = 4
 ZERO_3 = "deepspeed.zero_optimization.stage=3"
@@ -141,3 +141,20 @@ def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
     done = launch(base, tmp_path, [f"first batch:,{MICRO}"])
     assert done.returncode != 0
     assert "OutOfMemoryError: no memory for first batch" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_go_on_ends_in_one_line(tmp_path: Path, base: Path) -> None:
+    """Two ranks agree that nothing is finite: a line of ours, no traceback of it, no warnings."""
+    all_bad = {"target": "tests.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
+    all_bad["params"]["num_bad"] = 8
+    bad = write_config(tmp_path / "bad.yaml", base.parent / "data", dataset=all_bad)
+    words = ["args.max_nonfinite_steps=2", "--allow-import", "tests"]
+    done = run(["train", "--base", str(bad), MICRO, *words], 2)
+    assert done.returncode != 0
+    ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
+    # Rank 1 keeps quiet for some seconds, which a busy machine may need to end rank 0.
+    assert len({line.replace("rank 1: ", "") for line in ours}) == 1, done.stdout
+    assert "2 steps in a row had non-finite gradients" in ours[0]
+    assert "cogfast/train/trainer.py" not in done.stdout
+    assert "FutureWarning" not in done.stdout
