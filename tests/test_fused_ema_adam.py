@@ -205,6 +205,21 @@ def test_found_inf_skips_the_step_and_its_counters(monkeypatch, on):
             close(optimizer.state[p][name], e[name])
 
 
+@torch.no_grad()
+def test_ema_weight_late_in_a_run():
+    """1 - d keeps float32's precision although d itself is close to 1."""
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.zeros(3)
+    optimizer = FusedEmaAdam([p], lr=0.0, ema_decay=0.9999)
+    state, group = optimizer.state_of(p), optimizer.param_groups[0]
+    for update in (optimizer._update_on_cpu, lambda p, g: optimizer._update_on_device([p], g)):
+        for t, weight in ((1000, 9 / 1010), (10**6, 1e-4)):
+            state["step"].fill_(t - 1)
+            state["shadow"].zero_()
+            update(p, group)
+            assert state["shadow"].tolist() == pytest.approx([weight] * 3, rel=2e-7)
+
+
 def test_state_dict_round_trip_is_exact():
     params, grads = random_case([(6,), (3, 4)], num_steps=8)
     params[1] = params[1].detach().bfloat16().requires_grad_()

@@ -167,7 +167,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         ema_weight = 1 - self.ema_decay
         if self.use_num_updates:
             t = state["step"].item()
-            ema_weight = max(ema_weight, 1 - (1 + t) / (10 + t))
+            ema_weight = max(ema_weight, 9 / (10 + t))  # 1 - (1 + t) / (10 + t)
         step = state["step"] if group["bias_correction"] else torch.tensor(_UNBIASED)
         moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])
         if p.is_contiguous():
@@ -203,8 +203,9 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 p.copy_(w)
         if self.use_num_updates:
             for shadow, w, step in zip(shadows, work, steps, strict=True):
-                decay = ((1 + step) / (10 + step)).clamp_(max=self.ema_decay)
-                shadow.lerp_(w, (1 - decay) * keep)
+                # 1 - d; from d itself float32 would have four digits of it left
+                ema_weight = (9 / (10 + step)).clamp_(min=1 - self.ema_decay)
+                shadow.lerp_(w, ema_weight * keep)
         elif found_inf is None:
             torch._foreach_lerp_(shadows, work, 1 - self.ema_decay)
         else:
