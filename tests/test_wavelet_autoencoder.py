@@ -58,6 +58,14 @@ def test_all_bands_are_exact(num_frames: int, height: int, width: int) -> None:
         assert (wavelet.decode(moments.mean) - video).abs().max() < 1e-5
 
 
+def test_it_stays_float32_in_a_bf16_run() -> None:
+    state = WaveletState.fit([clips()], NUM_BANDS)
+    wavelet = WaveletAutoencoder(state=state).to("cpu", torch.bfloat16)
+    latents = wavelet.encode(clips()).mean
+    assert torch.equal(latents, WaveletAutoencoder(state=state).encode(clips()).mean)
+    assert (wavelet.decode(latents) - clips()).abs().max() < 1e-5
+
+
 def test_energy_is_preserved_with_the_first_frame_counted_four_times() -> None:
     video = clips()
     latents = WaveletAutoencoder(state=WaveletState.all_bands()).encode(video).mean

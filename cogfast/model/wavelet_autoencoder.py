@@ -8,7 +8,7 @@ the 3D VAE where its weights are not at hand (the quickstart, tests), with the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,7 +156,10 @@ class WaveletState:
 
 
 class WaveletAutoencoder(nn.Module):
-    """The wavelet with the interface of VideoAutoencoder; `std` of its moments is None."""
+    """The wavelet with the interface of VideoAutoencoder; `std` of its moments is None.
+
+    It computes in float32 whatever dtype it is moved to: it has no weights, and costs little.
+    """
 
     temporal_compression = TEMPORAL_COMPRESSION
     spatial_compression = SPATIAL_COMPRESSION
@@ -171,20 +174,29 @@ class WaveletAutoencoder(nn.Module):
             )
         self.state = WaveletState.load(ckpt_path) if state is None else state
         self.latent_channels = len(self.state.bands)
+        self._register("cpu")
+
+    def _register(self, device: torch.device | str) -> None:
         analysis = band_matrix()[self.state.bands].float()  # [C, 768]
-        self.register_buffer("analysis", analysis, persistent=False)
-        self.register_buffer("mean", self.state.mean.clone(), persistent=False)
-        self.register_buffer("scale", self.state.scale.clone(), persistent=False)
+        constants = {"analysis": analysis, "mean": self.state.mean, "scale": self.state.scale}
+        for name, value in constants.items():
+            self.register_buffer(name, value.to(device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WaveletAutoencoder:
+        # made again, since `.to(bfloat16)` would round them, and the latents with them
+        super()._apply(fn, recurse)
+        self._register(self.analysis.device)
+        return self
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Moments:
         """Video [B, 3, 4(T-1)+1, 8h, 8w] in [-1, 1] -> mean [B, C, T, h, w]."""
-        bands = _to_blocks(video.to(self.analysis.dtype)) @ self.analysis.T  # [B, T, h, w, C]
+        bands = _to_blocks(video.float()) @ self.analysis.T  # [B, T, h, w, C]
         latents = (bands - self.mean) / self.scale
         return Moments(mean=latents.permute(0, 4, 1, 2, 3).contiguous(), std=None)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, T, h, w] -> video [B, 3, 4(T-1)+1, 8h, 8w], not clamped."""
-        bands = latents.to(self.analysis.dtype).permute(0, 2, 3, 4, 1)  # [B, T, h, w, C]
+        bands = latents.float().permute(0, 2, 3, 4, 1)  # [B, T, h, w, C]
         return _from_blocks((bands * self.scale + self.mean) @ self.analysis)
