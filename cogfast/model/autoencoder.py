@@ -104,7 +104,7 @@ class VideoAutoencoder(nn.Module):
             )
         is_whole = self.encode_chunks == "whole"
         self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
-        posterior = self.inner.encode(video.to(self.dtype)).latent_dist
+        posterior = self.inner.encode(video.to(self.dtype).contiguous()).latent_dist
         # The logarithm is clamped to [-30, 20] there; in bf16 its exponential would lose bits.
         return Moments(posterior.mean.float(), (0.5 * posterior.logvar.float()).exp())
 
