@@ -107,6 +107,9 @@ REFUSED = {
     "model.conditioner_config.params.emb_models[0].params.model_dir=t5-v1_1-xxl": (
         "model_dir=t5-v1_1-xxl is no folder; name one that holds T5"
     ),
+    "model.conditioner_config.params.emb_models[0].params.model_dir=google/t5-v1_1-xxl": (
+        "model_dir=google/t5-v1_1-xxl is no folder; name one that holds T5"
+    ),
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
     ),

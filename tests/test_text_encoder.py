@@ -86,6 +86,16 @@ def test_is_frozen_and_takes_the_callers_dtype(t5_folder: Path) -> None:
     assert (encoder(CAPTIONS).float() - exact).abs().max() < 0.1  # of values up to about 3
 
 
+def test_fp16_leaves_the_linears_that_overflow_in_float32(t5_folder: Path) -> None:
+    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH, dtype=torch.float16)
+    last = encoder.transformer.encoder.block[0].layer[-1].DenseReluDense.wo
+    encoder.to("cpu", torch.float16)
+    assert last.weight.dtype == torch.float32
+    assert encoder.transformer.shared.weight.dtype == torch.float16
+    encoder.to(torch.bfloat16)
+    assert last.weight.dtype == torch.bfloat16
+
+
 def test_other_folder_layouts_give_the_same_numbers(t5_folder: Path, tmp_path: Path) -> None:
     expected = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
     # What transformers writes today: tokenizer.json in place of spiece.model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,6 +43,15 @@ class T5TextEncoder(nn.Module):
             self.eval().requires_grad_(False)
         if device is not None:
             self.to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> T5TextEncoder:
+        # In fp16 T5's last linears overflow; transformers leaves them in float32, `.to` would not.
+        super()._apply(fn, recurse)
+        if self.transformer.dtype == torch.float16:
+            for name, module in self.transformer.named_modules():
+                if name.endswith(".wo"):
+                    module.float()
+        return self
 
     def tokenize(self, captions: list[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""

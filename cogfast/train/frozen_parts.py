@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length:
             "pos_embed_config; make them equal (226 for CogVideoX 1.0, 224 for 1.5)",
         )
     folder = arguments.get("model_dir")
-    is_hub_name = folder is not None and re.fullmatch(r"[\w-]+/[\w.-]+", folder)
-    if folder is not None and not is_hub_name and not (folder and Path(folder).is_dir()):
+    is_cached = arguments.get("cache_dir") is not None  # by a hub name
+    if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
         key = f"{where}.model_dir"
         refuse(config, key, f"{key}={folder} is no folder; name one that holds T5")
