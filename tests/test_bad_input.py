@@ -96,6 +96,7 @@ WRONG = {
     "model.network_wrapper=my.Wrapper": "the network is called directly; remove it",
     f"{MODEL}.modules=7": f"{MODEL}.modules=7 must be a mapping",
     f"{MODEL}.modules.pos_embed_config.target=x": "Basic3DPositionEmbeddingMixin or dit_video",
+    f"{MODEL}.transformer_args.max_sequence_length=0": "max_sequence_length=0 must be above 0",
     f"{MODEL}.num_layers=0": f"{MODEL}.num_layers=0 must be above 0",
     f"{MODEL}.modules.pos_embed_config.params.height_interpolation=0": "must be above 0",
     f"{VAE}.encoder_config.params=7": "encoder_config.params=7 must be a mapping",

@@ -115,6 +115,12 @@ REFUSED = {
     ),
     "args.train_data=['']": "args.train_data: no folder ; name your data",
     "args.load=": "args.load= does not exist",
+    "args.split=": "args.split='' must be shares for training, validation, test: 9,1,0",
+    "args.split=0,1": "args.split='0,1' must be shares for training",
+    "model.sampler_config.params.discretization_config={target: torch.nn.Identity, params: null}": (
+        "model.sampler_config: 'Identity' object has no attribute"
+    ),
+    "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "need a text enc",
     "args.num_workers=-1": "command line: args.num_workers=-1 must be 0 or more",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"

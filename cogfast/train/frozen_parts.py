@@ -34,7 +34,7 @@ def check_frozen_parts(config: Config, text_length: int) -> None:
             refuse(config, key, f"{key}={params[name]} does not exist; name the autoencoder's")
     node = config.model.get("conditioner_config")
     entries = [] if node is None else node.params.emb_models
-    if not entries:
+    if not entries or is_none(entries[0]):
         raise ValueError(f"{_ENCODERS} is missing or empty; captions need a text encoder")
     for i, entry in enumerate(entries):
         _check_text_encoder(config, entry, f"{_ENCODERS}.{i}.params", text_length)

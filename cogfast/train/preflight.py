@@ -163,6 +163,9 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             value = getattr(args, name)
             if value is not None and value < least:
                 refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
+    if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
+        text = f"args.split={args.split!r} must be shares for training, validation, test: 9,1,0"
+        refuse(config, "args.split", text)
     if args.train_data_weights is not None:
         refuse(
             config,

@@ -78,7 +78,7 @@ def _learning_rate(args: TrainArguments) -> None:
 def _try(config: Config, key: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
-    except (ValueError, TypeError, ArithmeticError) as error:
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         text = " ".join(str(error).split())
         named = text.partition("=")[0]
         if not named.startswith(("args.", "deepspeed.")):
