@@ -65,7 +65,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Of the loss, relative."""
-        return 1e-5 if self.is_fp32 else 2e-2
+        return 2e-6 if self.is_fp32 else 5e-3
 
     @property
     def is_15(self) -> bool:
