@@ -26,6 +26,7 @@ from cogfast.value_check import (
     check_type,
     join,
     nearest,
+    takes_component,
     unknown_key,
 )
 
@@ -229,10 +230,8 @@ def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[s
     """Keys to suggest: SAT's spelling `foo_config` where a component is expected."""
     names = []
     for name in parameters:
-        hint = hints.get(name)
-        options = get_args(hint) or (hint,)
-        is_built = hint is not None and not any(option in _PLAIN for option in options)
-        if f"{name}_config" in params or (is_built and name not in params):
+        is_built = takes_component(hints.get(name)) and name not in params
+        if f"{name}_config" in params or is_built:
             name = f"{name}_config"
         if name not in ("args", "kwargs", "self"):
             names.append(name)

@@ -49,6 +49,7 @@ _LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scal
 _CONDITIONER = "sgm.modules.GeneralConditioner"
 # DeepSpeed's names, and params of theirs that torch's AdamW does not have.
 _DEEPSPEED_ADAM = ("adam", "adamw")
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum")
 _DEEPSPEED_ADAM_KEYS = ("adam_w_mode", "bias_correction", "torch_adam", "set_grad_none")
 
 
@@ -255,6 +256,9 @@ def _check_optimizer(
     if not isinstance(kind, str):
         raise KeyProblem(f"{where}.type", f"{where}.type={show(kind)} must name an optimizer")
     params = check_mapping(f"{where}.params", section.get("params"))
+    for name in _NUMBERS:  # torch's classes would take a text and fail later
+        if name in params:
+            check_type(f"{where}.params.{name}", params[name], float)
     if kind.lower() in _DEEPSPEED_ADAM:
         for name in _DEEPSPEED_ADAM_KEYS:
             check_type(f"{where}.params.{name}", params.get(name, True), bool)

@@ -114,6 +114,14 @@ def describe_type(annotation: object) -> str:
     return f"a {getattr(annotation, '__name__', annotation)}, given as target and params"
 
 
+def takes_component(annotation: object) -> bool:
+    """Whether what is annotated so is built from target and params."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(map(takes_component, get_args(annotation)))
+    is_ours = isinstance(annotation, type) and annotation.__module__.startswith("cogfast")
+    return is_ours or get_origin(annotation) is Callable
+
+
 def _fits(value: object, annotation: object) -> bool:
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is float:
@@ -135,8 +143,7 @@ def _fits(value: object, annotation: object) -> bool:
         return isinstance(value, Mapping)
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, Mapping | annotation)
-    is_ours = isinstance(annotation, type) and annotation.__module__.startswith("cogfast")
-    if is_ours or origin is Callable:  # takes a component, which is not checked here
+    if takes_component(annotation):  # which is not checked here
         return not isinstance(value, str | int | float | list | dict | None)
     return True  # Any, and other packages' classes: their constructor judges
 

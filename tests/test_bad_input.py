@@ -108,6 +108,8 @@ WRONG = {
     "model.sampler_config.params.guider_config.params.scale=.nan": "scale=nan must be a number",
     "deepspeed.optimizer.params.lr=.inf": "lr=inf must be a number",
     "deepspeed.optimizer.params.lr='1e-5'": "lr='1e-5' must be a number",
+    "deepspeed.optimizer={type: AdamW, params: {lr: '1e-5'}}": "lr='1e-5' must be a number",
+    "deepspeed.optimizer.typ=Adam": "unknown key deepspeed.optimizer.typ; did you mean type?",
     "deepspeed.optimizer.params=7": "deepspeed.optimizer.params=7 must be a mapping",
     "deepspeed.optimizer.params.betas=[{7: 1}]": "betas.0.7: keys are text, this is 7",
     "args.load={on: 1}": "unknown key args.load.True: keys are text, this is true",
