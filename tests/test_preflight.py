@@ -121,6 +121,10 @@ REFUSED = {
         "model.sampler_config: 'Identity' object has no attribute"
     ),
     "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "need a text enc",
+    "args.eval_iters=0": "command line: args.eval_iters=0 must be 1 or more",
+    "args.keep_last=-1": "command line: args.keep_last=-1 must be 0 or more",
+    "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
+    "model.input_key=jpg": "model.input_key=jpg: batches call their videos mp4; use mp4",
     "args.num_workers=-1": "command line: args.num_workers=-1 must be 0 or more",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
