@@ -53,7 +53,6 @@ class CpuDrawsTrainer(Trainer):
         """As Trainer's, for batches of latents and embeddings."""
         rng = SlotRandom(self.args.seed, self.step, batch["slots"], self.global_batch)
         latents, conditioning = self.encoder(batch, rng)
-        self._note_size(batch, latents)
         loss = self.diffusion.loss
         idx = loss.sigma_sampler.sample(rng).to(latents.device)
         noise = rng.normal("noise", latents.shape).to(latents.device)
