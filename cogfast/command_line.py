@@ -120,7 +120,10 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
         key = "--prompt-file" if request.prompt_file else "args.input_file"
         if not file.is_file():
             raise ValueError(f"{key}={file}: no such file; give --prompt TEXT or a file of prompts")
-        lines = file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"{key}={file}: not UTF-8; save the prompts as UTF-8") from None
     pairs = [line.partition("@@")[::2] for line in lines if line.strip() or request.prompts]
     if not pairs:
         raise ValueError("there is no prompt; give --prompt TEXT")

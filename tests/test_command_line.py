@@ -233,6 +233,11 @@ def test_prompts_from_words_files_and_the_terminal(tmp_path, monkeypatch):
         asked("--prompt", "x", "--image", "none.png")
     with pytest.raises(ValueError, match="--prompt-file=none.txt: no such file"):
         asked("--prompt-file", "none.txt")
+    file.write_bytes("a cat".encode("utf-8-sig"))
+    assert asked("--prompt-file", str(file)) == (["a cat"], [None])
+    file.write_bytes("ein Kätzchen".encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8; save the prompts as UTF-8"):
+        asked("--prompt-file", str(file))
     monkeypatch.setattr(sys, "stdin", io.StringIO("typed\n"))
     typed = load_config([]).args
     assert read_prompts(parse_sample([run_folder]), typed) == (["typed"], [None])
