@@ -184,8 +184,8 @@ def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
     if not equals or not key:
         raise ValueError(f"command line: {word!r} is not key=value")
     try:
-        # `#` would start a comment, and what follows it get lost
-        is_text = not text or text.startswith("#") or " #" in text
+        # a comment or a second line would get lost
+        is_text = not text or text.startswith("#") or " #" in text or "\n" in text
         value = text if is_text else OmegaConf.create(f"value: {text}")._get_node("value")
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text

@@ -125,6 +125,7 @@ REFUSED = {
     "args.keep_last=-1": "command line: args.keep_last=-1 must be 0 or more",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
     "model.input_key=jpg": "model.input_key=jpg: batches call their videos mp4; use mp4",
+    "args.experiment_name=../x": "args.experiment_name='../x' must be a folder's name; see args.save",
     "args.num_workers=-1": "command line: args.num_workers=-1 must be 0 or more",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"

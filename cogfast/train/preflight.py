@@ -49,6 +49,11 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     _check_placeholders(config)
+    if Path(args.experiment_name).name != args.experiment_name:
+        text = (
+            f"args.experiment_name={args.experiment_name!r} must be a folder's name; see args.save"
+        )
+        refuse(config, "args.experiment_name", text)
     _check_steps(config, args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key}: batches call their videos mp4; use mp4"
