@@ -262,7 +262,9 @@ def _children() -> list[int]:
     return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def test_a_killed_worker_is_an_error_that_names_files(tmp_path):
+def test_a_killed_worker_is_an_error_that_names_files(tmp_path, monkeypatch):
+    # seconds between torch's looks at its workers
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     data = VideoFolder(sat_folder(tmp_path, 4), **CLIP)
     with BatchLoader(data, GlobalOrder(4, 0, 2), micro_batch=2, prefetch_factor=1) as loader:
         next(loader)
@@ -284,12 +286,6 @@ def test_close_is_prompt_and_leaves_no_process():
     assert time.monotonic() - start < 4
     assert not workers & set(_children())
     assert list(loader) == []
-
-
-def test_workers_by_spawn(monkeypatch):
-    """Where CUDA is up, workers start afresh: everything must travel by pickle."""
-    monkeypatch.setattr("cogfast.data.batches._start_method", lambda: "spawn")
-    assert _read(Latents(6), 1, num_workers=1) == _read(Latents(6), 1)
 
 
 def _rss_mib(pid: int) -> float:
