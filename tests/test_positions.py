@@ -30,7 +30,7 @@ def test_sincos_table_by_hand() -> None:
 
 def test_rotation_by_hand() -> None:
     """A head of 64: 16 entries turn with time, 24 with rows, 24 with columns; text stands still."""
-    rotation = RotaryPositions(GRID, 64, theta=10000.0)(num_text=2, grid=GRID)
+    rotation = RotaryPositions(GRID, 64, theta=10000.0)(GRID).per_row(num_text=2)
     assert torch.equal(rotation[:2], torch.ones(2, 32, dtype=torch.complex64))
     row = rotation[2:].view(3, 4, 5, 32)[2, 3, 4]
     expected = [
@@ -45,24 +45,24 @@ def test_rotation_by_hand() -> None:
 def test_a_smaller_video_takes_a_slice() -> None:
     rotary = RotaryPositions(GRID, 64, theta=10000.0)
     small = TokenGrid(2, 3, 2)
-    whole = rotary(0, GRID).view(3, 4, 5, 32)
-    assert torch.equal(rotary(0, small).view(2, 3, 2, 32), whole[:2, :3, :2])
+    whole = rotary(GRID).per_row(0).view(3, 4, 5, 32)
+    assert torch.equal(rotary(small).per_row(0).view(2, 3, 2, 32), whole[:2, :3, :2])
 
 
 def test_casting_the_model_leaves_angles_exact() -> None:
     rotary = RotaryPositions(GRID, 64, theta=10000.0)
-    before = rotary(1, GRID)
-    assert torch.equal(rotary.to(torch.bfloat16)(1, GRID), before)
+    before = rotary(GRID).table
+    assert torch.equal(rotary.to(torch.bfloat16)(GRID).table, before)
     with torch.device("meta"):
         empty = RotaryPositions(GRID, 64, theta=10000.0)
-    assert torch.equal(empty.to_empty(device="cpu")(1, GRID), before)
+    assert torch.equal(empty.to_empty(device="cpu")(GRID).table, before)
 
 
 @pytest.mark.parametrize("grid", [TokenGrid(4, 4, 5), TokenGrid(3, 5, 5), TokenGrid(3, 4, 6)])
 def test_a_larger_video_is_refused(grid: TokenGrid) -> None:
     message = "the position table holds up to 3 frames of at most 4x5; set num_frames"
     with pytest.raises(ValueError, match=message):
-        RotaryPositions(GRID, 64, theta=10000.0)(0, grid)
+        RotaryPositions(GRID, 64, theta=10000.0)(grid)
 
 
 def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:

@@ -45,7 +45,7 @@ TOO_LONG: dict[str, str] = {}  # file: why it is one noun all the same
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
 LATE = (
     *("diffusers", "transformers", "deepspeed", "decord", "av", "matplotlib", "wandb"),
-    *("tensorboard", "rich", "PIL", "sentencepiece", "triton"),
+    *("tensorboard", "rich", "PIL", "sentencepiece"),
 )
 # Words of names that say how processes are arranged, which only train/ knows.
 PARALLEL_WORDS = (

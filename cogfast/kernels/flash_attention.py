@@ -18,7 +18,7 @@ def flash_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(scores.softmax(-1), v).view(b, h, s, d).transpose(1, 2)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
     """q, k, v [B, S, H, D], any strides -> [B, S, H, D]."""
     if _reference_is_faster(q):
         return flash_attention_reference(q, k, v)

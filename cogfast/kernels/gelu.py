@@ -1,16 +1,17 @@
-"""GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+"""GELU in its tanh form, of a linear's product and the bias that the linear left out:
 
-from __future__ import annotations
+y = 0.5 u (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))),   u = x + bias
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def gelu_reference(x: Tensor) -> Tensor:
-    """x [B, S, 4M] -> [B, S, 4M]."""
-    return F.gelu(x, approximate="tanh")
+def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [B, S, N], bias [N] -> [B, S, N]."""
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-def gelu(x: Tensor) -> Tensor:
-    """x [B, S, 4M] -> [B, S, 4M]."""
-    return gelu_reference(x)
+def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [B, S, N], bias [N] -> [B, S, N]."""
+    return gelu_reference(x, bias)

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from cogfast.kernels import qk_norm_rope3d as qk
-from cogfast.kernels.flash_attention import flash_attention
+from cogfast.kernels.block_kernels import BlockKernels
+from cogfast.kernels.qk_norm_rope3d import EPS, Affine, Rotation
+from cogfast.model.linear import DeferredBiasLinear
 
 
 class Attention(nn.Module):
     """QKV linear, norm and rotation of queries and keys, attention, output linear."""
 
-    def __init__(self, width: int, num_heads: int, has_qk_norm: bool, has_affine_norms: bool):
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        has_qk_norm: bool,
+        has_affine_norms: bool,
+        *,
+        kernels: BlockKernels,
+    ):
         super().__init__()
+        self.kernels = kernels
         self.head_width = width // num_heads
         self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.out = DeferredBiasLinear(width, width)
         self.query_norm = self.key_norm = None
         if has_qk_norm:
-            make = lambda: nn.LayerNorm(
-                self.head_width, qk.EPS, elementwise_affine=has_affine_norms
-            )
+            make = lambda: nn.LayerNorm(self.head_width, EPS, elementwise_affine=has_affine_norms)
             self.query_norm, self.key_norm = make(), make()
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        """x [B, S, M], rotation [S, D/2] complex or None -> [B, S, M]."""
+    def forward(self, x: Tensor, num_text: int, rotation: Rotation | None) -> Tensor:
+        """x [B, S, M] with num_text text rows in front -> [B, S, M] without the bias of `out`."""
         # the head count is taken from the data: a slice of the heads runs the same code
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, S, 3, H, D]
         query_norm, key_norm = _affine(self.query_norm), _affine(self.key_norm)
-        q, k, v = qk.qk_norm_rope3d(qkv, query_norm, key_norm, rotation)  # [B, S, H, D]
-        return self.out(flash_attention(q, k, v).flatten(2))
+        q, k, v = self.kernels.qk_norm_rope3d(
+            qkv, query_norm, key_norm, rotation, num_text
+        )  # [B, S, H, D]
+        return self.out(self.kernels.flash_attention(q, k, v).flatten(2))
 
 
-def _affine(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None] | None:
+def _affine(norm: nn.LayerNorm | None) -> Affine | None:
     return None if norm is None else (norm.weight, norm.bias)

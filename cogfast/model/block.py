@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from cogfast.kernels.adaptive_layernorm import adaptive_layernorm, gated_residual
-from cogfast.kernels.gelu import gelu
+from cogfast.kernels.block_kernels import BlockKernels
+from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.attention import Attention
+from cogfast.model.linear import DeferredBiasLinear
 
 NORM_EPS = 1e-5  # input, post-attention and final LayerNorm (golden README); diffusers agrees
 MLP_RATIO = 4
@@ -47,30 +48,33 @@ class Block(nn.Module):
         conditioning_width: int,
         has_qk_norm: bool = True,
         has_affine_norms: bool = True,
+        *,
+        kernels: BlockKernels,
     ):
         super().__init__()
+        self.kernels = kernels
         self.modulation = BlockModulation(width, conditioning_width)
         self.attention_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
-        self.attention = Attention(width, num_heads, has_qk_norm, has_affine_norms)
+        self.attention = Attention(width, num_heads, has_qk_norm, has_affine_norms, kernels=kernels)
         self.mlp_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
-        self.fc1 = nn.Linear(width, MLP_RATIO * width)
-        self.fc2 = nn.Linear(MLP_RATIO * width, width)
+        self.fc1 = DeferredBiasLinear(width, MLP_RATIO * width)
+        self.fc2 = DeferredBiasLinear(MLP_RATIO * width, width)
 
     def forward(
-        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Tensor | None
+        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
     ) -> Tensor:
         """hidden [B, S, M] with num_text text rows in front, conditioning [B, conditioning_width]
-        after its SiLU, rotation [S, D/2] complex or None -> [B, S, M]."""
-        attention, mlp = self.modulation(conditioning)
+        after its SiLU -> [B, S, M]."""
+        kernels, norm1, norm2 = self.kernels, self.attention_norm, self.mlp_norm
+        first, second = self.modulation(conditioning)
 
-        x = _modulated_norm(hidden, self.attention_norm, attention, num_text)
-        x = self.attention(x, rotation)
-        hidden = gated_residual(hidden, x, attention.gate, num_text)
-
-        x = _modulated_norm(hidden, self.mlp_norm, mlp, num_text)
-        x = self.fc2(gelu(self.fc1(x)))
-        return gated_residual(hidden, x, mlp.gate, num_text)
-
-
-def _modulated_norm(x: Tensor, norm: nn.LayerNorm, m: Modulation, num_text: int) -> Tensor:
-    return adaptive_layernorm(x, norm.weight, norm.bias, m.shift, m.scale, num_text, norm.eps)
+        hidden, x = kernels.adaptive_layernorm(
+            hidden, norm1.weight, norm1.bias, first.shift, first.scale, num_text, NORM_EPS
+        )
+        x = self.attention(x, num_text, rotation)
+        hidden, x = kernels.residual_adaptive_layernorm(
+            *(hidden, x, self.attention.out.bias, first.gate),
+            *(norm2.weight, norm2.bias, second.shift, second.scale, num_text, NORM_EPS),
+        )
+        x = self.fc2(kernels.gelu(self.fc1(x), self.fc1.bias))
+        return kernels.gated_residual(hidden, x, self.fc2.bias, second.gate, num_text)

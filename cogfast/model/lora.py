@@ -30,6 +30,11 @@ class LoraLinear(nn.Module):
         self.scaling = alpha / rank
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The original's: where that is a DeferredBiasLinear, somebody else adds it."""
+        return self.original.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] -> [B, S, out]."""
         # the A's side by side: one matmul reads x once; scaled here, where the tensor is small

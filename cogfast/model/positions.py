@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.shapes import TokenGrid
 
 
@@ -122,24 +123,19 @@ class RotaryPositions(nn.Module):
         return self
 
     def angles(self, grid: TokenGrid) -> Tensor:
-        """Angles of each pair of head entries, [V, D/2] float32."""
+        """Angles of each axis one after the other, as Rotation.table has them: [N] float32."""
         _check_grid(grid, self.grid, is_exact=False)
-        shape = (grid.t, grid.h, grid.w, -1)
-        axes = [
-            self.angles_t[: grid.t, None, None].expand(shape),
-            self.angles_h[None, : grid.h, None].expand(shape),
-            self.angles_w[None, None, : grid.w].expand(shape),
-        ]
-        return torch.cat(axes, dim=-1).flatten(0, 2)
+        axes = (self.angles_t[: grid.t], self.angles_h[: grid.h], self.angles_w[: grid.w])
+        return torch.cat([axis.flatten() for axis in axes])
 
-    def forward(self, num_text: int, grid: TokenGrid) -> Tensor:
-        """cos + i sin of every row's angles, [S, D/2] complex64; text rows have angle 0."""
-        angles = torch.nn.functional.pad(self.angles(grid), (0, 0, num_text, 0))
-        return torch.polar(torch.ones_like(angles), angles)
+    def forward(self, grid: TokenGrid) -> Rotation:
+        """cos and sin of the angles of a grid of tokens."""
+        angles = self.angles(grid)
+        return Rotation(torch.stack([angles.cos(), angles.sin()]), grid.t, grid.h, grid.w)
 
 
 class NoRotation(nn.Module):
     """2B: queries and keys are not rotated."""
 
-    def forward(self, num_text: int, grid: TokenGrid) -> None:
+    def forward(self, grid: TokenGrid) -> None:
         return None

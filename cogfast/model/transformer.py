@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
+from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
 from cogfast.model.embeddings import SinusoidEmbedding, patchify, unpatchify
 from cogfast.model.initialization import initialize
@@ -109,6 +111,7 @@ class DiffusionTransformer(nn.Module):
         self.config = config
         width, patch = config.hidden_size, config.patch_size
         patch_numel = patch.t * patch.h * patch.w
+        kernels = choose_kernels()
         make_norm = partial(nn.LayerNorm, width, elementwise_affine=config.elementwise_affine)
 
         self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
@@ -125,6 +128,7 @@ class DiffusionTransformer(nn.Module):
                 config.time_embed_dim,
                 has_qk_norm=config.qk_norm,
                 has_affine_norms=config.elementwise_affine,
+                kernels=kernels,
             )
             for _ in range(config.num_layers)
         )
@@ -145,6 +149,11 @@ class DiffusionTransformer(nn.Module):
     @property
     def patch_size(self) -> PatchSize:
         return self.config.patch_size
+
+    def use_kernels(self, kernels: BlockKernels) -> None:
+        """Run the blocks on `kernels` from now on."""
+        for block in self.blocks:
+            block.kernels = block.attention.kernels = kernels
 
     def unused_parameter_names(self) -> list[str]:
         """Parameters that never get a gradient."""
@@ -168,7 +177,7 @@ class DiffusionTransformer(nn.Module):
 
         hidden = self.embed(latents, text, image_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
-        rotation = self.rotary(num_text, grid)  # [S, D/2] or None
+        rotation = self.rotary(grid)
         hidden = self.run_blocks(hidden, conditioning, num_text, rotation)
         return self.unembed(hidden[:, num_text:], conditioning, grid)
 
@@ -200,7 +209,7 @@ class DiffusionTransformer(nn.Module):
         return F.silu(embedding)
 
     def run_blocks(
-        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Tensor | None
+        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
     ) -> Tensor:
         """hidden [B, S, M] -> [B, S, M]; with checkpoint_activations each block runs again in the
         backward pass instead of keeping its activations."""

@@ -89,10 +89,9 @@ def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
         key = sat_name("patch_embedding.weight")
         state[key] = state[key].view(config.hidden_size, config.in_channels, patch.h, patch.w)
         if config.position == "rotary":
-            angles = transformer.rotary.angles(config.grid)
-            angles = angles.repeat_interleave(2, dim=-1)
-            for name, table in zip(ROTARY_BUFFERS, (angles.sin(), angles.cos()), strict=True):
-                state[PREFIX + name] = table
+            turns = transformer.rotary(config.grid).per_row(num_text=0)  # [V, D/2] complex
+            for name, table in zip(ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
+                state[PREFIX + name] = table.repeat_interleave(2, dim=-1)
     return state
 
 
