@@ -1,12 +1,16 @@
-"""Shared fixtures: where the golden files are, one thread, NaN in uninitialised memory."""
+"""Triton's interpreter, and shared fixtures: where the golden files are, one thread, NaN in uninitialised memory."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import pytest
-import torch
+# Before anything imports the kernels: their Triton versions then run on CPU tensors. The model takes
+# the CPU's own versions all the same; tests of the kernels call the launchers.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 # One thread here and in launched processes: results do not depend on the cores, and tests that run
