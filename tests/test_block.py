@@ -1,0 +1,89 @@
+"""One block as torch.compile sees it, and on both kinds of kernels: the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.kernels.qk_norm_rope3d import Rotation
+from cogfast.model.block import Block
+from cogfast.model.lora import add_lora
+from cogfast.model.positions import RotaryPositions
+from cogfast.shapes import TokenGrid
+
+WIDTH, HEADS, CONDITIONING, NUM_TEXT = 64, 2, 48, 5
+GRID = TokenGrid(2, 3, 4)
+
+
+def make_block(**options: bool) -> Block:
+    """A block whose every weight is drawn: PyTorch's defaults leave norms at one and zero."""
+    torch.manual_seed(1)
+    block = Block(WIDTH, HEADS, CONDITIONING, kernels=choose_kernels(), **options)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.copy_(torch.randn(p.shape) * (0.1 if p.ndim > 1 else 0.3))
+        for norm in (block.attention_norm, block.mlp_norm):
+            if norm.weight is not None:
+                norm.weight.add_(1)
+    return block
+
+
+def draw_inputs() -> tuple[Tensor, Tensor, int, Rotation]:
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(2, NUM_TEXT + GRID.num_tokens, WIDTH, generator=generator)
+    conditioning = torch.randn(2, CONDITIONING, generator=generator)
+    rotation = RotaryPositions(GRID, WIDTH // HEADS, theta=10000.0)(GRID)
+    return hidden, conditioning, NUM_TEXT, rotation
+
+
+def run(block: torch.nn.Module, *inputs) -> list[Tensor]:
+    """The output and every gradient: of hidden, of the conditioning, of each parameter."""
+    hidden, conditioning = (x.clone().requires_grad_() for x in inputs[:2])
+    block.zero_grad()
+    out = block(hidden * 1.0, conditioning, *inputs[2:])
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    (out * weights).sum().backward()
+    grads = [p.grad for p in block.parameters() if p.requires_grad]
+    assert all(g is not None for g in grads)
+    return [out.detach(), hidden.grad, conditioning.grad, *grads]
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        tolerance = 4e-6 * b.abs().max().item()
+        torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.slow  # Inductor compiles C++
+@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
+def test_a_compiled_block_gives_the_eager_numbers(has_lora: bool) -> None:
+    block = make_block()
+    if has_lora:
+        block.requires_grad_(False)
+        add_lora(block.attention, rank=4)
+        with torch.no_grad():
+            for name, p in block.named_parameters():
+                if ".matrix_" in name:
+                    p.normal_(std=0.1)
+    inputs = draw_inputs()
+    want = run(block, *inputs)
+    block.compile(fullgraph=True)
+    assert_same(run(block, *inputs), want)
+
+
+@pytest.mark.parametrize("is_rotary", [True, False], ids=["rotary", "not rotary"])
+@pytest.mark.parametrize("has_qk_norm", [True, False], ids=["qk norm", "no qk norm"])
+@pytest.mark.parametrize("has_affine_norms", [True, False], ids=["affine", "plain norms"])
+def test_kernels_give_the_numbers_of_plain_pytorch(
+    is_rotary: bool, has_qk_norm: bool, has_affine_norms: bool
+) -> None:
+    block = make_block(has_qk_norm=has_qk_norm, has_affine_norms=has_affine_norms)
+    *inputs, rotation = draw_inputs()
+    inputs.append(rotation if is_rotary else None)
+    got = run(block, *inputs)
+    block.kernels = block.attention.kernels = choose_kernels("torch")
+    double = (x.double() if isinstance(x, Tensor) else x for x in inputs)
+    assert_same(got, run(block.double(), *double))
