@@ -53,7 +53,8 @@ def run(block: torch.nn.Module, *inputs) -> list[Tensor]:
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
-        tolerance = 4e-6 * b.abs().max().item()
+        # the floor: without rotation a shift of all keys changes nothing, its gradient is rounding
+        tolerance = 1e-6 + 4e-6 * b.abs().max().item()
         torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=0)
 
 
