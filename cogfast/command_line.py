@@ -22,7 +22,7 @@ _SWITCHES = (
     *("batch_from_same_dataset", "deepspeed", "sdedit", "image2video"),
     *("force_train", "force_inference"),
 )
-_OTHER_FLAGS = ("sdedit", "iterable_dataset", "profiling", "deepspeed_config")
+_OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 _RUN_CONFIG = "training_config.yaml"
 
 

@@ -32,7 +32,7 @@ _COMPONENTS = (
 )
 # Keys with one legal value, and what to do instead of another.
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "model.compile_model": ((False, None), "torch.compile is not in this version; use false"),
+    "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
     "model.use_pd": ((False, None), "progressive distillation is not in this version; use false"),
     "model.lr_scale": ((None,), "super-resolution input is not in this version; remove it"),
     "model.network_wrapper": (
@@ -41,7 +41,6 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "args.sdedit": ((False,), "SAT reads it nowhere; use false"),
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
-    "args.profiling": ((-1,), "profiling is not in this version; use -1"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }
 # sft.yaml has these at the top of the section, where DeepSpeed never reads them.

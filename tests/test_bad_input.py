@@ -77,7 +77,7 @@ WRONG = {
     "model.latent_input=yes please": "model.latent_input='yes please' must be true or false",
     "model.scale_factor=[1]": "model.scale_factor=[1] must be a number",
     "model.use_pd=true": "model.use_pd=true: progressive distillation is not in this version",
-    "model.compile_model=true": "model.compile_model=true: torch.compile is not in this version",
+    "model.compile_model=true": "model.compile_model=true: use args.compile=true, which compiles",
     f"{MODEL}.hidden_size=wide": f"{MODEL}.hidden_size='wide' must be a whole number",
     f"{MODEL}.num_attention_heads=7": "num_attention_heads=7 must divide hidden_size=1920",
     "model.loss_fn_config.params.type=l3": "params.type='l3' must be one of l2, l1",

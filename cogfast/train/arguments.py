@@ -34,6 +34,9 @@ class TrainArguments:
     wandb: bool = False
     wandb_project_name: str = "default_project"
     deterministic: bool = False  # bitwise repeatable on a GPU, slower
+    profiling: int | None = None  # steps done when a profile begins (SAT's key); none or -1: never
+    profiling_steps: int = 3  # how many steps it covers
+    profiling_blocks: bool = False  # a range for every block, too
 
     # data
     train_data: list[str] = field(default_factory=list)
@@ -49,6 +52,8 @@ class TrainArguments:
     batch_size: int = 1  # samples per rank and micro-batch, or videos per prompt
     gradient_accumulation_steps: int = 1
     model_parallel_size: int = 1
+    kernels: Literal["triton", "torch"] = "triton"  # torch: plain PyTorch in their place
+    compile: bool = False  # each block by torch.compile
     checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
     force_train: bool = False  # train even where the weights of args.load lack some
     bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
