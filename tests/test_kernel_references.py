@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm import adaptive_layernorm, gated_residual
 from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
-from cogfast.kernels.gelu import gelu
 
 # no text, one text row, a prime number of rows of odd width, more text than video
 SHAPES = {
@@ -76,13 +75,6 @@ def test_gated_residual(shape: tuple[int, ...]) -> None:
     ]
     formula = lambda h, y, bias, gate: h + per_row(gate, num_text, rows) * (y + bias)
     check(lambda *x: gated_residual(*x, num_text), formula, inputs)
-
-
-def test_gelu() -> None:
-    def formula(x):
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    check(gelu, lambda x, bias: formula(x + bias), [draw(2, 3, 41, seed=1), draw(41, seed=2)])
 
 
 @pytest.mark.parametrize("op", [flash_attention, flash_attention_reference])

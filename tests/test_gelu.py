@@ -1,0 +1,219 @@
+"""GELU: its kernels in the interpreter, its CPU version and its gradients against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.kernels.gelu import (
+    BACKWARD_CANDIDATES,
+    BACKWARD_LAUNCH,
+    FORWARD_CANDIDATES,
+    gelu,
+    gelu_reference,
+    launch_gelu,
+    launch_gelu_backward,
+)
+
+# exp2 may overflow, and numpy, which interprets it, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+# A tile is 4 x 512, the interpreter runs 50 programs: 4 blocks of columns have 12 each.
+SHAPES = {
+    "one-row": (1, 1, 512),
+    "tiny": (2, 3, 41),  # a width that is no multiple of anything
+    "off-block": (1, 13, 520),  # a second block of 8 columns, three rows in the last tile
+    "two-tiles-each": (2, 41, 1536),  # 21 tiles of rows for 16 programs
+}
+ON_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+BIASES = pytest.mark.parametrize("bias_kind", ["bias", "frozen", "none"])
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def draw_case(
+    shape: tuple[int, ...], bias_kind: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dy, x and bias, exactly representable in dtype."""
+    dy, x = draw(*shape, seed=1, dtype=dtype), draw(*shape, seed=2, dtype=dtype)
+    return dy, x, None if bias_kind == "none" else draw(shape[-1], seed=3, dtype=dtype)
+
+
+def formula(u: Tensor) -> Tensor:
+    return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+
+
+def exact(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, dx, dbias in float64."""
+    x = x.double().requires_grad_()
+    bias = None if bias is None else bias.double().requires_grad_()
+    y = formula(x if bias is None else x + bias)
+    dx, *rest = torch.autograd.grad(y, [t for t in (x, bias) if t is not None], dy.double())
+    return y.detach(), dx, rest[0] if rest else None
+
+
+def close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32, terms: int = 1
+) -> None:
+    """terms: how many numbers each of `actual` is a sum of."""
+    assert actual.dtype == dtype
+    # The interpreter truncates to bf16 and fp16: one unit in the last place.
+    rtol = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    # exp2's argument is up to 100 here, of which float32 rounds 4e-6 off.
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=6e-6 * terms**0.5)
+
+
+@ON_SHAPES
+@BIASES
+def test_kernels_in_float32(shape: tuple[int, ...], bias_kind: str) -> None:
+    dy, x, bias = draw_case(shape, bias_kind, torch.float32)
+    y, dx, dbias = exact(dy, x, bias)
+    needs_dbias = bias_kind == "bias"
+    close(launch_gelu(x, bias), y)
+    got_dx, got_dbias = launch_gelu_backward(dy, x, bias, needs_dbias)
+    close(got_dx, dx)
+    if needs_dbias:
+        close(got_dbias, dbias, terms=shape[0] * shape[1])
+    else:
+        assert got_dbias.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_kernels_in_half_precision(dtype: torch.dtype) -> None:
+    dy, x, bias = draw_case((1, 13, 520), "bias", dtype)
+    y, dx, dbias = exact(dy, x, bias)
+    close(launch_gelu(x, bias), y, dtype)
+    got_dx, got_dbias = launch_gelu_backward(dy, x, bias, True)
+    close(got_dx, dx, dtype)
+    close(got_dbias, dbias, dtype, terms=13)
+
+
+@pytest.mark.parametrize("launch", FORWARD_CANDIDATES[1:], ids=str)
+def test_forward_candidates(launch) -> None:
+    dy, x, bias = draw_case((1, 9, 1032), "bias", torch.float32)
+    close(launch_gelu(x, bias, launch), exact(dy, x, bias)[0])
+
+
+@pytest.mark.parametrize("launch", BACKWARD_CANDIDATES[1:], ids=str)
+def test_backward_candidates(launch) -> None:
+    dy, x, bias = draw_case((1, 37, 1032), "bias", torch.float32)
+    dx, dbias = launch_gelu_backward(dy, x, bias, True, launch)
+    close(dx, exact(dy, x, bias)[1])
+    close(dbias, exact(dy, x, bias)[2], terms=37)
+
+
+def test_every_program_sums_in_a_fixed_order() -> None:
+    """Two runs agree bit for bit, and rows may be fewer than a GPU has programs."""
+    dy, x, bias = draw_case((1, 7, 512), "bias", torch.float32)
+    first, second = (launch_gelu_backward(dy, x, bias, True, BACKWARD_LAUNCH) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("on", ["kernel", "cpu"])
+def test_large_inputs_stay_finite(on: str) -> None:
+    """exp2 overflows at u = -10 and u^2 at 2e19: y is u or 0, its derivative 1 or 0."""
+    u = torch.tensor([-3e38, -1e20, -1e13, -300.0, -40.0, 40.0, 300.0, 1e13, 1e20, 3e38])
+    dy = torch.full_like(u, 0.5)
+    forward = launch_gelu if on == "kernel" else gelu
+    assert torch.equal(forward(u, None), u.clamp(min=0))
+    if on == "kernel":  # torch's own gradient is NaN from 1e13 on
+        dx, _ = launch_gelu_backward(dy, u, None, False)
+        assert torch.equal(dx, 0.5 * (u > 0))
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    dy, x, bias = draw_case((24, 5), "none", torch.float32)
+    dy, x = dy.t(), x.t()
+    y, dx, _ = exact(dy, x, bias)
+    close(launch_gelu(x, None), y)
+    close(launch_gelu_backward(dy, x, None, False)[0], dx)
+
+
+def test_no_rows() -> None:
+    x, bias = torch.zeros(1, 0, 16), torch.zeros(16)
+    assert launch_gelu(x, bias).shape == (1, 0, 16)
+    dx, dbias = launch_gelu_backward(x, x, bias, True)
+    assert dx.shape == (1, 0, 16) and torch.equal(dbias, torch.zeros(16))
+
+
+@pytest.mark.parametrize("op", [gelu, gelu_reference])
+@ON_SHAPES
+@BIASES
+def test_on_a_cpu(op, shape: tuple[int, ...], bias_kind: str) -> None:
+    dy, x, bias = draw_case(shape, bias_kind, torch.float32)
+    want = exact(dy, x, bias)
+    x.requires_grad_()
+    if bias is not None:
+        bias.requires_grad_(bias_kind == "bias")
+    y = op(x, bias)
+    y.backward(dy)
+    close(y.detach(), want[0])
+    close(x.grad, want[1])
+    if bias_kind == "bias":
+        close(bias.grad, want[2], terms=shape[0] * shape[1])
+
+
+def test_saves_only_its_inputs() -> None:
+    """Activation memory: x, which the linear made, and nothing new."""
+    x, bias = draw(2, 3, 8, seed=1).requires_grad_(), draw(8, seed=2).requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gelu(x, bias)
+    assert {t.data_ptr() for t in saved} == {x.data_ptr(), bias.data_ptr()}
+
+
+@BIASES
+def test_opcheck(bias_kind: str) -> None:
+    dy, x, bias = draw_case((2, 3, 16), bias_kind, torch.float32)
+    trained = bias if bias_kind != "bias" else bias.clone().requires_grad_()
+    torch.library.opcheck(torch.ops.cogfast.gelu, (x.clone().requires_grad_(), trained))
+    torch.library.opcheck(torch.ops.cogfast.gelu_backward, (dy, x, bias, bias_kind == "bias"))
+
+
+def test_compiled_equals_eager() -> None:
+    dy, x, bias = draw_case((2, 3, 16), "bias", torch.float32)
+    got = []
+    for op in (gelu, torch.compile(gelu, fullgraph=True)):
+        leaves = [x.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = op(*leaves)
+        got.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
+    for eager, compiled in zip(*got, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "message"),
+    [
+        (torch.zeros(2, 4), torch.zeros(3), r"gelu: bias is \[3\] float32.*must be \[4\]"),
+        (torch.zeros(2, 4), torch.zeros(4).half(), r"gelu: bias .*dtype must be torch.float32"),
+        (torch.zeros(2, 4, dtype=torch.int32), None, r"gelu: x is \[2, 4\] int32.*must be bfl"),
+        (torch.zeros(4, 2).t(), None, r"gelu: x .*strides \[1, 2\]; its last dim must be dense"),
+        (torch.zeros(2, 4), torch.zeros(4, device="meta"), r"gelu: bias .*must be on cpu"),
+    ],
+)
+def test_bad_arguments(x: Tensor, bias: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gelu(x, bias)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 17776, 7680), (2, 1577, 12288), (1, 3, 41)], ids=str)
+def test_on_a_gpu(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """No further from float64 than twice what the reference is, in the same dtype."""
+    dy, x, bias = (t.cuda() for t in draw_case(shape, "bias", dtype))
+    want = exact(dy, x, bias)
+    results = []
+    for op in (gelu, gelu_reference):
+        leaves = [x.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = op(*leaves)
+        results.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
+    for got, reference, truth in zip(*results, want, strict=True):
+        error, allowed = ((t.double() - truth).abs().max() for t in (got, reference))
+        assert error <= 2 * allowed + 1e-6 * truth.abs().max()
