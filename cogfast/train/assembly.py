@@ -20,10 +20,12 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_transformer
 from cogfast.slot_random import random_bits
 from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.train.compilers import compile_blocks
 from cogfast.train.encode import Encoder
 from cogfast.train.process_groups import ProcessGroups
 
@@ -59,7 +61,8 @@ def assemble_transformer(
     ema: bool = False,
     allow_missing: bool = False,
 ) -> DiffusionTransformer:
-    """The transformer on the device in its dtype, with the weights of `args.load` or `weights`.
+    """The transformer on the device in its dtype, with the weights of `args.load` or `weights`, and
+    its blocks as args.kernels and args.compile ask.
 
     `weights`, where given, come instead, or on top where they are a part (a LoRA run's on its
     base); ema: their averaged kind. allow_missing: accept `args.load` where it lacks tensors.
@@ -84,6 +87,9 @@ def assemble_transformer(
         logger.info("args.load is not set: the weights are random")
     if report is not None:
         logger.info("%s", report)
+    transformer.use_kernels(choose_kernels(args.kernels))
+    if args.compile:
+        compile_blocks(transformer)
     return transformer.to(device, DTYPES[args.precision])
 
 

@@ -23,6 +23,7 @@ from cogfast.shapes import (
     num_pixel_frames,
 )
 from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.train.compilers import check_compilers
 from cogfast.train.frozen_parts import check_frozen_parts, is_none
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 
@@ -33,9 +34,10 @@ _LEAST = {  # of numbers of args
     1: (
         *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
         *("eval_interval", "eval_iters", "eval_batch_size", "eval_timestep_bands"),
-        *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor"),
+        *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor", "profiling_steps"),
     ),
     0: ("keep_last", "eval_num_samples", "num_workers", "decode_timeout"),
+    -1: ("profiling",),
 }
 _NETWORK = "model.network_config.params"
 
@@ -62,6 +64,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
         refuse(config, "args.wandb", text)
     _check_precision(config, args)
+    check_compilers(config, args)
     _check_world(config, args, world_size)
     network = _network(config)
     if network.get("lora_rank") is not None and args.load is None:
@@ -96,6 +99,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
             )
         _check_load(config, args)
     _check_precision(config, args)
+    check_compilers(config, args)
     try_diffusion(config)
     network = _network(config)
     wants_image = network["in_channels"] > network["out_channels"]
@@ -168,6 +172,9 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             value = getattr(args, name)
             if value is not None and value < least:
                 refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
+    if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
+        text = f"args.profiling={args.profiling}: the run ends at step {args.train_iters}; use less"
+        refuse(config, "args.profiling", text)
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
         text = f"args.split={args.split!r} must be shares for training, validation, test: 9,1,0"
         refuse(config, "args.split", text)
