@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm import adaptive_layernorm, gated_residual
-from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
 
 # no text, one text row, a prime number of rows of odd width, more text than video
 SHAPES = {
@@ -75,22 +72,3 @@ def test_gated_residual(shape: tuple[int, ...]) -> None:
     ]
     formula = lambda h, y, bias, gate: h + per_row(gate, num_text, rows) * (y + bias)
     check(lambda *x: gated_residual(*x, num_text), formula, inputs)
-
-
-@pytest.mark.parametrize("op", [flash_attention, flash_attention_reference])
-def test_flash_attention(op) -> None:
-    def formula(q, k, v):
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
-
-    check(op, formula, [draw(2, 11, 3, 16, seed=s) for s in (1, 2, 3)])
-
-
-def test_both_attentions_agree_in_bf16() -> None:
-    q, k, v = (draw(2, 50, 2, 64, seed=s, dtype=torch.bfloat16) for s in (1, 2, 3))
-    exact = flash_attention(*(x.float() for x in (q, k, v)))
-    with_gradient = flash_attention(q, k, v)
-    with torch.no_grad():
-        without = flash_attention(q, k, v)
-    for got in (with_gradient, without):
-        assert (got.float() - exact).abs().max() < 2**-7 * exact.abs().max()
