@@ -31,6 +31,7 @@ from cogfast.train.metrics import Metrics
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.preflight import check_train
 from cogfast.train.process_groups import StopRequest, start_processes
+from cogfast.train.profiling import Profiler
 from cogfast.train.run_folder import describe_run, open_run_folder
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
@@ -65,6 +66,9 @@ class Trainer:
         self.diffusion = assemble_diffusion(config)
         self.encoder = assemble_encoder(config, args, transformer, self.groups.device)
         self.gradient_check = GradientCheck(transformer)
+        self.profiler = Profiler(
+            self.folder / "profile", self.groups, transformer.blocks, args, self.num_steps
+        )
         optimizer = build_optimizer(
             config.deepspeed.get("optimizer") or {},
             parameter_groups(transformer, args.weight_decay),
@@ -89,28 +93,34 @@ class Trainer:
 
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""
-        args, engine = self.args, self.engine
+        args, engine, profiler = self.args, self.engine, self.profiler
         batches = assemble_batches(
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
         self._announce()
-        with StopRequest(self.groups) as stop, self._open_metrics() as metrics, batches:
+        with StopRequest(self.groups) as stop, self._open_metrics() as metrics, batches, profiler:
             engine.transformer.train()
             while self.step < self.num_steps and not stop.is_agreed():
                 lr = self.learning_rate(self.step)
+                profiler.begin_step(self.step)
                 for _ in range(self.accumulation):
-                    with metrics.data_wait():
+                    with profiler.range("data"), metrics.data_wait():
                         batch = to_device(next(batches), self.groups.device)
                     loss = self.compute_loss(batch)
-                    engine.backward(loss)
-                    engine.step(lr)  # updates weights and EMA where the accumulation is complete
+                    with profiler.backward():
+                        engine.backward(loss)
+                    with profiler.range("optimizer"):
+                        engine.step(lr)  # updates weights and EMA where accumulation is complete
                     metrics.add_loss(loss)
                 self.step += 1
                 metrics.end_step(self.step)
                 self.gradient_check.after_step(self.step)
 
                 if self._is_due(args.log_interval) or self.step == self.num_steps:
-                    self._check_skipped(metrics.log(self.step, lr, self.num_tokens, engine))
+                    with profiler.range("log"):
+                        self._check_skipped(metrics.log(self.step, lr, self.num_tokens, engine))
+                if profiler.end_step(self.step):
+                    metrics.restart_clock()
                 if self._is_due(args.eval_interval):
                     metrics.add_evaluation(self.step, self.evaluator(self.step, self.latent_size))
                 if self._is_due(args.save_interval):
@@ -137,10 +147,13 @@ class Trainer:
         samples' places in the global batch, by default this rank's first ones.
         """
         rng = self._random(batch)
-        latents, conditioning = self.encoder(batch, rng)
+        with self.profiler.range("encode"):
+            latents, conditioning = self.encoder(batch, rng)
         self._note_size(batch, latents, conditioning)
-        loss = self.diffusion.loss(self.engine, self.diffusion.denoiser, latents, conditioning, rng)
-        return loss.mean()
+        with self.profiler.range("forward"):
+            denoiser = self.diffusion.denoiser
+            loss = self.diffusion.loss(self.engine, denoiser, latents, conditioning, rng)
+            return loss.mean()
 
     def _random(self, batch: dict) -> SlotRandom:
         first = next(v for v in batch.values() if isinstance(v, Tensor))
