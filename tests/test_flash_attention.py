@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cogfast.kernels import attention_backends
+from cogfast.kernels import attention_backends, plain_attention
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, why_not
 from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
 
@@ -124,7 +124,7 @@ def test_a_broadcast_cotangent_and_a_frozen_input() -> None:
 
 def test_math_takes_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 3 heads of 67 rows, four at a time and then two."""
-    monkeypatch.setattr(attention_backends, "_MAX_SCORES", 4 * 67**2 + 1)
+    monkeypatch.setattr(plain_attention, "_MAX_SCORES", 4 * 67**2 + 1)
     inputs = draw(SHAPES["two"], torch.float32)
     want = expected(*inputs)
     for name, value in raw("math", *inputs).items():

@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cogfast.kernels.plain_attention import plain_backward, plain_forward
+
 aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 _HALF = (torch.bfloat16, torch.float16)
-_MAX_SCORES = 2**28  # entries of the score matrices that `math` holds at a time, 1 GiB in float32
 _LSE_ALIGNMENT = 32  # rows that the efficient backward reads at a time
-_RIGHT_CUDNN = 91501  # before 9.15.1: wrong where S is no multiple of 128 (pytorch issue 169849)
+_RIGHT_CUDNN = 91501  # before 9.15.1: wrong where S is no multiple of 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,59 +50,6 @@ def is_deterministic() -> bool:
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]  # [B, S, H, D] -> [B, H, S, D], a view
-
-
-# --- written out, on any device
-
-
-def plain_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q, k [N, S, D] -> q k^T / sqrt(D), [N, S, S]."""
-    nothing = q.new_zeros(())  # added with factor 0, for the product's own factor alpha
-    return torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=q.shape[-1] ** -0.5)
-
-
-def _few_heads(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """[B, S, H, D] each -> the same heads of all, [n, S, D], as many as _MAX_SCORES allows."""
-    b, s, h, d = tensors[0].shape
-    at_a_time = max(1, _MAX_SCORES // s**2)
-    flat = (x.transpose(1, 2).reshape(b * h, s, d).split(at_a_time) for x in tensors)
-    return list(zip(*flat, strict=True))
-
-
-def _heads_last(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """[n, S, D] each -> [B, S, H, D]."""
-    b, s, h, d = like.shape
-    return torch.cat(list(pieces)).view(b, h, s, d).transpose(1, 2).contiguous()
-
-
-def _math_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    b, s, h, _ = q.shape
-    out, lse = [], []
-    for few_q, few_k, few_v in _few_heads(q, k, v):
-        scores = plain_scores(few_q, few_k)
-        lse.append(scores.to(lse_dtype(q)).logsumexp(-1))
-        out.append(torch.bmm(scores.softmax(-1), few_v))
-    return _heads_last(out, q), torch.cat(lse).view(b, h, s)
-
-
-def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> Gradients:
-    pieces = []
-    nothing, scale = q.new_zeros(()), q.shape[-1] ** -0.5
-    for few_dout, few_q, few_k, few_v in _few_heads(dout, q, k, v):
-        weights = plain_scores(few_q, few_k).softmax(-1)
-        dweights = torch.bmm(few_dout, few_v.transpose(1, 2))
-        dscores = aten._softmax_backward_data(dweights, weights, -1, q.dtype)
-        dq = torch.baddbmm(nothing, dscores, few_k, beta=0, alpha=scale)
-        dk = torch.baddbmm(nothing, dscores.transpose(1, 2), few_q, beta=0, alpha=scale)
-        pieces.append((dq, dk, torch.bmm(weights.transpose(1, 2), few_dout)))
-    dq, dk, dv = (_heads_last(x, q) for x in zip(*pieces, strict=True))
-    return dq, dk, dv
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # --- PyTorch's own. Without dropout the seeds are not read; cum_seq and bias must be undefined.
@@ -204,7 +152,7 @@ def _fa2_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _fa2_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     _module("flash_attn.flash_attn_interface")._flash_attn_backward(
         *(dout, q, k, v, out, lse, dq, dk, dv),
         dropout_p=0.0,
@@ -232,7 +180,7 @@ def _fa3_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
     _module("flash_attn_interface")
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     torch.ops.flash_attn_3.bwd(
         *(dout, q, k, v, out, lse, dq, dk, dv),
         softmax_scale=q.shape[-1] ** -0.5,
@@ -291,8 +239,8 @@ BACKENDS = {
         capability=(9, 0),
     ),
     "math": Backend(
-        forward=_math_forward,
-        backward=_math_backward,
+        forward=plain_forward,
+        backward=plain_backward,
         dtypes=None,
         max_width=None,
         capability=(0, 0),
@@ -316,9 +264,17 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why a backend cannot run with these on this machine, for a head width; None: it can."""
+def why_not(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    must_repeat: bool | None = None,
+) -> str | None:
+    """Why a backend cannot run with these on this machine, for a head width; None: it can.
+    must_repeat: its gradients, bit for bit; None: as torch was asked, see is_deterministic."""
     backend = BACKENDS[name]
+    must_repeat = is_deterministic() if must_repeat is None else must_repeat
     if device.type == "cpu":
         return None if backend.is_for_cpu else "it needs a CUDA GPU"
     short = str(dtype).removeprefix("torch.")
@@ -333,7 +289,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype, width: int) -> 
         needed, here = (".".join(map(str, x)) for x in (backend.capability, capability))
         return f"it needs a GPU of compute capability {needed}, this is {here}"
     can_repeat = backend.is_deterministic and (name, capability[0]) != ("fa4", 12)
-    if is_deterministic() and not can_repeat:
+    if must_repeat and not can_repeat:
         return "its gradients do not repeat bit for bit, as deterministic runs must"
     if name == "cudnn" and (torch.backends.cudnn.version() or 0) < _RIGHT_CUDNN:
         return f"cuDNN {torch.backends.cudnn.version()} is older than 9.15.1 ({_RIGHT_CUDNN})"
@@ -342,8 +298,10 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype, width: int) -> 
     return None
 
 
-def backends_that_run(device: torch.device, dtype: torch.dtype, width: int) -> list[str]:
-    return [name for name in BACKENDS if why_not(name, device, dtype, width) is None]
+def backends_that_run(
+    device: torch.device, dtype: torch.dtype, width: int, must_repeat: bool | None = None
+) -> list[str]:
+    return [n for n in BACKENDS if why_not(n, device, dtype, width, must_repeat) is None]
 
 
 def default_backend(device: torch.device, dtype: torch.dtype, width: int) -> str:

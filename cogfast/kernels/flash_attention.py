@@ -33,11 +33,10 @@ from cogfast.kernels.attention_backends import (
     backends_that_run,
     default_backend,
     is_deterministic,
-    lse_dtype,
-    plain_scores,
     why_not,
 )
 from cogfast.kernels.launch import check_tensor, refuse
+from cogfast.kernels.plain_attention import lse_dtype, plain_scores
 
 _OP = "flash_attention"
 _DEFAULT = "default"  # the op's name for "the first that can run"; resolved when it runs
