@@ -1,167 +1,188 @@
-"""A train step of ours against one of diffusers' model: python -m bench.step [--out FILE].
+"""One block, and one whole training step, of ours against diffusers' model with the same weights:
+python -m bench.step [--model 5b --what step block --mode sft lora ...] [--out FILE].
 
-Both run a plain loop in this process: forward, mean squared error, backward, torch's AdamW. Steps
-alternate, and the ratio is the median over pairs, so that a busy machine slows both.
+A step is forward, mean squared error, backward, clipping, AdamW and an EMA of the weights. Several
+values of an option are measured in turn. First the two sides' outputs and gradients are compared,
+and what disagrees is not timed. The rows at the same checkpointing policy come first, then each
+side at its best.
+
+Model TFLOP count three forward passes (LoRA: two of the frozen linears, three of adapters and
+attention), never recomputation; MFU is their rate over the device's dense bf16 peak.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from cogfast.model.transformer import TransformerConfig, assemble_transformer
-from cogfast.shapes import PatchSize
-
-# hidden 256, 6 layers, 1,000 tokens: 40 of text and 4 x 12 x 20 of video
-TINY = TransformerConfig(
-    num_layers=6,
-    hidden_size=256,
-    num_attention_heads=4,
-    in_channels=16,
-    out_channels=16,
-    patch_size=PatchSize(1, 2, 2),
-    text_hidden_size=64,
-    text_length=40,
-    time_embed_dim=256,
-    num_frames=13,
-    latent_height=24,
-    latent_width=40,
-    position="rotary",
+from bench.machine import describe_machine
+from bench.outcome import Bars, Outcome, Row, table
+from bench.step_cases import (
+    Case,
+    Checkpointing,
+    Engine,
+    Mode,
+    Plan,
+    What,
+    best_rows,
+    measure_case,
 )
-# configs/quickstart.yaml's: 48 video and 32 text tokens, batch 16
-QUICKSTART = TransformerConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    in_channels=48,
-    out_channels=48,
-    patch_size=PatchSize(1, 2, 2),
-    text_hidden_size=64,
-    text_length=32,
-    time_embed_dim=192,
-    num_frames=9,
-    latent_height=8,
-    latent_width=8,
-    position="rotary",
+from bench.step_models import MODELS, SIDES, free_memory
+from cogfast.kernels.block_kernels import KernelChoice
+
+SHOWN = (
+    *("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio"),
+    *(
+        f"{side}_{key}"
+        for key in ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
+        for side in SIDES
+    ),
+    *(f"{side}_{key}" for key in ("peak_memory_gib", "attention_kernels") for side in SIDES),
+    *(f"{side}_{key}" for key in ("does_not_fit", "unavailable", "error") for side in SIDES),
+    *("not_timed", "error"),
 )
-MODELS = {"tiny": (TINY, 1), "quickstart": (QUICKSTART, 16)}
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Until one has been measured; a compilation of forward and backward costs most of it.
+_FIRST_GUESS_SECONDS = {"eager": 30.0, "compiled": 90.0}
 
 
-def draw_batch(config: TransformerConfig, batch_size: int, dtype: torch.dtype) -> Batch:
-    """latents [B, C, T, h, w], timesteps [B], text [B, L, E] and a target like the latents."""
-    frames = (config.num_frames - 1) // config.time_compressed_rate + 1
-    shape = (batch_size, config.in_channels, frames, config.latent_height, config.latent_width)
-    text = torch.randn(batch_size, config.text_length, config.text_hidden_size, dtype=dtype)
-    latents = torch.randn(shape, dtype=dtype)
-    return latents, torch.randint(1000, (batch_size,)), text, torch.randn_like(latents)
+def measure_cases(
+    cases: Sequence[Case],
+    plan: Plan,
+    deadline: float = math.inf,
+    keep: Callable[[Outcome], None] | None = None,
+) -> Outcome:
+    """Rows of all cases, the best policies among the numbers.
+
+    deadline: of time.perf_counter; a case that is unlikely to end before it is left out, with a
+    note. keep: given what there is after every case.
+    """
+    rows: list[Row] = []
+    problems: list[str] = []
+    skipped: list[str] = []
+    took: dict[tuple[str, str], float] = {}
+    outcome = Outcome()
+    for case in cases:
+        kind = (case.what, case.engine)
+        needed = took.get(kind, _FIRST_GUESS_SECONDS[case.engine])
+        started = time.perf_counter()
+        if started + needed > deadline:
+            skipped.append(f"{case}: needs about {needed:.0f} s, {deadline - started:.0f} s left")
+            print(f"  skipped: {skipped[-1]}", flush=True)
+        else:
+            row, wrong = _measure_safely(case, plan)
+            took[kind] = max(took.get(kind, 0.0), time.perf_counter() - started)
+            rows.append({**row, "seconds": round(time.perf_counter() - started, 1)})
+            problems += wrong
+            print(f"  {case}: ratio {row.get('ratio', '-')}, {took[kind]:.0f} s", flush=True)
+        shown = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]
+        numbers = {"best": best_rows(rows), "skipped": skipped}
+        outcome = Outcome(numbers, rows, shown, problems, _bars(rows))
+        if keep is not None:
+            keep(outcome)
+    return outcome
 
 
-def make_step(
-    model: torch.nn.Module, forward: Callable[[Batch], torch.Tensor], batch: Batch
-) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-
-    def step() -> None:
-        loss = (forward(batch) - batch[3]).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+def _measure_safely(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
+    try:
+        return measure_case(case, plan)
+    except Exception as error:  # whatever it is, the other cases are still measured
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+    free_memory(plan.device)
+    named = {key: getattr(case, key) for key in ("model", "what", "mode", "checkpointing")}
+    row = {**named, "engine": case.engine, "num_layers": case.layers, "error": text}
+    layers, dtype = MODELS[case.model][0].num_layers, str(plan.dtype).removeprefix("torch.")
+    return {**row, "num_layers_of_model": layers, "dtype": dtype}, [f"{case}: {text}"]
 
 
-def make_ours(config: TransformerConfig, batch: Batch, dtype: torch.dtype) -> Callable[[], None]:
-    model = assemble_transformer(config).to(dtype).train()
-    return make_step(model, lambda b: model(b[0], b[1], b[2]), batch)
+def _bars(rows: Sequence[Row]) -> Bars | None:
+    """Model TFLOP/s of both sides, where both were timed."""
+    drawn = [row for row in rows if "ratio" in row]
+    if not drawn:
+        return None
+    labels = [
+        f"{r['what']} {r['mode']} {r['engine']}\n"
+        f"checkpointing {r['checkpointing']}, layers: {r['num_layers']}"
+        for r in drawn
+    ]
+    series = {side: [r[f"{side}_model_tflop_per_s"] for r in drawn] for side in SIDES}
+    return Bars(f"{drawn[0]['model']}, {drawn[0]['dtype']}", "model TFLOP/s", labels, series)
 
 
-def make_theirs(config: TransformerConfig, batch: Batch, dtype: torch.dtype) -> Callable[[], None]:
-    """diffusers' CogVideoXTransformer3DModel of the same sizes; its rotary table is made once."""
-    from diffusers import CogVideoXTransformer3DModel
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    grid = (config.latent_height // 2, config.latent_width // 2)
-    model = CogVideoXTransformer3DModel(
-        num_attention_heads=config.num_attention_heads,
-        attention_head_dim=config.head_width,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        time_embed_dim=config.time_embed_dim,
-        text_embed_dim=config.text_hidden_size,
-        num_layers=config.num_layers,
-        sample_width=config.latent_width,
-        sample_height=config.latent_height,
-        sample_frames=config.num_frames,
-        max_text_seq_length=config.text_length,
-        use_rotary_positional_embeddings=True,
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
     )
-    model = model.to(dtype).train()
-    frames = batch[0].shape[2]
-    rotary = get_3d_rotary_pos_embed(config.head_width, ((0, 0), grid), grid, frames)
-    latents = batch[0].transpose(1, 2).contiguous()  # [B, T, C, h, w]
-
-    def forward(batch: Batch) -> torch.Tensor:
-        output = model(latents, batch[2], batch[1], image_rotary_emb=rotary, return_dict=False)
-        return output[0].transpose(1, 2)
-
-    return make_step(model, forward, batch)
-
-
-def measure(steps: dict[str, Callable[[], None]], num_pairs: int) -> dict[str, list[float]]:
-    """Milliseconds of every step, the models taking turns at going first."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(num_pairs + 2):
-        for name in sorted(steps, reverse=i % 2 == 0):
-            start = time.perf_counter()
-            steps[name]()
-            if i >= 2:  # the first two warm up
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    many = lambda name, choices, default: parser.add_argument(
+        name, nargs="+", choices=get_args(choices), default=[default]
+    )
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    many("--what", What, "step")
+    many("--mode", Mode, "sft")
+    many("--checkpointing", Checkpointing, "none")
+    many("--engine", Engine, "eager")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="cuda: bfloat16")
+    parser.add_argument("--kernels", choices=get_args(KernelChoice), default="triton")
+    parser.add_argument("--attention-backend", help="ours alone; left out: PyTorch's choice")
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of sampling per case and side")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    if arguments.layers is not None and not (
+        1 <= arguments.layers <= MODELS[arguments.model][0].num_layers
+    ):
+        parser.error(f"--layers: {arguments.model} has {MODELS[arguments.model][0].num_layers}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    default_dtype = "float32" if arguments.device == "cpu" else "bfloat16"
 
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
-    config, batch_size = MODELS[arguments.model]
-    dtype = getattr(torch, arguments.dtype)
-    batch = draw_batch(config, batch_size, dtype)
-    steps = {"ours": make_ours(config, batch, dtype)}
-    if not arguments.ours_only:
-        steps["diffusers"] = make_theirs(config, batch, dtype)
-    times = measure(steps, arguments.pairs)
-
-    result = {
-        "model": arguments.model,
-        "dtype": arguments.dtype,
-        "threads": arguments.threads,
-        "pairs": arguments.pairs,
-        "torch": torch.__version__,
-        **{f"{name}_ms": round(statistics.median(t), 2) for name, t in times.items()},
-    }
-    if "diffusers" in times:
-        pairs = zip(times["ours"], times["diffusers"], strict=True)
-        result["ratio"] = round(statistics.median(a / b for a, b in pairs), 4)
-    print(json.dumps(result))
+    plan = Plan(
+        device=torch.device(arguments.device),
+        dtype=getattr(torch, arguments.dtype or default_dtype),
+        kernels=arguments.kernels,
+        attention_backend=arguments.attention_backend,
+        num_pairs=arguments.pairs,
+        seconds=arguments.seconds,
+        sides=("ours",) if arguments.ours_only else tuple(SIDES),
+    )
+    options = (arguments.what, arguments.mode, arguments.engine, arguments.checkpointing)
+    cases = [
+        Case(arguments.model, what, mode, checkpointing, engine, arguments.layers)
+        for what, mode, engine, checkpointing in product(*options)
+    ]
+    outcome = measure_cases(cases, plan)
+    print(table(replace(outcome, numbers={})))
+    for best in outcome.numbers["best"]:
+        print("  best: " + ", ".join(f"{key} {value}" for key, value in best.items()))
+    for problem in outcome.problems:
+        print(f"  WRONG: {problem}")
     if arguments.out:
+        report = {
+            "piece": "step",
+            **describe_machine(plan.device),
+            "threads": arguments.threads,
+            "numbers": outcome.numbers,
+            "rows": outcome.rows,
+            "problems": outcome.problems,
+        }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if outcome.problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

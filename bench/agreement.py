@@ -1,0 +1,88 @@
+"""Do the two sides of bench.step compute the same? Asked before anything is timed.
+
+The first two blocks at the full number of tokens, with embeddings and output layer, against
+diffusers' model in float32: our output and each gradient may be off by twice what diffusers' is in
+the dtype that is timed, and a floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bench.step_models import SIDES, Batch, Side, Theirs, Variant, draw_batch, free_memory
+
+_NUM_LAYERS = 2
+_FACTOR = 2.0
+# Of a tensor's norm: bfloat16's spacing; what float32 sums in another order differ by.
+_FLOORS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-4}
+# A constant added to every key moves no softmax: without a rotation this gradient is zero, and what
+# there is of it is rounding.
+_WITHOUT_MEANING = ".norm_k.bias"
+
+
+def compare_sides(variant: Variant, is_compiled: bool) -> tuple[dict[str, object], list[str]]:
+    """The largest errors, of our side and of diffusers', and a sentence for each that is too large.
+
+    ImportError where diffusers, or peft for LoRA, is not installed.
+    """
+    layers = min(_NUM_LAYERS, variant.config.num_layers)
+    variant = replace(variant, config=replace(variant.config, num_layers=layers))
+    batch = draw_batch(variant)
+    float32 = Batch(*(x.float() if x.is_floating_point() else x for x in _tensors(batch)))
+    truth = _answer(Theirs(variant, torch.float32), float32)
+    free_memory(variant.device)
+    answers = {}
+    for name, build in SIDES.items():
+        side = build(variant)
+        if is_compiled:
+            torch._dynamo.reset()
+            side.compile_blocks()
+        answers[name] = _answer(side, batch)
+        del side
+        free_memory(variant.device)
+    return judge(truth, answers["ours"], answers["diffusers"], _FLOORS[variant.dtype])
+
+
+def _tensors(batch: Batch) -> tuple[Tensor, ...]:
+    return batch.latents, batch.timesteps, batch.text, batch.target
+
+
+def _answer(side: Side, batch: Batch) -> dict[str, Tensor]:
+    """The output, and the gradients of its squared distance to the target."""
+    output = side.forward(batch)
+    (output - batch.target).float().square().mean().backward()
+    return {"output": output.detach(), **side.gradients()}
+
+
+def judge(
+    truth: dict[str, Tensor], ours: dict[str, Tensor], theirs: dict[str, Tensor], floor: float
+) -> tuple[dict[str, object], list[str]]:
+    """As compare_sides; the answers by diffusers' names, relative errors in norms."""
+    assert truth.keys() == theirs.keys() == ours.keys(), truth.keys() ^ ours.keys()
+    worst, problems = {"ours": 0.0, "diffusers": 0.0}, []
+    for name, expected in truth.items():
+        if name.endswith(_WITHOUT_MEANING):
+            continue
+        errors = {
+            side: _relative_error(given[name], expected)
+            for side, given in (("ours", ours), ("diffusers", theirs))
+        }
+        limit = _FACTOR * errors["diffusers"] + floor
+        if not errors["ours"] <= limit:  # NaN too
+            problems.append(f"{name}: relative error {errors['ours']:.2e} > {limit:.2e}")
+        if name != "output":
+            worst = {side: max(worst[side], error) for side, error in errors.items()}
+    output = {
+        "ours_output_relative_error": _relative_error(ours["output"], truth["output"]),
+        "diffusers_output_relative_error": _relative_error(theirs["output"], truth["output"]),
+    }
+    gradients = {f"{side}_worst_gradient_relative_error": e for side, e in worst.items()}
+    return {**output, **gradients, "num_gradients_compared": len(truth) - 1}, problems
+
+
+def _relative_error(values: Tensor, truth: Tensor) -> float:
+    values = values.float().reshape(truth.shape)
+    return ((values - truth).norm() / truth.norm()).item()

@@ -1,0 +1,50 @@
+"""On what, with which versions and when something was measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed", "liger-kernel")
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """Keys of a JSON file of results: machine, cores, versions, time."""
+    is_gpu = device.type == "cuda"
+    return {
+        "device": str(device),
+        "machine": torch.cuda.get_device_name(device) if is_gpu else name_cpu(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def name_cpu() -> str:
+    """The CPU's model, and what it has for bfloat16."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():  # not Linux
+        return platform.processor() or platform.machine()
+    text = path.read_text()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = found[1].strip() if found else platform.machine()
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    words = flags[1].split() if flags else []
+    extras = [
+        label for flag, label in (("avx512f", "AVX-512"), ("amx_bf16", "AMX")) if flag in words
+    ]
+    return f"{name} ({', '.join(extras)})" if extras else name
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
