@@ -1,0 +1,287 @@
+"""The fused ops of a block at the shapes that count: inputs, the op, its reference, bytes moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cogfast.kernels import adaptive_layernorm as norm
+from cogfast.kernels import gelu as activation
+from cogfast.kernels import qk_norm_rope3d as qk
+
+EPS = 1e-5  # of the blocks' norms
+Tensors = Mapping[str, Tensor]
+# By name; a tuple stands for the text rows and the video rows of one [B, S, M], where a peer keeps
+# them apart.
+Values = Mapping[str, Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShape:
+    """num_text rows of text in front of t x h x w rows of video."""
+
+    model: str
+    num_text: int
+    grid: tuple[int, int, int]
+    num_heads: int
+    is_rotary: bool
+    batch: int = 1
+    head_width: int = 64
+
+    @property
+    def num_tokens(self) -> int:
+        t, h, w = self.grid
+        return self.num_text + t * h * w
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_width
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.batch}x{self.num_tokens}x{self.num_heads}x{self.head_width}"
+
+
+# 49 frames of 480 x 720; 81 of 768 x 1360 with one latent frame of padding
+SHAPES = (
+    TokenShape("2B", 226, (13, 30, 45), 30, is_rotary=False),
+    TokenShape("5B", 226, (13, 30, 45), 48, is_rotary=True),
+    TokenShape("1.5-5B", 224, (11, 48, 85), 48, is_rotary=True),
+)
+TINY_SHAPES = (
+    TokenShape("2B", 3, (2, 3, 4), 2, is_rotary=False),
+    TokenShape("5B", 3, (2, 3, 5), 3, is_rotary=True),
+)
+
+
+def small(shape: TokenShape) -> TokenShape:
+    """Few tokens, a prime number of text rows and two samples of different modulation: what float32
+    is checked on."""
+    return replace(shape, num_text=min(shape.num_text, 67), grid=(2, 5, 9), batch=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A fused op. inputs: as the function names them; frozen: those of them that have no gradient
+    in the variant. exact: a reference for float32 and float64, where `reference` rounds by itself.
+
+    Units: what a perfect kernel moves, 1 being a tensor [B, S, M]; vectors are left out (1%).
+    """
+
+    name: str
+    variant: str  # empty where there is one
+    outputs: Sequence[str]
+    draw: Callable[[TokenShape, Callable[..., Tensor]], Tensors]
+    run: Callable[[TokenShape, Tensors], Sequence[Tensor]]
+    reference: Callable[[TokenShape, Tensors], Sequence[Tensor]]
+    exact: Callable[[TokenShape, Tensors], Sequence[Tensor]] | None = None
+    frozen: Sequence[str] = ()
+    units: Mapping[str, int]  # by way: forward, backward
+    goals: Mapping[str, float]  # percent of the copy rate
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.variant}".strip()
+
+
+def _draw_norm(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
+    return {
+        "hidden": draw(shape.batch, shape.num_tokens, shape.width),
+        "weight": 1 + draw(shape.width, scale=0.1),
+        "bias": draw(shape.width, scale=0.1),
+        **_draw_modulation(shape, draw, ("shift", "scale")),
+    }
+
+
+def _draw_residual(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
+    return {
+        "hidden": draw(shape.batch, shape.num_tokens, shape.width),
+        "branch": draw(shape.batch, shape.num_tokens, shape.width),
+        "branch_bias": draw(shape.width, scale=0.1),
+        **_draw_modulation(shape, draw, ("gate",)),
+    }
+
+
+def _draw_residual_norm(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
+    modulation = _draw_modulation(shape, draw, ("gate", "shift", "scale"))
+    return {**_draw_residual(shape, draw), **_draw_norm(shape, draw), **modulation}
+
+
+def _draw_modulation(
+    shape: TokenShape, draw: Callable[..., Tensor], names: Sequence[str]
+) -> Tensors:
+    """[B, 2, M] views of one [B, 2, 6, M], as the modulation layer gives them."""
+    whole = draw(shape.batch, 2, 6, shape.width, scale=0.5)
+    return {name: whole[:, :, i] for i, name in enumerate(names)}
+
+
+def _draw_qkv(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
+    t, h, w = shape.grid
+    unit = shape.head_width // 16
+    angles = draw(unit * (2 * t + 3 * h + 3 * w), dtype=torch.float32)
+    return {
+        "qkv": draw(shape.batch, shape.num_tokens, 3, shape.num_heads, shape.head_width),
+        "query_weight": 1 + draw(shape.head_width, scale=0.1),
+        "query_bias": draw(shape.head_width, scale=0.1),
+        "key_weight": 1 + draw(shape.head_width, scale=0.1),
+        "key_bias": draw(shape.head_width, scale=0.1),
+        "rotation_table": torch.stack([angles.cos(), angles.sin()]),
+    }
+
+
+def _draw_mlp(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
+    width = 4 * shape.width
+    return {
+        "x": draw(shape.batch, shape.num_tokens, width),
+        "bias": draw(width, scale=0.1),
+    }
+
+
+def rotation_of(shape: TokenShape, inputs: Tensors) -> qk.Rotation | None:
+    return qk.Rotation(inputs["rotation_table"], *shape.grid) if shape.is_rotary else None
+
+
+def _split_qkv(shape: TokenShape, inputs: Tensors) -> tuple:
+    query = (inputs["query_weight"], inputs["query_bias"])
+    key = (inputs["key_weight"], inputs["key_bias"])
+    return inputs["qkv"], query, key, rotation_of(shape, inputs), shape.num_text
+
+
+def _qk_exact(shape: TokenShape, inputs: Tensors) -> Sequence[Tensor]:
+    """In the dtype of the inputs throughout; the reference rotates in float32."""
+    q, k, v = inputs["qkv"].unbind(2)
+    turned = []
+    for x, name in ((q, "query"), (k, "key")):
+        weight, bias = inputs[f"{name}_weight"], inputs[f"{name}_bias"]
+        x = F.layer_norm(x, x.shape[-1:], weight, bias, qk.EPS)
+        if shape.is_rotary:
+            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+            angles = rotation_of(shape, inputs).per_row(shape.num_text).to(pairs.dtype)
+            x = torch.view_as_real(pairs * angles[:, None]).flatten(-2)
+        turned.append(x)
+    return turned[0], turned[1], v
+
+
+# The functions are looked up when they are called: a test puts wrong ones in their place.
+NORM = Op(
+    name="adaptive_layernorm",
+    variant="",
+    outputs=("hidden_out", "normed"),
+    draw=_draw_norm,
+    run=lambda shape, i: norm.adaptive_layernorm(**i, num_text=shape.num_text, eps=EPS),
+    reference=lambda shape, i: norm.adaptive_layernorm_reference(
+        **i, num_text=shape.num_text, eps=EPS
+    ),
+    # h -> n; back: dn, dh', h -> dh
+    units={"forward": 2, "backward": 4},
+    goals={"forward": 88, "backward": 80},
+)
+RESIDUAL_NORM = Op(
+    name="residual_adaptive_layernorm",
+    variant="SFT",
+    outputs=("hidden_out", "normed"),
+    draw=_draw_residual_norm,
+    run=lambda shape, i: norm.residual_adaptive_layernorm(**i, num_text=shape.num_text, eps=EPS),
+    reference=lambda shape, i: norm.residual_adaptive_layernorm_reference(
+        **i, num_text=shape.num_text, eps=EPS
+    ),
+    # h, y -> h', n; back: dn, dh', h', y -> dh, dy
+    units={"forward": 4, "backward": 6},
+    goals={"forward": 88, "backward": 80},
+)
+RESIDUAL_NORM_FROZEN = replace(
+    RESIDUAL_NORM,
+    variant="LoRA",
+    frozen=("branch_bias", "gate", "weight", "bias", "shift", "scale"),
+    units={"forward": 4, "backward": 5},  # y is not read
+    goals={"forward": 88, "backward": 85},
+)
+RESIDUAL = Op(
+    name="gated_residual",
+    variant="",
+    outputs=("hidden_out",),
+    draw=_draw_residual,
+    run=lambda shape, i: (norm.gated_residual(**i, num_text=shape.num_text),),
+    reference=lambda shape, i: (norm.gated_residual_reference(**i, num_text=shape.num_text),),
+    # h, y -> h'; back: dh', y -> dy (dh is dh' itself)
+    units={"forward": 3, "backward": 3},
+    goals={"forward": 88, "backward": 80},
+)
+QK = Op(
+    name="qk_norm_rope3d",
+    variant="",
+    outputs=("q", "k", "v"),
+    draw=_draw_qkv,
+    run=lambda shape, i: qk.qk_norm_rope3d(*_split_qkv(shape, i)),
+    reference=lambda shape, i: qk.qk_norm_rope3d_reference(*_split_qkv(shape, i)),
+    exact=_qk_exact,
+    frozen=("rotation_table",),
+    # q, k -> q, k; back: dq, dk, q, k -> dq, dk. The packed gradient also takes a copy of dv, 2
+    # units more that are not counted: attention could write it there itself.
+    units={"forward": 4, "backward": 6},
+    goals={"forward": 85, "backward": 75},
+)
+GELU = Op(
+    name="gelu",
+    variant="",
+    outputs=("y",),
+    draw=_draw_mlp,
+    run=lambda shape, i: (activation.gelu(**i),),
+    reference=lambda shape, i: (activation.gelu_reference(**i),),
+    # 4 M wide: x -> y; back: x, dy -> dx
+    units={"forward": 8, "backward": 12},
+    goals={"forward": 88, "backward": 85},
+)
+OPS = (NORM, RESIDUAL_NORM, RESIDUAL_NORM_FROZEN, RESIDUAL, QK, GELU)
+WAYS = ("forward", "backward")
+
+
+def bytes_of(op: Op, way: str, shape: TokenShape, dtype: torch.dtype = torch.bfloat16) -> int:
+    return op.units[way] * shape.batch * shape.num_tokens * shape.width * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A call on inputs of its own: outputs by name, and the leaves that gradients are asked of."""
+
+    call: Callable[[], Values]
+    leaves: Values
+
+
+def draw_inputs(op: Op, shape: TokenShape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Leaves; those that are not frozen require a gradient."""
+
+    def draw(*size: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
+        return scale * torch.randn(size, dtype=dtype, device=device)
+
+    return mark_trained(op, op.draw(shape, draw))
+
+
+def mark_trained(op: Op, inputs: Tensors) -> Tensors:
+    """Leaves of the same strides."""
+    return {k: x.detach().requires_grad_(k not in op.frozen) for k, x in inputs.items()}
+
+
+def trained(op: Op, inputs: Tensors) -> Values:
+    return {name: x for name, x in inputs.items() if name not in op.frozen}
+
+
+def draw_given(op: Op, outputs: Sequence[Tensor]) -> Tensors:
+    """A gradient for every output, as if what comes next had sent it back."""
+    return {
+        name: torch.randn(x.shape, dtype=x.dtype, device=x.device)
+        for name, x in zip(op.outputs, outputs, strict=True)
+    }
+
+
+def run_ours(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
+    call = lambda: dict(zip(op.outputs, op.run(shape, inputs), strict=True))
+    return Run(call, trained(op, inputs))
+
+
+def run_reference(op: Op, shape: TokenShape, inputs: Tensors, exact: bool = False) -> Run:
+    reference = op.exact if exact and op.exact is not None else op.reference
+    call = lambda: dict(zip(op.outputs, reference(shape, inputs), strict=True))
+    return Run(call, trained(op, inputs))
