@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +17,25 @@ _CELL_WIDTH = 100  # characters on the screen: CUDA kernels have longer names, w
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where to run; is_tiny: sizes that a CPU does in seconds, to test the bench itself."""
+    """Where to run; is_tiny: sizes that a CPU does in seconds, to test the bench itself.
+
+    deadline: of time.perf_counter; what would end later is left out, with a note. keep: give it what
+    there is after each row, so that a run that is killed leaves that much.
+    """
 
     device: torch.device
     is_tiny: bool
+    deadline: float = math.inf
+    keep: Callable[[Outcome], None] = lambda outcome: None
 
     @property
     def seconds(self) -> float:
         """How long to sample each figure."""
         return 0.03 if self.is_tiny else 0.4
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ from bench.step_cases import (
     best_rows,
     measure_case,
 )
-from bench.step_models import MODELS, SIDES, free_memory
+from bench.step_models import MODELS
+from bench.step_sides import SIDES, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
 
 SHOWN = (

@@ -20,18 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.agreement import compare_sides
 from bench.outcome import Row
-from bench.step_models import (
-    LORA_RANK,
-    MODELS,
-    SIDES,
-    Side,
-    Variant,
-    draw_batch,
-    draw_block_input,
-    free_memory,
-)
+from bench.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
 from bench.step_optimizers import UPDATES
+from bench.step_sides import SIDES, Side, free_memory
 from bench.timing import spread, wait_for
+from cogfast.kernels.attention_backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.train.throughput import peak_flops, train_flops
 
@@ -106,6 +99,9 @@ class _Prepared:
 def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     """A row of figures, and what is wrong: sides that disagree are not timed."""
     variant = plan.variant(case)
+    default = "PyTorch's choice"
+    if plan.device.type == "cuda":
+        default = default_backend(plan.device, plan.dtype, variant.config.head_width)
     row: dict[str, object] = {
         "model": case.model,
         "what": case.what,
@@ -118,7 +114,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
         "num_tokens": variant.num_tokens,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "ours_kernels": plan.kernels,
-        "ours_attention_backend": plan.attention_backend or "PyTorch's choice",
+        "ours_attention_backend": plan.attention_backend or default,
         "diffusers_attention_backend": "PyTorch's choice",
     }
     agreement, wrong = _agree(case, plan, variant)

@@ -1,0 +1,255 @@
+"""The two sides of bench.step: our transformer and diffusers' CogVideoXTransformer3DModel, with the
+same weights, in the same dtype, trained whole or by LoRA.
+
+Both are used as their users would: diffusers' model with its own modules and F.scaled_dot_product_
+attention, adapters by peft, checkpointing by the function that it has for that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.step_models import Batch, BlockInput, Variant
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
+from cogfast.model.weights.diffusers import diffusers_names
+
+
+class Side(Protocol):
+    """What is measured of a model: a whole forward pass, and one block forward and backward."""
+
+    network: nn.Module
+
+    def forward(self, batch: Batch) -> Tensor:
+        """-> [B, C, T, h, w]."""
+
+    def use_checkpointing(self, is_on: bool) -> None:
+        """Run each block again in the backward pass instead of keeping its activations."""
+
+    def compile_blocks(self) -> None:
+        """torch.compile on every block."""
+
+    def block_call(self, given: BlockInput) -> Callable[[], None]:
+        """The first block, forward and backward, on tensors that are laid out as it wants them."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the trained parameters, by diffusers' names."""
+
+
+class Ours:
+    """cogfast's DiffusionTransformer."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        with torch.device(variant.device):
+            network = assemble_transformer(variant.config)
+        randomize(network, seed=0)
+        self.network = network.to(variant.dtype).train()
+        kernels = choose_kernels(variant.kernels, variant.attention_backend)
+        self.network.use_kernels(kernels)
+        is_lora = variant.config.lora_rank is not None
+        never = ("position_table.weight", *network.unused_parameter_names())
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(is_lora_parameter(name) if is_lora else name not in never)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.network(batch.latents, batch.timesteps, batch.text)
+
+    def use_checkpointing(self, is_on: bool) -> None:
+        self.network.config = replace(self.network.config, checkpoint_activations=is_on)
+
+    def compile_blocks(self) -> None:
+        # as cogfast.train.compilers does, which needs the packages that read a configuration
+        for block in self.network.blocks:
+            block.compile(fullgraph=True)
+
+    def block_call(self, given: BlockInput) -> Callable[[], None]:
+        block, hidden = self.network.blocks[0], given.hidden.clone().requires_grad_()
+        conditioning = nn.functional.silu(given.conditioning)
+        num_text, rotation = self.variant.config.text_length, self.network.rotary(self.variant.grid)
+        run: Callable[..., Tensor] = block
+        if self.network.config.checkpoint_activations:
+            run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+
+        def call() -> None:
+            output = run(hidden, conditioning, num_text, rotation)
+            output.backward(given.given)
+            _drop_gradients([hidden, *block.parameters()])
+
+        return call
+
+    def gradients(self) -> dict[str, Tensor]:
+        trained = [(n, p) for n, p in self.network.named_parameters() if p.requires_grad]
+        return {theirs: part for n, p in trained for theirs, part in as_diffusers(n, p.grad)}
+
+
+class Theirs:
+    """diffusers' model with the weights that `Ours(variant)` starts with; its rotary table is made
+    once."""
+
+    def __init__(self, variant: Variant, dtype: torch.dtype | None = None) -> None:
+        """dtype: another than the variant's; the weights are rounded to the variant's all the same.
+
+        ImportError where diffusers, or peft for LoRA, is not installed.
+        """
+        from diffusers import CogVideoXTransformer3DModel
+        from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+        config, grid = variant.config, variant.grid
+        self.variant = variant
+        is_rotary = config.position == "rotary"
+        with torch.device("meta"):
+            network = CogVideoXTransformer3DModel(
+                num_attention_heads=config.num_attention_heads,
+                attention_head_dim=config.head_width,
+                in_channels=config.in_channels,
+                out_channels=config.out_channels,
+                time_embed_dim=config.time_embed_dim,
+                text_embed_dim=config.text_hidden_size,
+                num_layers=config.num_layers,
+                sample_width=config.latent_width,
+                sample_height=config.latent_height,
+                sample_frames=config.num_frames,
+                max_text_seq_length=config.text_length,
+                spatial_interpolation_scale=config.height_interpolation,
+                use_rotary_positional_embeddings=is_rotary,
+            )
+        # torch's own `to`: diffusers' warns of modules that this model has none of
+        network = nn.Module.to(network, dtype or variant.dtype).to_empty(device=variant.device)
+        network.norm_out.norm.eps = OUTPUT_NORM_EPS  # else outputs differ by 2e-5
+        network.requires_grad_(config.lora_rank is None)
+        if config.lora_rank is not None:
+            self._add_lora(network, config)
+        _copy_weights(Ours(variant).network, network)
+        self.network = network.train()
+        self.rotary = None
+        if is_rotary:
+            crops = ((0, 0), (grid.h, grid.w))
+            self.rotary = get_3d_rotary_pos_embed(
+                config.head_width, crops, (grid.h, grid.w), grid.t, device=variant.device
+            )
+
+    @staticmethod
+    def _add_lora(network: nn.Module, config: TransformerConfig) -> None:
+        from peft import LoraConfig
+
+        network.add_adapter(
+            LoraConfig(
+                r=config.lora_rank,
+                lora_alpha=config.lora_alpha,
+                target_modules=["to_q", "to_k", "to_v", "to_out.0"],
+                init_lora_weights=False,
+            )
+        )
+        nn.Module.to(network, network.proj_out.weight.dtype)  # peft makes adapters in float32
+
+    def forward(self, batch: Batch) -> Tensor:
+        latents = batch.latents.transpose(1, 2)
+        output = self.network(
+            latents, batch.text, batch.timesteps, image_rotary_emb=self.rotary, return_dict=False
+        )
+        return output[0].transpose(1, 2)
+
+    def use_checkpointing(self, is_on: bool) -> None:
+        if is_on:
+            self.network.enable_gradient_checkpointing()
+        else:
+            self.network.disable_gradient_checkpointing()
+
+    def compile_blocks(self) -> None:
+        for block in self.network.transformer_blocks:
+            block.compile(fullgraph=True)
+
+    def block_call(self, given: BlockInput) -> Callable[[], None]:
+        block, num_text = self.network.transformer_blocks[0], self.variant.config.text_length
+        split = lambda x: (x[:, num_text:].clone(), x[:, :num_text].clone())  # video, text
+        inputs = [x.requires_grad_() for x in split(given.hidden)]
+        gradients, conditioning, rotary = split(given.given), given.conditioning, self.rotary
+        run: Callable[..., tuple[Tensor, Tensor]] = block
+        if self.network.gradient_checkpointing:
+            run = partial(checkpoint, block, use_reentrant=False)
+
+        def call() -> None:
+            outputs = run(*inputs, conditioning, rotary)
+            torch.autograd.backward(outputs, gradients)
+            _drop_gradients([*inputs, *block.parameters()])
+
+        return call
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad for n, p in self.network.named_parameters() if p.requires_grad}
+
+
+SIDES: dict[str, Callable[[Variant], Side]] = {"ours": Ours, "diffusers": Theirs}
+
+
+@torch.no_grad()
+def randomize(network: nn.Module, seed: int) -> None:
+    """Every parameter normal, matrices about norm-keeping, norms and biases off their 1 and 0: fresh
+    weights hold zeros, which hide mistakes and draw less power."""
+    device = next(network.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, p in network.named_parameters():
+        if name == "position_table.weight":
+            continue
+        fan_in = p[0].numel() if p.dim() > 1 else 25
+        p.normal_(std=fan_in**-0.5, generator=generator)
+        if "norm" in name and name.endswith("weight") and p.dim() == 1:
+            p.add_(1.0)
+
+
+def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One of our tensors, or its gradient, as the parts that diffusers (and peft) names."""
+    module, _, kind = our_name.rpartition(".matrix_")
+    if module:  # an adapter: A.0, A.1, A.2 are of q, k, v
+        letter, part = kind.split(".")
+        parts = [name.removesuffix(".weight") for name in diffusers_names(f"{module}.weight")]
+        yield f"{parts[int(part)]}.lora_{letter}.default.weight", tensor
+        return
+    has_adapters = ".original." in our_name
+    names = diffusers_names(our_name.replace(".original.", "."))
+    for name, part in zip(names, _split(our_name, tensor, len(names)), strict=True):
+        owner, _, kind = name.rpartition(".")
+        yield (f"{owner}.base_layer.{kind}" if has_adapters else name), part
+
+
+def _split(our_name: str, tensor: Tensor, num_parts: int) -> Sequence[Tensor]:
+    """The inverse of cogfast.model.weights.diffusers.from_diffusers."""
+    if num_parts == 0:  # SAT's unused table
+        return ()
+    if ".modulation." in our_name:
+        # ours: video for both halves, then text; theirs: each half, video and then text
+        video_1, video_2, text_1, text_2 = tensor.chunk(4)
+        return torch.cat([video_1, text_1]), torch.cat([video_2, text_2])
+    return tensor.chunk(num_parts)
+
+
+@torch.no_grad()
+def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    targets = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    for our_name, tensor in ours.named_parameters():
+        for name, part in as_diffusers(our_name, tensor):
+            target = targets.pop(name)
+            target.copy_(part.reshape(target.shape))
+    assert not targets, f"without weights of ours: {sorted(targets)}"
+
+
+def _drop_gradients(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+def free_memory(device: torch.device) -> None:
+    """Let go of what nothing refers to, on the device too."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
