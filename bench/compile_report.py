@@ -1,6 +1,6 @@
 """What the kernels become on a GPU, without one: python -m bench.compile_report [--arch 90 80 100].
 
-Compiles the compile_cases() of every op file and prints, per kernel and architecture: registers per
+Compiles the compile_cases() of every file of kernels and prints, per kernel and architecture: registers per
 thread, bytes spilled, shared memory, programs that fit on a multiprocessor, 16-byte and all accesses
 of global memory, accesses of shared memory, barriers and instructions, counted in the machine code.
 Where a case breaks a limit of its own (they hold for sm_90, that nothing spills everywhere) the line
@@ -27,12 +27,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cogfast.kernels.launch import CompileCase
 
-OPS = {
-    "adaptive_layernorm": "cogfast.kernels.adaptive_layernorm",
-    "qk_norm_rope3d": "cogfast.kernels.qk_norm_rope3d",
-    "gelu": "cogfast.kernels.gelu",
-    "fused_ema_adam": "cogfast.kernels.fused_ema_adam",
-}
+KERNELS = Path(__file__).resolve().parents[1] / "cogfast" / "kernels"
+# Files that may have kernels; a file without compile_cases() of its own has none.
+FILES = {path.stem: f"cogfast.kernels.{path.stem}" for path in sorted(KERNELS.glob("[!_]*.py"))}
 ARCHES = (90, 80, 100)
 _NUM_PROCESSES = 2
 _LIMITED_ARCH = 90  # the limits beside the kernels are written for it
@@ -51,9 +48,9 @@ _ATOMIC = ("ATOM", "ATOMG", "RED", "REDG")
 
 
 def cases_of(module: str) -> list[CompileCase]:
-    """The compile_cases() of an op file; none of one that has none."""
+    """The compile_cases() of a file; none of one that has none of its own."""
     make = vars(importlib.import_module(module)).get("compile_cases")
-    return [] if make is None else make()
+    return make() if make is not None and make.__module__ == module else []
 
 
 def compile_case(case: CompileCase, arch: int) -> Figures:
@@ -172,10 +169,10 @@ def find_over(case: CompileCase, arch: int, figures: Mapping[str, int]) -> list[
 
 
 def _report_case(job: tuple[str, str, int, int]) -> Figures:
-    """A row: op, case, arch, the figures and `over`; in a process of the pool."""
-    op, module, index, arch = job
+    """A row: file, case, arch, the figures and `over`; in a process of the pool."""
+    name, module, index, arch = job
     case = cases_of(module)[index]
-    row = {"op": op, "case": case.name, "arch": arch}
+    row = {"file": name, "case": case.name, "arch": arch}
     try:
         figures = compile_case(case, arch)
     except Exception as error:  # whatever it is, the other kernels are still compiled
@@ -185,12 +182,12 @@ def _report_case(job: tuple[str, str, int, int]) -> Figures:
     return {**row, **figures, "over": find_over(case, arch, figures)}
 
 
-def report(ops: Sequence[str], arches: Sequence[int]) -> list[Figures]:
-    """A row for every case of the ops and every architecture."""
+def report(names: Sequence[str], arches: Sequence[int]) -> list[Figures]:
+    """A row for every case of the files and every architecture."""
     jobs = []
-    for op in ops:
-        cases = cases_of(OPS[op])
-        jobs += [(op, OPS[op], i, arch) for i in range(len(cases)) for arch in arches]
+    for name in names:
+        num_cases = len(cases_of(FILES[name]))
+        jobs += [(name, FILES[name], i, arch) for i in range(num_cases) for arch in arches]
     # a fork has torch and triton imported already
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_NUM_PROCESSES, mp_context=context) as pool:
@@ -216,7 +213,7 @@ def table(rows: Sequence[Figures]) -> str:
     cells = [["case", "sm", "warps", "spill", "LDG 16B/all (async)", "STG", *_COLUMNS.values(), ""]]
     for row in rows:
         over = f"OVER: {', '.join(row['over'])}" if row["over"] else ""
-        name = f"{row['op']} {row['case']}"
+        name = f"{row['file']} {row['case']}"
         if "registers" not in row:
             cells.append([name, str(row["arch"]), *[""] * (len(cells[0]) - 3), over])
             continue
@@ -235,7 +232,7 @@ def main(words: Sequence[str] | None = None) -> int:
         description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
     )
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=[_LIMITED_ARCH])
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--op", nargs="+", choices=FILES, default=list(FILES), metavar="FILE")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args(words)
     import triton

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.compile_report import OPS, cases_of, count_instructions, count_resident
+from bench.compile_report import FILES, cases_of, count_instructions, count_resident
 from tests.tiny_run import ROOT
 
 # Kernels whose figures are known, and limits that they keep or break.
@@ -90,7 +90,7 @@ def compile_cases():
 
 
 def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, dict, str]:
-    """Exit status, rows by (op, case, arch) and what was printed, of a child that may compile."""
+    """Exit status, rows by (file, case, arch) and what was printed, of a child that may compile."""
     start = ["-c", code] if code else ["-m", "bench.compile_report"]
     out = folder / "report.json"
     done = subprocess.run(
@@ -104,7 +104,7 @@ def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, d
     )
     assert out.is_file(), done.stdout[-2000:] + done.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
-    return done.returncode, {(r["op"], r["case"], r["arch"]): r for r in rows}, done.stdout
+    return done.returncode, {(r["file"], r["case"], r["arch"]): r for r in rows}, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def toy(tmp_path_factory) -> tuple[int, dict, str]:
     code = (
         "import os, sys; os.environ.pop('TRITON_INTERPRET', None)\n"
         "from bench import compile_report\n"
-        "compile_report.OPS['toy'] = 'toy_kernels'\n"
+        "compile_report.FILES['toy'] = 'toy_kernels'\n"
         "sys.exit(compile_report.main())"
     )
     return run(["--op", "toy", "--arch", "90", "80"], folder, code)
@@ -204,8 +204,8 @@ def test_every_kernel_keeps_its_limits(tmp_path: Path) -> None:
     """For sm_90; for sm_80 and sm_100 that they compile and nothing spills."""
     status, rows, printed = run(["--arch", "90", "80", "100"], tmp_path)
     assert status == 0, printed
-    expected = {(op, case.name) for op, module in OPS.items() for case in cases_of(module)}
-    assert {(op, case) for op, case, _ in rows} == expected
+    expected = {(name, case.name) for name, module in FILES.items() for case in cases_of(module)}
+    assert {(name, case) for name, case, _ in rows} == expected
     assert len(rows) == 3 * len(expected), "two cases of one name"
     for row in rows.values():
         assert row["atomics"] == 0, "two runs would differ"
