@@ -54,6 +54,10 @@ class TrainArguments:
     model_parallel_size: int = 1
     kernels: Literal["triton", "torch"] = "triton"  # torch: plain PyTorch in their place
     compile: bool = False  # each block by torch.compile
+    # auto: on a GPU the fastest at the run's shape, measured once and kept in the checkpoint
+    attention_backend: Literal[
+        "auto", "fa4", "fa3", "fa2", "cudnn", "flash", "efficient", "math"
+    ] = "auto"
     checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
     force_train: bool = False  # train even where the weights of args.load lack some
     bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none

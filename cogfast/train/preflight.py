@@ -23,6 +23,7 @@ from cogfast.shapes import (
     num_pixel_frames,
 )
 from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
 from cogfast.train.frozen_parts import check_frozen_parts, is_none
 from cogfast.train.trial_build import try_diffusion, try_training_parts
@@ -67,6 +68,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_compilers(config, args)
     _check_world(config, args, world_size)
     network = _network(config)
+    check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     if network.get("lora_rank") is not None and args.load is None:
         raise ValueError(
             "args.load is missing: LoRA adapts weights that exist, random ones give it no gradient; "
@@ -102,6 +104,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     check_compilers(config, args)
     try_diffusion(config)
     network = _network(config)
+    check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     wants_image = network["in_channels"] > network["out_channels"]
     if wants_image and not has_images:
         raise ValueError("the model makes a video of an image; give --image PNG or prompt@@image")

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.data.clip_transform import resize_and_center_crop
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.run import find_run_checkpoint
 from cogfast.shapes import SPATIAL_COMPRESSION, num_pixel_frames
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
+from cogfast.train.attention_choice import choose_for_sampling
+from cogfast.train.checkpoint import read_manifest
 from cogfast.train.generate import DEFAULT_FPS, LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.preflight import check_sample
 from cogfast.train.process_groups import start_processes
@@ -46,6 +50,10 @@ def sample(
     transformer = assemble_transformer(
         config, args, groups.device, weights, ema, allow_missing=args.force_inference
     ).eval()
+    run = None if weights is None else find_run_checkpoint(Path(weights))
+    stored = None if run is None else read_manifest(run).get("attention_backend")
+    attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
+    transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
     encoder = assemble_encoder(config, args, transformer, groups.device)
     diffusion = assemble_diffusion(config)
     size = _latent_size(config, args, transformer, encoder.image_input, images)

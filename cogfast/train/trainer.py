@@ -12,6 +12,8 @@ from torch import Tensor
 from cogfast.config import Config
 from cogfast.data.batches import to_device
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
@@ -22,7 +24,8 @@ from cogfast.train.assembly import (
     assemble_encoder,
     assemble_transformer,
 )
-from cogfast.train.checkpoint import load_checkpoint, save_checkpoint
+from cogfast.train.attention_choice import choose_for_training
+from cogfast.train.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.gradient_check import GradientCheck
@@ -63,6 +66,8 @@ class Trainer:
         transformer = assemble_transformer(
             config, args, self.groups.device, allow_missing=args.force_train
         )
+        self.attention_backend = self._choose_attention(transformer)
+        transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
         self.diffusion = assemble_diffusion(config)
         self.encoder = assemble_encoder(config, args, transformer, self.groups.device)
         self.gradient_check = GradientCheck(transformer)
@@ -249,12 +254,20 @@ class Trainer:
             "global_batch": self.global_batch,
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
+            "attention_backend": self.attention_backend,
         }
         folder = self.folder / "checkpoints"
         keep_last = self.args.keep_last
         if save_checkpoint(folder, self.step, self.engine, self.groups, state, keep_last):
             self.saved_step = self.step
         metrics.restart_clock()
+
+    def _choose_attention(self, transformer: DiffusionTransformer) -> str | None:
+        """The name of a backend, or None; a run that goes on keeps the one that it had."""
+        stored = None
+        if self.checkpoint is not None:
+            stored = read_manifest(self.checkpoint).get("attention_backend")
+        return choose_for_training(self.config, self.args, transformer.config, self.groups, stored)
 
     def _resume(self) -> None:
         manifest = load_checkpoint(self.checkpoint, self.engine)
