@@ -40,13 +40,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A bar for every label and series; `line` is drawn across, as (name, value)."""
+    """A bar for every label and series; `line` is drawn across, as (name, value); `marks`, as (name,
+    a value per label), each across the bars of its label."""
 
     title: str
     unit: str
     labels: Sequence[str]
     series: Mapping[str, Sequence[float]]
     line: tuple[str, float] | None = None
+    marks: tuple[str, Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ def draw(bars: Bars, path: Path) -> str:
     if bars.line is not None:
         name, value = bars.line
         axes.axvline(value, color="black", lw=1, ls="--", label=f"{name}: {value:.3g}")
+    if bars.marks is not None:
+        name, values = bars.marks
+        bottoms = [place - 0.45 for place in range(len(values))]
+        tops = [place + 0.45 for place in range(len(values))]
+        axes.vlines(values, bottoms, tops, color="black", lw=2, label=name)
     axes.set_yticks(range(len(bars.labels)), bars.labels)
     axes.invert_yaxis()
     axes.margins(x=0.1)
