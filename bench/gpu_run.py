@@ -1,11 +1,18 @@
 """Everything that needs a GPU to be checked or measured: python -m bench.gpu_run PART --out DIR.
 
-PART is a piece (facts, rates, matmul, goldens, train, attention) or a set of them: `first` is all,
-under 8 minutes on one H200. Each piece prints a table and writes DIR/<piece>.json, units in the
-keys. A piece that fails says so there, the others still run, and the exit status is 1.
+PART is a piece or a set of them, each under 9 minutes on one H100 or H200:
+    first      facts, rates, matmul, goldens, train, attention
+    ops        kernel_tests, op_times, attention, launches: the kernels' tests in bf16, fp16 and fp32,
+               their times against the copy rate and the peers, every attention backend, and the
+               launch configurations worth trying
+    2b, 5b     one block and one training step against diffusers' model
+Each piece prints a table and writes DIR/<piece>.json, units in the keys, again after every row: a
+run that is killed leaves what it had. What --minutes has no room for is left out, with a note there.
+A piece that fails says so in its file, the others still run, and the exit status is 1.
 
 It needs torch and matplotlib; goldens and train also omegaconf, einops, safetensors and, train alone,
-deepspeed and tensorboard. No network, no video decoder, no weights.
+deepspeed and tensorboard; kernel_tests and op_times pytest. Peers that are not installed are named.
+No network, no video decoder, no weights.
 
 Without a GPU, `--device cpu --tiny` runs the same code at small sizes, as a test of this program;
 those numbers mean nothing.
@@ -16,19 +23,26 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from bench.machine import describe_machine
 from bench.outcome import Outcome, Settings, draw, table
 from bench.timing import wait_for
 
 _TRACE_LINES = 12
+_DEFAULT_MINUTES = 9.0
+_LEAST_SECONDS = 10.0  # a piece needs more than that
+_RESERVE_SECONDS = (
+    20.0  # of a part's minutes: for starting, for plots, for a case that takes longer
+)
 
 
 # The imports stand inside: what one piece needs and the machine lacks must not stop the others.
@@ -68,15 +82,55 @@ def _attention(settings: Settings) -> Outcome:
     return measure_attention(settings)
 
 
+def _kernel_tests(settings: Settings) -> Outcome:
+    from bench.kernels_on_device import run_kernel_tests
+
+    return run_kernel_tests(settings)
+
+
+def _op_times(settings: Settings) -> Outcome:
+    from bench.ops import measure_ops
+
+    return measure_ops(settings)
+
+
+def _launches(settings: Settings) -> Outcome:
+    from bench.ops import sweep_launches
+
+    return sweep_launches(settings)
+
+
+def _2b(settings: Settings) -> Outcome:
+    from bench.step_on_device import measure_2b
+
+    return measure_2b(settings)
+
+
+def _5b(settings: Settings) -> Outcome:
+    from bench.step_on_device import measure_5b
+
+    return measure_5b(settings)
+
+
 PIECES: dict[str, Callable[[Settings], Outcome]] = {
     "facts": _facts,
     "rates": _rates,
     "matmul": _matmul,
     "goldens": _goldens,
     "train": _train,
-    "attention": _attention,  # last: others' kernels, the likeliest to break the CUDA context
+    "attention": _attention,
+    "kernel_tests": _kernel_tests,
+    "op_times": _op_times,
+    "launches": _launches,
+    "2b": _2b,
+    "5b": _5b,
 }
-PARTS: dict[str, Sequence[str]] = {"first": tuple(PIECES)}
+# Attention comes late: others' kernels, the likeliest to break the CUDA context. A part writes no
+# more than eight files.
+PARTS: dict[str, Sequence[str]] = {
+    "first": ("facts", "rates", "matmul", "goldens", "train", "attention"),
+    "ops": ("kernel_tests", "op_times", "attention", "launches"),
+}
 
 
 def run_piece(name: str, settings: Settings, out: Path) -> bool:
@@ -84,21 +138,36 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
     print(name, flush=True)
     report: dict[str, object] = {
         "piece": name,
-        "device": str(settings.device),
         "is_tiny": settings.is_tiny,
         "torch": torch.__version__,
-        "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **describe_machine(settings.device),
     }
+    if settings.device.type == "cuda":
+        report["gpu"] = torch.cuda.get_device_name(settings.device)
     started = time.perf_counter()
-    outcome = Outcome()
+
+    def write(outcome: Outcome, is_complete: bool) -> None:
+        seconds = round(time.perf_counter() - started, 2)
+        answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
+        text = json.dumps(
+            {**report, "is_complete": is_complete, "seconds": seconds, **answer}, indent=1
+        )
+        path = out / f"{name}.json"
+        path.with_suffix(".new").write_text(text + "\n")
+        path.with_suffix(".new").replace(path)  # whole, whenever the run is killed
+
+    kept = [Outcome()]
+
+    def keep(outcome: Outcome) -> None:
+        kept[0] = outcome
+        write(outcome, is_complete=False)
+
     try:
         if settings.device.type == "cuda":
-            report["gpu"] = torch.cuda.get_device_name(settings.device)
             gc.collect()
             torch.cuda.empty_cache()  # training has processes of its own on the same GPU
-        outcome = PIECES[name](settings)
+        kept[0] = PIECES[name](replace(settings, keep=keep))
         wait_for(settings.device)  # an error of the last kernel belongs to this piece
-        print(table(outcome))
     except Exception as error:  # whatever it is, it must not keep the other pieces from running
         lines = traceback.format_exc().splitlines()
         report["error"] = {
@@ -107,16 +176,26 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
             "trace": lines[-_TRACE_LINES:],
         }
         print("\n".join(f"  {line}" for line in lines[-_TRACE_LINES:]))
-    report["seconds"] = round(time.perf_counter() - started, 2)
-    report |= {"numbers": outcome.numbers, "rows": outcome.rows, "problems": outcome.problems}
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    outcome = kept[0]
+    write(outcome, is_complete="error" not in report)
+    print(table(outcome))
     if outcome.bars is not None:
         print(f"  {draw(outcome.bars, out / f'{name}.png')}")
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
     is_well = "error" not in report and not outcome.problems
-    print(f"  {'ok' if is_well else 'FAILED'}, {report['seconds']} s", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"  {'ok' if is_well else 'FAILED'}, {seconds:.1f} s", flush=True)
     return is_well
+
+
+def _skip(name: str, settings: Settings, out: Path) -> None:
+    """Leave a note in the file of a piece that there is no time for; what an earlier run left stays."""
+    note = f"{max(0.0, settings.seconds_left):.0f} s left; run this piece alone"
+    path = out / f"{name}.json"
+    if not path.exists():
+        path.write_text(json.dumps({"piece": name, "skipped": note}, indent=1) + "\n")
+    print(f"{name}\n  skipped: {note}", flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -129,18 +208,30 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes: a test of this program")
+    parser.add_argument(
+        "--minutes", type=float, default=_DEFAULT_MINUTES, help="leave out what would end later"
+    )
     arguments = parser.parse_args(words)
+    started = time.perf_counter()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu --tiny to try the program")
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("--device cpu: the full sizes take hours on a CPU; add --tiny")
 
+    if arguments.device == "cuda":  # before the first allocation: what fits, fits in pieces too
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(torch.device(arguments.device), arguments.tiny)
-    failed = []
+    deadline = started + 60 * arguments.minutes - _RESERVE_SECONDS
+    settings = Settings(torch.device(arguments.device), arguments.tiny, deadline)
+    failed, skipped = [], []
     for name in PARTS.get(arguments.part, (arguments.part,)):
-        if not run_piece(name, settings, arguments.out):
+        if settings.seconds_left < _LEAST_SECONDS:
+            _skip(name, settings, arguments.out)
+            skipped.append(name)
+        elif not run_piece(name, settings, arguments.out):
             failed.append(name)
+    if skipped:
+        print(f"skipped: {', '.join(skipped)}")
     print(f"failed: {', '.join(failed)}" if failed else "all well")
     return 1 if failed else 0
 

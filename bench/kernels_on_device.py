@@ -1,0 +1,60 @@
+"""The tests of the kernels that need a GPU, in a process of their own: pytest -k gpu."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from bench.outcome import Outcome, Settings
+
+_ROOT = Path(__file__).resolve().parents[1]
+_FILES = (*("adaptive_layernorm", "qk_norm_rope3d", "gelu", "fused_ema_adam", "flash_attention"),)
+_TIMEOUT_SECONDS = 300
+_LINES = 15  # of the end of what pytest says, where it could not run
+
+
+def run_kernel_tests(settings: Settings) -> Outcome:
+    """Counts, and a problem for each test that fails; on a CPU all of them are skipped."""
+    paths = [f"tests/test_{name}.py" for name in _FILES]
+    present = [path for path in paths if (_ROOT / path).is_file()]
+    environment = dict(os.environ)
+    if settings.device.type == "cuda":
+        environment["COGFAST_TEST_ON_GPU"] = "1"  # tests/conftest.py hides the GPU otherwise
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = [sys.executable, "-m", "pytest", "-q", "-k", "gpu", f"--junitxml={report}"]
+        words += ["-p", "no:cacheprovider", *present]
+        # a limit of its own: what there is then is lost, and the pieces that follow are not
+        limit = max(1.0, min(_TIMEOUT_SECONDS, settings.seconds_left))
+        done = subprocess.run(
+            words, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=limit
+        )
+        if not report.is_file():
+            end = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES:])
+            raise RuntimeError(f"pytest wrote no report, exit status {done.returncode}\n{end}")
+        return judge(report.read_text())
+
+
+def judge(report: str) -> Outcome:
+    """pytest's JUnit report -> counts and rows, one per file, and the failures."""
+    counts: dict[str, dict[str, float]] = {}
+    problems = []
+    for case in ET.fromstring(report).iter("testcase"):
+        name, file = case.get("name", ""), case.get("classname", "")
+        row = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+        row["seconds"] += float(case.get("time", 0))
+        wrong = next(
+            (x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None
+        )
+        if wrong is not None:
+            row["failed"] += 1
+            problems.append(f"{file}::{name}: {(wrong.get('message') or '').splitlines()[:1]}")
+        else:
+            row["passed" if case.find("skipped") is None else "skipped"] += 1
+    rows = [{"file": file, **row} for file, row in counts.items()]
+    totals = {key: sum(row[key] for row in rows) for key in ("passed", "failed", "skipped")}
+    return Outcome(totals, rows, ("file", "passed", "failed", "skipped", "seconds"), problems)
