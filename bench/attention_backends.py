@@ -1,4 +1,4 @@
-"""Attention at the token count of 49 x 480 x 720, by whatever there is: forward and backward.
+"""Attention at the token count of 49 x 480 x 720, by every backend: forward and backward.
 
 Rates count 4 S^2 H D operations forward and 2.5 times that backward, FlashAttention's convention.
 Every backend's output and gradients are compared with plain float32 arithmetic on two heads: the
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from bench.outcome import Bars, Outcome, Row, Settings
 from bench.timing import num_buffer_sets, spread, time_calls, wait_for
+from cogfast.kernels.attention_backends import BACKENDS, why_not
 from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
 
 _SHAPES = ((1, 17776, 48, 64), (1, 17776, 30, 64))  # 5B, 2B
-_MATH_SHAPE = (1, 2048, 48, 64)  # its score matrix of the full size would be 30 GB
+_MATH_SHAPE = (1, 2048, 48, 64)  # the full size takes it seconds
 _TINY_SHAPES, _TINY_MATH_SHAPE = ((1, 160, 3, 64), (1, 144, 2, 64)), (1, 96, 3, 64)
+_DTYPE = torch.bfloat16
 _BACKWARD = 2.5  # times the forward's operations: five products against two
 _RELATIVE_FLOOR = 1e-3  # a quarter of bf16's spacing
-_NOT_BUILT = ("No available kernel", "No viable backend")  # torch, of a backend that cannot run
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +37,17 @@ class Backend:
     run: Attention
 
 
-def _sdpa(backend: SDPBackend) -> Attention:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-    return run
-
-
-DEFAULT = Backend("cogfast default", flash_attention)
-MATH = Backend("SDPA math", _sdpa(SDPBackend.MATH))
-FUSED = (
-    Backend("SDPA cuDNN", _sdpa(SDPBackend.CUDNN_ATTENTION)),
-    Backend("SDPA flash", _sdpa(SDPBackend.FLASH_ATTENTION)),
-    Backend("SDPA efficient", _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-)
-
-
-def _flash_attention_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flash_attn.cute import flash_attn_func
-
-    return flash_attn_func(q, k, v)[0]  # and the log-sum-exp
-
-
-FLASH_4 = Backend("flash-attn 4", _flash_attention_4)
+DEFAULT = Backend("default", flash_attention)
+NAMED = tuple(Backend(name, partial(flash_attention, backend=name)) for name in BACKENDS)
 
 
 def measure_attention(settings: Settings) -> Outcome:
     shapes = _TINY_SHAPES if settings.is_tiny else _SHAPES
-    cases = [(backend, shape) for shape in shapes for backend in (DEFAULT, *FUSED)]
-    cases.append((MATH, _TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE))
-    # last: what breaks the CUDA context must not take the others with it
-    cases += [(FLASH_4, shape) for shape in shapes]
+    # others' packages stand behind PyTorch's own there: what breaks the CUDA context comes last
+    fused = [backend for backend in (DEFAULT, *NAMED) if backend.name != "math"]
+    (plain,) = (backend for backend in NAMED if backend.name == "math")
+    cases = [(plain, _TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE)]
+    cases += [(backend, shape) for backend in fused for shape in shapes]
     rows, problems = [], []
     for backend, shape in cases:
         row, wrong = measure_backend(settings, backend, shape)
@@ -91,26 +69,28 @@ def measure_attention(settings: Settings) -> Outcome:
 def measure_backend(
     settings: Settings, backend: Backend, shape: Sequence[int]
 ) -> tuple[Row, list[str]]:
-    """A row of figures and what is wrong with them; a backend that cannot run says so instead."""
+    """A row of figures and what is wrong with them; a backend that cannot run says why instead."""
     row = {"backend": backend.name, "shape_bshd": list(shape)}
+    if backend.name in BACKENDS:
+        reason = why_not(backend.name, settings.device, _DTYPE, shape[-1])
+        if reason is not None:
+            return {**row, "unavailable": reason}, []
     try:
         figures, wrong = _measure(settings, backend.run, shape)
-    except ImportError as error:
-        return {**row, "unavailable": str(error)}, []
     except Exception as error:  # whatever it is, the other backends are still measured
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, RuntimeError) and str(error).startswith(_NOT_BUILT):
-            return {**row, "unavailable": "torch has none for this device and shape"}, []
         return {**row, "error": text}, [f"{backend.name} {list(shape)}: {text}"]
     return {**row, **figures}, [f"{backend.name} {list(shape)}: {text}" for text in wrong]
 
 
 def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[Row, list[str]]:
     b, s, h, d = shape
-    draw = lambda: torch.randn(b, s, h, d, dtype=torch.bfloat16, device=settings.device)
+    draw = lambda *size: torch.randn(size, dtype=_DTYPE, device=settings.device)
+    make_v = lambda: draw(b, s, 3, h, d)[:, :, 2]  # a part of packed qkv, as in the model
+    make = lambda: draw(b, s, h, d)
     bytes_per_set = 4 * 2 * b * s * h * d
     sets = [
-        ([draw().requires_grad_() for _ in range(3)], draw())
+        ([x.requires_grad_() for x in (make(), make(), make_v())], make())
         for _ in range(num_buffer_sets(bytes_per_set, settings.device))
     ]
     outputs = [run(*qkv) for qkv, _ in sets]
