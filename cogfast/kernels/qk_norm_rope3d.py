@@ -1,9 +1,19 @@
 """LayerNorm of every query and key head, then rotation of the video rows by their 3-D position.
 
-    (a, b) -> (a cos - b sin, a sin + b cos)      for neighbouring entries a, b of a normed head
-
+Forward, for a head x [D] of q or k, with xhat = (x - mean) rstd:
+    n = xhat weight + bias
+    (a, b) -> (a cos - b sin, a sin + b cos)      for neighbouring entries a, b of n
 The first D/8 pairs of a head turn with the token's time, 3D/16 with its row, 3D/16 with its column.
 Text rows, which stand in front, are normed and not rotated.
+
+Backward: turning the gradient of the result by the negative angle gives g, the gradient of n, and
+    dx = rstd (g weight - mean(g weight) - xhat mean(g weight xhat))
+    dweight = sum of g xhat,  dbias = sum of g      over all tokens and heads
+
+Bytes, with U those of a [B, S, H, D] activation: forward moves 4 U (q and k are read where the QKV
+linear left them), backward 8 U: it reads dq, dk, dv, q and k and writes the packed gradient whole,
+for which q, k and v apart and a stack would take 12. Mean and rstd are worked out again, since the
+row is at hand. On a GPU: not measured.
 """
 
 from dataclasses import dataclass
@@ -12,8 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cogfast.kernels.launch import check_tensor, refuse
+from cogfast.kernels.qk_norm_rope3d_launch import launch_backward, launch_forward
+
 EPS = 1e-6  # of the head norms, in every member of the family
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm
+_OP = "qk_norm_rope3d"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +57,16 @@ class Rotation:
         return torch.cat([video.new_ones(num_text, video.shape[1]), video])
 
 
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """x [B, S, H, D] float32, rotation [S, D/2] complex (cos + i sin) -> [B, S, H, D]."""
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [B, S, H, D] float32, angles [S, D/2] complex (cos + i sin) -> [B, S, H, D]."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
-    return torch.view_as_real(pairs * rotation[:, None]).flatten(-2)
+    return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
+
+
+def _rotate_(x: Tensor, angles: Tensor) -> Tensor:
+    """The same in place."""
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(angles[:, None])
+    return x
 
 
 def qk_norm_rope3d_reference(
@@ -74,6 +94,133 @@ def qk_norm_rope3d_reference(
     return turned[0], turned[1], v
 
 
+@torch.library.custom_op("cogfast::qk_norm_rope3d", mutates_args=(), device_types="cuda")
+def _qk_norm_rope3d(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_weight: Tensor | None,
+    k_bias: Tensor | None,
+    table: Tensor | None,
+    num_text: int,
+    t: int,
+    h: int,
+    w: int,
+    has_norm: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    affine = (q_weight, q_bias, k_weight, k_bias)
+    return launch_forward(qkv, *affine, table, num_text, t, h, w, has_norm, eps)
+
+
+@_qk_norm_rope3d.register_kernel("cpu")
+def _(
+    qkv, q_weight, q_bias, k_weight, k_bias, table, num_text, t, h, w, has_norm, eps
+) -> tuple[Tensor, Tensor]:
+    angles = None if table is None else Rotation(table, t, h, w).per_row(num_text)
+    turned = []
+    for x, norm in ((qkv[:, :, 0], (q_weight, q_bias)), (qkv[:, :, 1], (k_weight, k_bias))):
+        if angles is not None:
+            x = x.float()
+        if has_norm:
+            weight, bias = (None if p is None else p.to(x.dtype) for p in norm)
+            x = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        if angles is not None:
+            # in place where x is the norm's result
+            x = _rotate_(x, angles) if has_norm else _rotate(x, angles)
+        turned.append(x.to(qkv.dtype))
+    return turned[0], turned[1]
+
+
+@_qk_norm_rope3d.register_fake
+def _(
+    qkv, q_weight, q_bias, k_weight, k_bias, table, num_text, t, h, w, has_norm, eps
+) -> tuple[Tensor, Tensor]:
+    b, s, _, num_heads, width = qkv.shape
+    return qkv.new_empty(b, s, num_heads, width), qkv.new_empty(b, s, num_heads, width)
+
+
+@torch.library.custom_op("cogfast::qk_norm_rope3d_backward", mutates_args=(), device_types="cuda")
+def _qk_norm_rope3d_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    table: Tensor | None,
+    num_text: int,
+    t: int,
+    h: int,
+    w: int,
+    has_norm: bool,
+    eps: float,
+    needs_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    weights = (q_weight, k_weight)
+    grids = (num_text, t, h, w)
+    return launch_backward(dq, dk, dv, qkv, *weights, table, *grids, has_norm, eps, needs_sums)
+
+
+@_qk_norm_rope3d_backward.register_kernel("cpu")
+def _(
+    dq, dk, dv, qkv, q_weight, k_weight, table, num_text, t, h, w, has_norm, eps, needs_sums
+) -> tuple[Tensor, Tensor]:
+    angles = None if table is None else Rotation(table, t, h, w).per_row(num_text).conj_physical()
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype)
+    sums = []
+    for i, (g, weight) in enumerate(((dq, q_weight), (dk, k_weight))):
+        g = g.float()
+        if angles is not None:
+            g = _rotate(g.contiguous(), angles)
+        if has_norm:
+            x, shape = qkv[:, :, i].float().contiguous(), qkv.shape[-1:]
+            # given or not, a weight is what the gradients of weight and bias are made by
+            weight = x.new_ones(shape) if weight is None else weight.float()
+            _, mean, rstd = torch.native_layer_norm(x, shape, None, None, eps)
+            mask = [True, needs_sums, needs_sums]
+            g, *parts = torch.ops.aten.native_layer_norm_backward(
+                g, x, shape, mean, rstd, weight, torch.zeros_like(weight), mask
+            )
+            sums += parts if needs_sums else []
+        dqkv[:, :, i] = g
+    dqkv[:, :, 2] = dv
+    width = qkv.shape[-1]
+    return dqkv, torch.stack(sums) if sums else torch.empty(0, width)
+
+
+@_qk_norm_rope3d_backward.register_fake
+def _(
+    dq, dk, dv, qkv, q_weight, k_weight, table, num_text, t, h, w, has_norm, eps, needs_sums
+) -> tuple[Tensor, Tensor]:
+    rows, width = 4 if needs_sums else 0, qkv.shape[-1]
+    return qkv.new_empty(qkv.shape), qkv.new_empty(rows, width, dtype=torch.float32)
+
+
+class _QkNormRope3d(torch.autograd.Function):
+    """The ops with v beside q and k, so that the gradients of all three meet."""
+
+    @staticmethod
+    def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, *numbers):
+        affine = (q_weight, q_bias, k_weight, k_bias)
+        q, k = _qk_norm_rope3d(qkv, *affine, table, *numbers)
+        ctx.save_for_backward(qkv, *affine, table)
+        ctx.numbers = numbers
+        return q, k, qkv[:, :, 2]
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv, *affine, table = ctx.saved_tensors
+        needs = [
+            p is not None and n for p, n in zip(affine, ctx.needs_input_grad[1:5], strict=True)
+        ]
+        dqkv, sums = _qk_norm_rope3d_backward(
+            dq, dk, dv, qkv, affine[0], affine[2], table, *ctx.numbers, any(needs)
+        )
+        grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
+        return dqkv, *grads, *[None] * (1 + len(ctx.numbers))
+
+
 def qk_norm_rope3d(
     qkv: Tensor,
     query_norm: Affine | None,
@@ -81,5 +228,51 @@ def qk_norm_rope3d(
     rotation: Rotation | None,
     num_text: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, S, H, D] of packed qkv [B, S, 3, H, D], see the reference above."""
-    return qk_norm_rope3d_reference(qkv, query_norm, key_norm, rotation, num_text)
+    """q, k, v [B, S, H, D] of packed qkv [B, S, 3, H, D], see the reference above. Both norms, or
+    none, are given. On a GPU D is a multiple of 16 up to 128."""
+    _check(qkv, query_norm, key_norm, rotation, num_text)
+    has_norm = query_norm is not None
+    if not has_norm and rotation is None:
+        return qkv.unbind(2)
+    affine = (*query_norm, *key_norm) if has_norm else (None,) * 4
+    if rotation is None:
+        table, grid = None, (1, 1, 1)
+    else:
+        table, grid = rotation.table, (rotation.t, rotation.h, rotation.w)
+    return _QkNormRope3d.apply(qkv, *affine, table, num_text, *grid, has_norm, EPS)
+
+
+def _check(
+    qkv: Tensor,
+    query_norm: Affine | None,
+    key_norm: Affine | None,
+    rotation: Rotation | None,
+    num_text: int,
+) -> None:
+    """Refuse what the ops do not take, in one line."""
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        refuse(_OP, "qkv", qkv, "its shape must be [B, S, 3, H, D]")
+    check_tensor(_OP, "qkv", qkv, qkv.shape)
+    num_tokens, width = qkv.shape[1], qkv.shape[4]
+    if qkv.device.type == "cuda" and (width % 16 or width > 128):
+        refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 up to 128")
+    if (query_norm is None) != (key_norm is None):
+        missing = "query_norm" if query_norm is None else "key_norm"
+        refuse(_OP, missing, None, "both norms must be given, or none")
+    for side, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
+        for name, parameter in zip(("weight", "bias"), norm or (None, None), strict=True):
+            if parameter is not None:
+                check_tensor(_OP, f"{side} {name}", parameter, (width,), qkv, any_dtype=True)
+    if rotation is None:
+        return
+    table, t, h, w = rotation.table, rotation.t, rotation.h, rotation.w
+    if num_text + t * h * w != num_tokens:
+        rule = f"{num_text} text rows and {t}x{h}x{w} video rows must be its S"
+        refuse(_OP, "qkv", qkv, rule)
+    if width % 16:
+        refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 to be rotated")
+    check_tensor(
+        _OP, "rotation.table", table, (2, width // 16 * (2 * t + 3 * (h + w))), qkv, any_dtype=True
+    )
+    if table.dtype != torch.float32 or not table.is_contiguous():
+        refuse(_OP, "rotation.table", table, "it must be float32 and contiguous")
