@@ -1,0 +1,49 @@
+#! /bin/bash
+# Profiles a few steps of a run with NVIDIA's Nsight Systems and prints where their time went. The
+# words are those of `cogfast train`; the run ends after the last profiled step:
+#   scripts/profile_nsys.sh --base configs/cogvideox_2b.yaml configs/sft.yaml args.load=...
+#   NPROC=8 START=20 STEPS=3 BLOCKS=true OUT=runs/5b scripts/profile_nsys.sh --base ...
+# NPROC: GPUs of this machine. START: steps done before the profile begins. BLOCKS: a range for every
+# block of the network, too. OUT: the report's name, without .nsys-rep, which `nsys-ui` opens.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+NPROC=${NPROC:-1} START=${START:-10} STEPS=${STEPS:-3}
+OUT=${OUT:-runs/nsys-$(date +%Y-%m-%d-%H-%M-%S)}
+if ! command -v nsys > /dev/null; then
+    echo "$0: nsys is not on PATH; install NVIDIA Nsight Systems, or run" \
+        "\`cogfast train ... args.profiling=$START\`, which writes a profile into its run folder" >&2
+    exit 2
+fi
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+if [ "$NPROC" = 1 ]; then
+    launch=(python -m cogfast)
+else
+    launch=(torchrun --standalone --nproc_per_node="$NPROC" -m cogfast)
+fi
+
+mkdir -p "$(dirname "$OUT")"
+rm -f "$OUT.nsys-rep" "$OUT.sqlite"
+# The run itself starts and stops the capture (cudaProfilerStart); without end=stop nsys would then
+# end the run, in the middle of its checkpoint. Sampling the CPU needs rights that few users have.
+nsys profile \
+    --capture-range=cudaProfilerApi \
+    --capture-range-end=stop \
+    --trace=cuda,nvtx,osrt,cudnn,cublas \
+    --cuda-memory-usage=true \
+    --sample=none \
+    --cpuctxsw=none \
+    --output="$OUT" \
+    "${launch[@]}" train "$@" \
+    args.profiling="$START" args.profiling_steps="$STEPS" \
+    args.profiling_blocks="${BLOCKS:-false}" args.exit_interval=$((START + STEPS))
+
+if [ ! -f "$OUT.nsys-rep" ]; then
+    echo "$0: no report: the run did no step after step $START, or found no GPU" >&2
+    exit 1
+fi
+# Time by range on the host and on the GPU, then by kernel, by copy and by call of CUDA.
+for report in nvtx_sum nvtx_gpu_proj_sum cuda_gpu_kern_sum cuda_gpu_mem_time_sum cuda_api_sum; do
+    nsys stats --report="$report" "$OUT.nsys-rep" || echo "$report: not a report of this nsys" >&2
+done
+echo "$OUT.nsys-rep"
