@@ -18,6 +18,7 @@ from cogfast.train import attention_choice
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.attention_choice import (
     Measured,
+    check_attention,
     choose_for_training,
     fastest,
     measure,
@@ -281,6 +282,26 @@ def test_a_name_that_cannot_run_says_what_can(
     )
     assert capsys.readouterr().err.strip().endswith(wanted)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_deterministic_run_may_not_name_cudnn(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before torch is asked to be deterministic, and before any GPU work."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
+    words = ["args.attention_backend=cudnn", "args.bf16=true"]
+    config = load_config([base], words)
+    check_attention(config, TrainArguments.from_config(config), 64)
+    config = load_config([base], [*words, "args.deterministic=true"])
+    wanted = (
+        "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
+        "runs must; here these can: auto, flash, efficient, math$"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        check_attention(config, TrainArguments.from_config(config), 64)
 
 
 def test_an_unknown_name_is_refused(base: Path, capsys: pytest.CaptureFixture) -> None:

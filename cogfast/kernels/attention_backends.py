@@ -191,7 +191,7 @@ def _fa3_backward(
 
 
 def _fa4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    # two values in the first releases, four in later ones
+    # what follows out and lse differs from release to release
     out, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=False, return_lse=True
     )
