@@ -6,8 +6,11 @@ Under nsys the capture is nsys's (scripts/profile_nsys.sh); without it PyTorch's
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 _NO_RANGE = nullcontext()
 _TOP = 30  # rows of the table of ops
 _NAME_WIDTH = 72  # characters; names of generated kernels are longer
+_BOOKKEEPING = "autograd::engine::"
+_BACKWARD_LINE = 2**31 - 1  # a thread's number in the trace that no thread has
 # nsys sets one of them, by version, in the processes that it traces.
 _NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
@@ -154,7 +159,10 @@ class Profiler:
         text = tables(trace.key_averages(), self.step - self.first)
         try:
             self.folder.mkdir(exist_ok=True)
-            trace.export_chrome_trace(str(self.folder / "rank0-trace.json.gz"))
+            path = self.folder / "rank0-trace.json.gz"
+            trace.export_chrome_trace(str(path))
+            if self.blocks is not None:
+                _separate_backward_blocks(path)
             (self.folder / "top_ops.txt").write_text(text)
         except OSError as error:
             logger.error("cannot write to %s: %s; training goes on", self.folder, error)
@@ -214,6 +222,23 @@ class _BlockRanges:
         self.is_backward = False
 
 
+def _separate_backward_blocks(path: Path) -> None:
+    """Give the backward ranges of blocks a line of their own in the trace: one begins within a node
+    of autograd and ends within another, and viewers drop what overlaps on a line."""
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file)
+    events = trace["traceEvents"]
+    moved = [e for e in events if re.fullmatch(r"block \d+ backward", e.get("name", ""))]
+    moved = [e for e in moved if e.get("cat") == "user_annotation"]
+    for event in moved:
+        event["tid"] = _BACKWARD_LINE
+    for pid in {event["pid"] for event in moved}:
+        name = {"name": "thread_name", "ph": "M", "args": {"name": "backward by block"}}
+        events.append({**name, "pid": pid, "tid": _BACKWARD_LINE})
+    with gzip.open(path, "wt", compresslevel=5) as file:
+        json.dump(trace, file)
+
+
 def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     """Where the time of `num_steps` steps went: by range, then by op (on a GPU: by kernel)."""
     ranges = [e for e in averages if e.is_user_annotation]
@@ -223,7 +248,8 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
         key=lambda e: e.cpu_time_total,
         reverse=True,
     )
-    ops = [e for e in averages if not e.is_user_annotation]
+    # autograd's bookkeeping around its nodes is no op, and ranges of blocks overlap with it
+    ops = [e for e in averages if not (e.is_user_annotation or e.key.startswith(_BOOKKEEPING))]
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
     what, spent = "op", lambda e: e.self_cpu_time_total
     if kernels:
