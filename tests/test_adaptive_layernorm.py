@@ -1,0 +1,498 @@
+"""Gated residual, LayerNorm and modulation: kernels and CPU ops against float64 formulas written per
+row, every gradient; what the public functions refuse; compiled equals eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cogfast.kernels import adaptive_layernorm as norm
+from cogfast.kernels.adaptive_layernorm import (
+    adaptive_layernorm,
+    forward_op,
+    gated_residual,
+    launch_forward,
+    residual_adaptive_layernorm,
+)
+from cogfast.kernels.adaptive_layernorm_backward import (
+    Backward,
+    BackwardLaunch,
+    backward_op,
+    launch_backward,
+    split_programs,
+)
+from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
+from cogfast.kernels.launch import HAS_TRITON
+
+EPS = 1e-5
+NAMES = ("hidden", "branch", "branch_bias", "gate", "weight", "bias", "shift", "scale")
+# batch, text rows, video rows, width
+SHAPES = {
+    "no-text": (1, 0, 5, 32),
+    "no-video": (1, 4, 0, 16),
+    "one": (2, 1, 6, 64),  # two modulations
+    "prime": (3, 7, 13, 48),  # masked columns, more batches than programs for their segments
+    "odd": (1, 3, 8, 29),  # columns that no 16-byte access fits
+    "caption": (1, 226, 19, 8),  # the caption's production length
+    "wide": (1, 2, 9, 300),  # several blocks of columns in the second stage
+}
+ROWS = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+# which of residual, branch bias, norm, norm weights
+VARIANTS = {
+    "whole": (True, True, True, True),
+    "no-bias": (True, False, True, True),
+    "plain-norm": (True, True, True, False),
+    "first": (False, False, True, True),
+    "first-plain": (False, False, True, False),
+    "last": (True, True, False, False),
+    "last-no-bias": (True, False, False, False),
+}
+KINDS = pytest.mark.parametrize("kind", VARIANTS.values(), ids=VARIANTS.keys())
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+triton_only = pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def make_inputs(shape: tuple[int, ...], kind: tuple[bool, ...]) -> dict[str, Tensor | None]:
+    """Float64, by NAMES; what the variant lacks is None. Modulation as views of one tensor."""
+    b, text, video, m = shape
+    has_residual, has_branch_bias, has_norm, has_affine = kind
+    modulation = draw(b, 2, 6, m, seed=1).unbind(2)
+    inputs = {
+        "hidden": draw(b, text + video, m, seed=2) * 2 + 1,
+        "branch": draw(b, text + video, m, seed=3) if has_residual else None,
+        "branch_bias": draw(m, seed=4) if has_branch_bias else None,
+        "gate": modulation[2] if has_residual else None,
+        "weight": draw(m, seed=5) if has_affine else None,
+        "bias": draw(m, seed=6) if has_affine else None,
+        "shift": modulation[3] if has_norm else None,
+        "scale": modulation[4] if has_norm else None,
+    }
+    assert tuple(inputs) == NAMES
+    return inputs
+
+
+def formula(inputs: dict[str, Tensor | None], num_text: int) -> tuple[Tensor, Tensor | None]:
+    """h' and n, the vector of every row picked by its index."""
+    x, y, y_bias, gate, weight, bias, shift, scale = (inputs[name] for name in NAMES)
+    of_row = [1] * num_text + [0] * (x.shape[1] - num_text)
+    if y is not None:
+        x = x + gate[:, of_row] * (y if y_bias is None else y + y_bias)
+    if scale is None:
+        return x, None
+    centred = x - x.mean(-1, keepdim=True)
+    n = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+    n = n if weight is None else n * weight + bias
+    return x, n * (1 + scale[:, of_row]) + shift[:, of_row]
+
+
+def expected(
+    inputs: dict[str, Tensor | None], num_text: int, has_dout: bool = True
+) -> tuple[list[Tensor | None], dict[str, Tensor], list[Tensor | None]]:
+    """Outputs h' and n, their cotangents, and float64 gradients by NAMES."""
+    leaves = {k: None if v is None else v.clone().requires_grad_() for k, v in inputs.items()}
+    outputs = formula(leaves, num_text)
+    cotangents = [None if x is None else draw(*x.shape, seed=9 + i) for i, x in enumerate(outputs)]
+    if not has_dout:
+        cotangents[0] = None
+    loss = sum((x * g).sum() for x, g in zip(outputs, cotangents, strict=True) if g is not None)
+    loss.backward()
+    gradients = {k: None if v is None else v.grad for k, v in leaves.items()}
+    return [x if x is None else x.detach() for x in outputs], gradients, cotangents
+
+
+def close(got: Tensor, want: Tensor, what: str, relative: float = 2e-6) -> None:
+    """Error against the largest value, as sums over rows lose what they cancel."""
+    assert got.shape == want.shape, what
+    scale = max(1.0, want.abs().max().item())
+    error = (got.double() - want).abs().max().item()
+    assert error <= relative * scale, f"{what}: {error} of {scale}"
+
+
+def single(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """Keeps strides, so that views of one modulation stay what they are."""
+    return None if x is None else x.to(dtype)
+
+
+def statistics(out: Tensor) -> tuple[Tensor, Tensor]:
+    mean, variance = out.mean(-1), out.var(-1, correction=0)
+    return mean, (variance + EPS).rsqrt()
+
+
+FORWARDS = [pytest.param(launch_forward, marks=triton_only), forward_cpu]
+BACKWARDS = [pytest.param(launch_backward, marks=triton_only), lambda b: backward_op(*b)]
+PATHS = ["kernel", "cpu"]
+
+
+@KINDS
+@ROWS
+@pytest.mark.parametrize("forward", FORWARDS, ids=PATHS)
+def test_forward(forward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
+    inputs, num_text = make_inputs(shape, kind), shape[1]
+    (out, n), _, _ = expected(inputs, num_text)
+    got_out, got_n, mean, rstd = forward(*map(single, inputs.values()), num_text, EPS)
+    if kind[0]:
+        close(got_out, out, "h'")
+    else:
+        assert got_out.numel() == 0
+    if not kind[2]:
+        assert got_n.numel() == mean.numel() == rstd.numel() == 0
+        return
+    close(got_n, n, "n", 1e-5)
+    for got, want in zip((mean, rstd), statistics(out), strict=True):
+        close(got, want, "statistics")
+
+
+def run_backward(backward, shape, kind, has_dout=True, frozen=(), dtype=torch.float32):
+    """The eight gradients by name, and what float64 says of them."""
+    inputs, num_text = make_inputs(shape, kind), shape[1]
+    if dtype != torch.float32:  # the values that the kernel sees are the formula's too
+        inputs = {k: None if v is None else v.to(dtype).double() for k, v in inputs.items()}
+    (out, n), want, (dout, dn) = expected(inputs, num_text, has_dout)
+    cast = {k: single(v, dtype) for k, v in inputs.items()}
+    has_norm_sums = n is not None and "scale" not in frozen
+    mean, rstd = (None, None) if n is None else map(single, statistics(out))
+    got = backward(
+        Backward(
+            dn=single(dn, dtype),
+            dout=single(dout, dtype),
+            out=None if n is None else out.to(dtype),
+            mean=mean,
+            rstd=rstd,
+            weight=cast["weight"],
+            bias=cast["bias"],
+            scale=cast["scale"],
+            branch=None if "gate" in frozen else cast["branch"],
+            branch_bias=cast["branch_bias"],
+            gate=cast["gate"],
+            num_text=num_text,
+            has_norm_sums=has_norm_sums,
+            has_branch_sum=cast["branch_bias"] is not None and "branch_bias" not in frozen,
+        )
+    )
+    return dict(zip(NAMES, got, strict=True)), want
+
+
+@KINDS
+@ROWS
+@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+def test_backward(backward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
+    got, want = run_backward(backward, shape, kind)
+    if not kind[2]:  # the gradient of hidden is what came in
+        assert got.pop("hidden").numel() == 0
+    for name, x in got.items():
+        if want[name] is None:
+            assert x.numel() == 0
+        else:
+            close(x, want[name], name, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+def test_frozen_modulation_leaves_out_the_sums(backward, kind: str) -> None:
+    frozen = ("scale", "gate", "branch_bias")
+    got, want = run_backward(backward, SHAPES["one"], VARIANTS[kind], frozen=frozen)
+    for name, x in got.items():
+        is_asked = name == "hidden" and kind != "last" or name == "branch" and kind != "first"
+        assert bool(x.numel()) == is_asked, name
+        if is_asked:
+            close(x, want[name], name, 1e-5)
+
+
+@pytest.mark.parametrize("frozen", [("scale",), ("gate",), ("gate", "scale")], ids="+".join)
+@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+def test_each_sum_alone(backward, frozen: tuple[str, ...]) -> None:
+    got, want = run_backward(backward, SHAPES["prime"], VARIANTS["whole"], frozen=frozen)
+    of_norm = ("weight", "bias", "shift", "scale")
+    for name, x in got.items():
+        if name in frozen or (name in of_norm and "scale" in frozen):
+            assert x.numel() == 0, name
+        else:
+            close(x, want[name], name, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["whole", "first"])
+@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+def test_backward_without_the_gradient_of_hidden(backward, kind: str) -> None:
+    got, want = run_backward(backward, SHAPES["one"], VARIANTS[kind], has_dout=False)
+    for name, x in got.items():
+        if want[name] is not None:
+            close(x, want[name], name, 1e-5)
+
+
+@triton_only
+@pytest.mark.parametrize("programs", [1, 3])
+def test_any_number_of_programs_gives_the_gradients(programs: int) -> None:
+    launch = BackwardLaunch(num_warps=1, num_stages=3, programs_per_multiprocessor=programs)
+    backward = lambda b: launch_backward(b, launch)
+    got, want = run_backward(backward, SHAPES["prime"], VARIANTS["whole"])
+    again, _ = run_backward(backward, SHAPES["prime"], VARIANTS["whole"])
+    for name, x in got.items():
+        close(x, want[name], name, 1e-5)
+        assert torch.equal(x, again[name])
+
+
+@triton_only
+@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+def test_kernels_in_bf16(kind: str) -> None:
+    """Within one unit in the last place of what float64 makes of the same bf16 inputs; Triton's
+    interpreter cuts digits off where a GPU rounds."""
+    inputs, num_text = make_inputs(SHAPES["one"], VARIANTS[kind]), 1
+    inputs = {k: single(v, torch.bfloat16) for k, v in inputs.items()}
+    out, n, _, _ = launch_forward(*inputs.values(), num_text, EPS)
+    exact, _ = formula({k: single(v, torch.float64) for k, v in inputs.items()}, num_text)
+    if kind != "first":
+        torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=1e-6)
+    if kind != "last":  # of h' as it was rounded
+        rounded = dict.fromkeys(NAMES) | {
+            "hidden": single(inputs["hidden"] if kind == "first" else out, torch.float64),
+            **{k: single(inputs[k], torch.float64) for k in ("weight", "bias", "shift", "scale")},
+        }
+        _, exact = formula(rounded, num_text)
+        torch.testing.assert_close(n.double(), exact, rtol=2**-7, atol=1e-5)
+    got, want = run_backward(launch_backward, SHAPES["one"], VARIANTS[kind], dtype=torch.bfloat16)
+    for name, x in got.items():
+        if x.numel():
+            close(x, want[name], name, 2**-5)
+
+
+@triton_only
+def test_norm_weights_and_modulation_of_their_own_dtypes() -> None:
+    inputs = make_inputs(SHAPES["one"], VARIANTS["whole"])
+    rows = ("hidden", "branch")
+    mixed = {
+        k: single(v, torch.bfloat16 if k in rows else torch.float32) for k, v in inputs.items()
+    }
+    kernel = launch_forward(*mixed.values(), 1, EPS)
+    cpu = forward_cpu(*mixed.values(), 1, EPS)
+    for got, want in zip(kernel, cpu, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2e-2)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 7, 132, 264])
+@pytest.mark.parametrize("rows", [(0, 5), (5, 0), (1, 16), (226, 17550), (224, 44880)])
+def test_every_row_has_one_program_of_its_segment(rows: tuple[int, int], num_programs: int) -> None:
+    text, video = split_programs(*rows, num_programs)
+    assert (text > 0, video > 0) == (rows[0] > 0, rows[1] > 0)
+    assert text + video <= max(num_programs, 2)
+    for count, programs in zip(rows, (text, video), strict=True):
+        assert programs <= count
+    busiest = max(-(-count // n) for count, n in zip(rows, (text, video), strict=True) if n)
+    # one program more for the short segment than its share costs the long one this much
+    assert busiest <= -(-sum(rows) // max(num_programs - 1, 1))
+
+
+def call(
+    inputs: dict[str, Tensor | None], num_text: int, suffix: str = ""
+) -> tuple[Tensor, Tensor | None]:
+    """The public function for what is given, or its reference -> h', n."""
+    rows = [inputs[name] for name in NAMES[1:4]]
+    norms = [inputs[name] for name in NAMES[4:]]
+    if inputs["branch"] is None:
+        op = getattr(norm, f"adaptive_layernorm{suffix}")
+        return op(inputs["hidden"], *norms, num_text, EPS)
+    if inputs["scale"] is None:
+        return getattr(norm, f"gated_residual{suffix}")(inputs["hidden"], *rows, num_text), None
+    op = getattr(norm, f"residual_adaptive_layernorm{suffix}")
+    return op(inputs["hidden"], *rows, *norms, num_text, EPS)
+
+
+@KINDS
+@ROWS
+@pytest.mark.parametrize("suffix", ["", "_reference"], ids=["op", "reference"])
+def test_public_functions_on_a_cpu(
+    suffix: str, shape: tuple[int, ...], kind: tuple[bool, ...]
+) -> None:
+    inputs, num_text = make_inputs(shape, kind), shape[1]
+    outputs, want, cotangents = expected(inputs, num_text)
+    leaves = {k: None if v is None else single(v).requires_grad_() for k, v in inputs.items()}
+    got = call(leaves, num_text, suffix)
+    pairs = [(x, g.float()) for x, g in zip(got, cotangents, strict=True) if g is not None]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    for x, exact in zip(got, outputs, strict=True):
+        if exact is not None:
+            close(x.detach(), exact, "output", 1e-5)
+    for name, leaf in leaves.items():
+        if leaf is not None:
+            close(leaf.grad, want[name], name, 1e-5)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("kind", ["whole", "first"])
+def test_one_output_alone(kind: str, used: int) -> None:
+    inputs = make_inputs(SHAPES["one"], VARIANTS[kind])
+    given = {k: v for k, v in inputs.items() if v is not None}
+    exact = [v.clone().requires_grad_() for v in given.values()]
+    leaves = [single(v).requires_grad_() for v in given.values()]
+    all_of = lambda values: dict.fromkeys(NAMES) | dict(zip(given, values, strict=True))
+    want = torch.autograd.grad(
+        formula(all_of(exact), 1)[used].square().sum(), exact, allow_unused=True
+    )
+    got = torch.autograd.grad(
+        call(all_of(leaves), 1)[used].square().sum(), leaves, allow_unused=True
+    )
+    for name, a, b in zip(given, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            close(a, b, name, 1e-5)
+
+
+def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch) -> None:
+    """LoRA: only hidden and branch want gradients, and the backward is asked for nothing else."""
+    asked = []
+    real = norm.backward_op
+    monkeypatch.setattr(norm, "backward_op", lambda *x: asked.append(Backward(*x)) or real(*x))
+    inputs = {k: single(v) for k, v in make_inputs(SHAPES["one"], VARIANTS["whole"]).items()}
+    for name in ("hidden", "branch"):
+        inputs[name].requires_grad_()
+    sum(x.square().sum() for x in call(inputs, 1)).backward()
+    assert inputs["hidden"].grad is not None
+    assert asked[0].branch is None
+    assert asked[0].has_norm_sums is asked[0].has_branch_sum is False
+
+
+def test_gated_residual_hands_its_gradient_on() -> None:
+    """No copy: what comes in for h' goes out for hidden."""
+    inputs = {k: single(v) for k, v in make_inputs(SHAPES["one"], VARIANTS["last"]).items()}
+    seen = []
+    before = inputs["hidden"].requires_grad_() * 1
+    before.register_hook(lambda g: seen.append(g.data_ptr()))
+    out, _ = call(inputs | {"hidden": before}, 1)
+    cotangent = torch.ones_like(out)
+    out.backward(cotangent)
+    assert seen == [cotangent.data_ptr()]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+@pytest.mark.parametrize("shape", [(2, 3, 9, 64), (1, 226, 300, 1920), (2, 5, 411, 3072)], ids=str)
+def test_low_precision_is_no_worse_than_the_reference(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: str
+) -> None:
+    """At most twice the error of the reference in that dtype, plus one unit in the last place of the
+    largest value."""
+    if device == "cpu" and shape[3] > 64:
+        pytest.skip("production widths are for a GPU")
+    inputs = make_inputs(shape, VARIANTS[kind])
+    inputs = {k: None if v is None else v.to(device, dtype) for k, v in inputs.items()}
+
+    def run(suffix: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = {k: None if v is None else v.to(dtype).requires_grad_() for k, v in inputs.items()}
+        outputs = [x for x in call(leaves, shape[1], suffix) if x is not None]
+        cotangents = [draw(*x.shape, seed=5 + i).to(x) for i, x in enumerate(outputs)]
+        given = [x for x in leaves.values() if x is not None]
+        return outputs + list(torch.autograd.grad(outputs, given, cotangents))
+
+    exact = run("_reference", torch.float64)
+    theirs, ours = run("_reference", dtype), run("", dtype)
+    for a, b, x in zip(ours, theirs, exact, strict=True):
+        floor = torch.finfo(dtype).eps * x.abs().max()
+        assert (a.double() - x).abs().max() <= 2 * (b.double() - x).abs().max() + floor
+
+
+@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+def test_opcheck(kind: str) -> None:
+    inputs = make_inputs(SHAPES["one"], VARIANTS[kind])
+    leaves = {k: None if v is None else single(v).requires_grad_() for k, v in inputs.items()}
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+    )
+    torch.library.opcheck(forward_op, (*leaves.values(), 1, EPS), test_utils=tests)
+    calls = []
+    run_backward(lambda b: calls.append(tuple(b)) or backward_op(*b), SHAPES["one"], VARIANTS[kind])
+    torch.library.opcheck(backward_op, calls[0], test_utils=("test_schema", "test_faketensor"))
+
+
+class TwoHalves(nn.Module):
+    """The three functions as a block chains them."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width, bias=False)
+        self.bias = nn.Parameter(draw(width, seed=3).float())
+
+    def forward(self, hidden: Tensor, modulation: Tensor, num_text: int) -> Tensor:
+        shift, scale, gate = modulation.unbind(2)
+        norms = (self.norm.weight, self.norm.bias, shift, scale, num_text, EPS)
+        hidden, x = adaptive_layernorm(hidden, *norms)
+        hidden, x = residual_adaptive_layernorm(hidden, self.linear(x), self.bias, gate, *norms)
+        return gated_residual(hidden, self.linear(x), self.bias, gate, num_text)
+
+
+def test_compiled_equals_eager() -> None:
+    torch.manual_seed(0)
+    model = TwoHalves(32)
+    twin = copy.deepcopy(model)
+    hidden, modulation = draw(2, 7, 32, seed=1).float(), draw(2, 2, 3, 32, seed=2).float()
+    results = []
+    for run, module in ((model, model), (torch.compile(twin, fullgraph=True), twin)):
+        inputs = [x.clone().requires_grad_() for x in (hidden, modulation)]
+        out = run(*inputs, 3)
+        out.square().sum().backward()
+        results.append([out, *(x.grad for x in (*inputs, *module.parameters()))])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpointed_equals_kept() -> None:
+    torch.manual_seed(0)
+    model = TwoHalves(32)
+    hidden, modulation = draw(2, 7, 32, seed=1).float(), draw(2, 2, 3, 32, seed=2).float()
+    results = []
+    for run in (model, lambda *x: checkpoint(model, *x, use_reentrant=False)):
+        inputs = [x.clone().requires_grad_() for x in (hidden, modulation)]
+        loss = run(*inputs, 3).square().sum()
+        results.append(torch.autograd.grad(loss, [*inputs, *model.parameters()]))
+    for kept, again in zip(*results, strict=True):
+        assert torch.equal(kept, again)
+
+
+def wrong(name: str, value: object) -> dict[str, object]:
+    return {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS["whole"]).items()} | {
+        name: value
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", torch.zeros(5, 16), r"hidden is \[5, 16\].*must be \[B, S, M\]"),
+        ("hidden", torch.zeros(2, 5, 16, dtype=torch.long), "hidden is .*bfloat16, float16 or"),
+        ("hidden", torch.zeros(2, 16, 5).mT, "hidden is .*last dim must be dense"),
+        ("branch", torch.zeros(2, 6, 16), r"branch is \[2, 6, 16\].*must be \[2, 5, 16\]"),
+        ("branch", torch.zeros(2, 5, 16).bfloat16(), "branch is .*dtype must be torch.float32"),
+        ("branch", torch.zeros(2, 5, 16, device="meta"), "branch is .*must be on cpu"),
+        ("branch_bias", torch.zeros(8), r"branch_bias is \[8\].*must be \[16\]"),
+        ("gate", torch.zeros(1, 2, 16), r"gate is \[1, 2, 16\].*must be \[2, 2, 16\]"),
+        ("weight", torch.zeros(15), r"weight is \[15\].*must be \[16\]"),
+        ("bias", None, "bias is None; weight and bias are both"),
+        ("shift", torch.zeros(2, 16), r"shift is \[2, 16\].*must be \[2, 2, 16\]"),
+        ("shift", torch.zeros(2, 2, 16).half(), "shift is .*dtype must be torch.float32"),
+        ("scale", torch.zeros(2, 3, 16), r"scale is \[2, 3, 16\].*must be \[2, 2, 16\]"),
+    ],
+)
+def test_bad_arguments(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^residual_adaptive_layernorm: {message}") as error:
+        call(wrong(name, value), 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+@pytest.mark.parametrize("num_text", [-1, 6])
+def test_bad_number_of_text_rows(kind: str, num_text: int) -> None:
+    inputs = {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS[kind]).items()}
+    with pytest.raises(ValueError, match=rf"num_text is {num_text}; it must be 0 to 5, the rows"):
+        call(inputs, num_text)
