@@ -72,6 +72,8 @@ class Profiler:
         """A run that is stopped within the capture still has its profile; one that fails has not."""
         if error is not None:
             self._restore()
+            if self.trace is not None:
+                self.trace.stop()
         elif self.is_capturing:
             self._stop()
         elif self.first is not None and not self.has_captured:
@@ -147,8 +149,10 @@ class Profiler:
         if self.trace is not None:
             self.trace.stop()
             self._write(self.trace)
+            self.trace = None  # thousands of events
 
     def _restore(self) -> None:
+        self.step_range.close()
         if self.is_capturing:
             torch.autograd.grad_mode.set_multithreading_enabled(True)
             if self.blocks is not None:
