@@ -1,0 +1,451 @@
+"""Head norms and rotation: the kernels in the interpreter, the CPU's version and the gradients of
+both against float64 written out, and against diffusers' rotary embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.kernels.qk_norm_rope3d import (
+    EPS,
+    Rotation,
+    qk_norm_rope3d,
+    qk_norm_rope3d_reference,
+)
+from cogfast.kernels.qk_norm_rope3d_launch import (
+    BACKWARD_CANDIDATES,
+    BACKWARD_LAUNCH,
+    FORWARD_CANDIDATES,
+    FORWARD_LAUNCH,
+    QkLaunch,
+    launch_backward,
+    launch_forward,
+)
+from cogfast.model.positions import RotaryPositions
+from cogfast.shapes import TokenGrid
+
+# samples, text rows, (frames, rows, columns), heads, head width
+SHAPES = {
+    "64": (2, 3, (2, 2, 3), 3, 64),  # as in every model; 15 rows, no multiple of a tile's 2
+    "no-text": (1, 0, (1, 3, 5), 1, 16),
+    "padded-width": (2, 1, (3, 1, 2), 2, 48),  # 48 entries in a tile of 64; one row of text
+    "226-text": (1, 226, (1, 1, 2), 1, 16),
+    "many-heads": (1, 2, (2, 1, 1), 30, 32),  # two heads of a tile do not exist
+    "head-tiles": (1, 1, (1, 2, 1), 24, 64),  # three tiles of 8
+    "widest": (1, 1, (1, 2, 2), 2, 128),
+}
+# given: query weight, query bias, key weight, key bias; norm; rotation
+VARIANTS = {
+    "all": ("abcd", True, True),
+    "2B": ("abcd", True, False),
+    "no-affine": ("", True, True),
+    "no-biases": ("ac", True, True),
+    "key-affine": ("cd", True, False),
+    "no-norm": ("", False, True),
+}
+
+
+@dataclass
+class Case:
+    """Inputs in float64 that float32 holds exactly."""
+
+    qkv: Tensor  # [B, S, 3, H, D]
+    affine: list[Tensor | None]  # 4 of [D]
+    axes: tuple[Tensor, Tensor, Tensor] | None  # angles [t, D/8], [h, 3D/16], [w, 3D/16]
+    cotangents: tuple[Tensor, Tensor, Tensor]  # of q, k, v
+    num_text: int
+    has_norm: bool
+
+    def rotation(self) -> Rotation | None:
+        if self.axes is None:
+            return None
+        angles = torch.cat([axis.flatten() for axis in self.axes])
+        table = torch.stack([angles.cos(), angles.sin()]).float()
+        return Rotation(table, *(len(axis) for axis in self.axes))
+
+    def raw(self) -> tuple:
+        """table, num_text, t, h, w, has_norm, eps, as the launchers and ops take them."""
+        rotation = self.rotation()
+        if rotation is None:
+            return None, self.num_text, 1, 1, 1, self.has_norm, EPS
+        grid = (rotation.t, rotation.h, rotation.w)
+        return rotation.table, self.num_text, *grid, self.has_norm, EPS
+
+    def norms(self, parameters: list[Tensor | None]) -> tuple:
+        return (tuple(parameters[:2]), tuple(parameters[2:])) if self.has_norm else (None, None)
+
+    def to(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+        """qkv, affine and cotangents in dtype."""
+        affine = [None if p is None else p.to(dtype) for p in self.affine]
+        return self.qkv.to(dtype), affine, [g.to(dtype) for g in self.cotangents]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).double()
+
+
+def make(shape: tuple, variant: tuple, dtype: torch.dtype = torch.float32) -> Case:
+    b, num_text, (t, h, w), heads, width = shape
+    given, has_norm, has_rotation = variant
+    rows = num_text + t * h * w
+    sizes = ((t, width // 8), (h, width // 16 * 3), (w, width // 16 * 3))
+    return Case(
+        qkv=(draw(b, rows, 3, heads, width, seed=1) * 2 + 0.5).to(dtype).double(),
+        affine=[
+            draw(width, seed=10 + i, dtype=dtype) if name in given else None
+            for i, name in enumerate("abcd")
+        ],
+        axes=tuple(draw(*s, seed=20 + i) * 3 for i, s in enumerate(sizes))
+        if has_rotation
+        else None,
+        cotangents=tuple(draw(b, rows, heads, width, seed=30 + i, dtype=dtype) for i in range(3)),
+        num_text=num_text,
+        has_norm=has_norm,
+    )
+
+
+def formula(case: Case, which: int, x: Tensor, weight: Tensor | None, bias: Tensor | None):
+    """q (0) or k (1) of x = qkv in float64, token by token."""
+    x = x[:, :, which]
+    if case.has_norm:
+        centred = x - x.mean(-1, keepdim=True)
+        x = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+        x = x if weight is None else x * weight
+        x = x if bias is None else x + bias
+    if case.axes is None:
+        return x
+    time, row, column = case.axes
+    places = [
+        (i, j, k) for i in range(len(time)) for j in range(len(row)) for k in range(len(column))
+    ]
+    video = torch.stack([torch.cat([time[i], row[j], column[k]]) for i, j, k in places])
+    angles = torch.cat([video.new_zeros(case.num_text, video.shape[1]), video])[:, None]
+    a, b = x[..., 0::2], x[..., 1::2]
+    turned = (a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos())
+    return torch.stack(turned, -1).flatten(-2)
+
+
+def exact(case: Case) -> tuple[list[Tensor], Tensor, list[Tensor | None]]:
+    """q, k, v; the gradient of qkv; those of the affine parameters; in float64."""
+    qkv = case.qkv.clone().requires_grad_()
+    affine = [None if p is None else p.clone().requires_grad_() for p in case.affine]
+    q, k = formula(case, 0, qkv, *affine[:2]), formula(case, 1, qkv, *affine[2:])
+    given = [p for p in affine if p is not None]
+    outputs = [q, k, qkv[:, :, 2]]
+    dqkv, *grads = torch.autograd.grad(outputs, [qkv, *given], case.cotangents)
+    grads = iter(grads)
+    return (
+        [x.detach() for x in outputs],
+        dqkv,
+        [None if p is None else next(grads) for p in affine],
+    )
+
+
+def check(got: Tensor, want: Tensor, what: str, tolerance: float = 3e-6) -> None:
+    """Against float64, in units of the largest value."""
+    assert got.shape == want.shape, what
+    error = (got.double() - want).abs().max().item() / max(1.0, want.abs().max().item())
+    assert error <= tolerance, f"{what}: {error}"
+
+
+def check_launchers(case: Case, dtype=torch.float32, tolerance=3e-6, launches=(None, None)) -> None:
+    """The kernels' outputs and gradients."""
+    qkv, affine, cotangents = case.to(dtype)
+    outputs, dqkv, grads = exact(case)
+    q, k = launch_forward(qkv, *affine, *case.raw(), launch=launches[0])
+    check(q, outputs[0], "q", tolerance)
+    check(k, outputs[1], "k", tolerance)
+    arguments = (*cotangents, qkv, affine[0], affine[2], *case.raw())
+    needs_sums = any(g is not None for g in grads)
+    got, sums = launch_backward(*arguments, needs_sums, launch=launches[1])
+    check(got, dqkv, "dqkv", tolerance)
+    for i, want in enumerate(grads):
+        if want is not None:
+            check(sums[i], want, f"affine {i}", 3e-6)
+    if needs_sums:
+        frozen, nothing = launch_backward(*arguments, False, launch=launches[1])
+        assert torch.equal(frozen, got) and nothing.shape == (0, qkv.shape[-1])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_kernels(shape: tuple) -> None:
+    long = QkLaunch(tokens=32, heads=16, num_warps=1, programs=1)  # the interpreter pays per tile
+    launches = (long, long) if shape[1] > 100 else (None, None)
+    check_launchers(make(shape, VARIANTS["all"]), launches=launches)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_variants_of_the_kernels(variant: tuple) -> None:
+    check_launchers(make((2, 1, (2, 1, 3), 2, 32), variant))
+
+
+@pytest.mark.parametrize(
+    "launches",
+    [*((x, None) for x in FORWARD_CANDIDATES), *((None, x) for x in BACKWARD_CANDIDATES)],
+    ids=lambda pair: str(pair).removeprefix("(").removesuffix(")"),
+)
+def test_every_launch_gives_the_same(launches: tuple) -> None:
+    check_launchers(make((1, 2, (1, 1, 3), 5, 64), VARIANTS["all"]), launches=launches)
+
+
+def test_kernels_in_bf16() -> None:
+    """One unit in the last place: the interpreter cuts off where a GPU rounds."""
+    case = make((1, 1, (1, 2, 2), 2, 64), VARIANTS["all"], torch.bfloat16)
+    launches = (FORWARD_LAUNCH, BACKWARD_LAUNCH)
+    check_launchers(case, torch.bfloat16, tolerance=2**-7, launches=launches)
+
+
+def test_any_strides() -> None:
+    """Gradients as attention backends leave them, and q, k, v that are not packed."""
+    case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS["all"])
+    qkv, affine, (dq, dk, dv) = case.to(torch.float32)
+    weights = (affine[0], affine[2])
+    plain = launch_backward(dq, dk, dv, qkv, *weights, *case.raw(), True)
+    # [B, H, S, D] in memory, part of something larger, one number everywhere
+    dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
+    dk = torch.stack([dk, dk], 3).flatten(-2)[..., :16]
+    got = launch_backward(dq, dk, dv, qkv, *weights, *case.raw(), True)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    same = launch_backward(
+        dq, dk, torch.ones(()).expand(dv.shape), qkv, *weights, *case.raw(), True
+    )
+    assert torch.equal(same[0][:, :, :2], plain[0][:, :, :2]) and (same[0][:, :, 2] == 1).all()
+
+    apart = qkv.permute(2, 3, 0, 1, 4).contiguous().permute(2, 3, 0, 1, 4)
+    assert not apart.is_contiguous()
+    got = launch_backward(dq, dk, dv, apart, *weights, *case.raw(), True)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    for a, b in zip(
+        launch_forward(apart, *affine, *case.raw()),
+        launch_forward(qkv, *affine, *case.raw()),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("far_batch", "far_row"), [(2**31 + 64, 32), (0, 2**28)], ids=["B", "S"])
+def test_offsets_above_31_bits(tmp_path: Path, far_batch: int, far_row: int) -> None:
+    """Samples, or rows, that lie more than 2^31 elements apart: in a file of holes."""
+    b, rows = (2, 3) if far_batch else (1, 10)
+    case = make((b, 0, (1, 1, rows), 1, 16), VARIANTS["all"], torch.bfloat16)
+    qkv, affine, cotangents = case.to(torch.bfloat16)
+    size = 2**31 + 2**30
+    memory = torch.from_file(str(tmp_path / "far"), shared=True, size=size, dtype=torch.bfloat16)
+    far = memory.as_strided(qkv.shape, (far_batch, max(far_row, 48), 16, 16, 1))
+    far.copy_(qkv)
+    for a, c in zip(
+        launch_forward(far, *affine, *case.raw()),
+        launch_forward(qkv, *affine, *case.raw()),
+        strict=True,
+    ):
+        assert torch.equal(a, c)
+    arguments = (affine[0], affine[2], *case.raw(), True)
+    want = launch_backward(*cotangents, qkv, *arguments)
+    assert torch.equal(launch_backward(*cotangents, far, *arguments)[0], want[0])
+    far_dq = far[:, :, 0].copy_(cotangents[0])
+    assert torch.equal(launch_backward(far_dq, *cotangents[1:], qkv, *arguments)[0], want[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("shape", ["64", "no-text", "226-text"])
+def test_on_the_cpu(shape: str, variant: tuple) -> None:
+    """The public function and PyTorch's own gradients of the reference, both against float64."""
+    case = make(SHAPES[shape], variant)
+    outputs, dqkv, grads = exact(case)
+    for op in (qk_norm_rope3d, qk_norm_rope3d_reference):
+        qkv, affine, cotangents = case.to(torch.float32)
+        leaves = [x.requires_grad_() for x in (qkv, *affine) if x is not None]
+        got = op(qkv, *case.norms(affine), case.rotation(), case.num_text)
+        got_grads = torch.autograd.grad(got, leaves, cotangents)
+        wanted = [*outputs, dqkv, *(g for g in grads if g is not None)]
+        for i, (a, b) in enumerate(zip((*got, *got_grads), wanted, strict=True)):
+            check(a, b, f"{op.__name__}: {i}")
+
+
+def test_frozen_and_unused() -> None:
+    """Only what is asked for is given; an output that nobody used counts as zero."""
+    case = make(SHAPES["64"], VARIANTS["all"])
+    _, dqkv, grads = exact(case)
+    qkv, affine, cotangents = case.to(torch.float32)
+    qkv.requires_grad_()
+    affine[1].requires_grad_()
+    q, k, v = qk_norm_rope3d(qkv, *case.norms(affine), case.rotation(), case.num_text)
+    got = torch.autograd.grad((q, k, v), (qkv, affine[1]), cotangents, retain_graph=True)
+    check(got[0], dqkv, "dqkv")
+    check(got[1], grads[1], "query bias")
+    only_v = torch.autograd.grad(v.sum(), qkv, retain_graph=True)[0]
+    assert torch.equal(only_v[:, :, 2], torch.ones_like(v)) and not only_v[:, :, :2].any()
+    (only_q,) = torch.autograd.grad(q, qkv, cotangents[0])
+    check(only_q[:, :, 0], dqkv[:, :, 0], "dq")
+    assert not only_q[:, :, 1:].any()
+
+
+def test_without_norm_and_rotation_it_is_the_input() -> None:
+    qkv = draw(1, 4, 3, 2, 16, seed=1).requires_grad_()
+    got = qk_norm_rope3d(qkv, None, None, None, num_text=4)
+    assert all(torch.equal(a, b) for a, b in zip(got, qkv.unbind(2), strict=True))
+
+
+@pytest.mark.parametrize("op", [qk_norm_rope3d, qk_norm_rope3d_reference])
+def test_bf16_is_rounded_once(op) -> None:
+    """Inside all is float32: the result is float32's, rounded."""
+    case = make((2, 4, (2, 3, 3), 2, 64), VARIANTS["all"], torch.bfloat16)
+    outputs, dqkv, _ = exact(case)
+    qkv, affine, cotangents = case.to(torch.bfloat16)
+    q, k, _ = got = op(qkv.requires_grad_(), *case.norms(affine), case.rotation(), 4)
+    for a, b in ((q, outputs[0]), (k, outputs[1])):
+        assert a.dtype == torch.bfloat16
+        assert ((a.double() - b).abs() <= 2**-8 * b.abs() * 1.001 + 1e-5).all()
+    if op is qk_norm_rope3d:
+        grad = torch.autograd.grad(got, qkv, cotangents)[0].double()
+        assert ((grad - dqkv).abs() <= 2**-8 * dqkv.abs() * 1.001 + 1e-5).all()
+
+
+@pytest.mark.parametrize("variant", ["all", "2B", "no-norm"])
+def test_ops_are_well_formed(variant: str) -> None:
+    case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS[variant])
+    qkv, affine, cotangents = case.to(torch.float32)
+    ops, numbers = torch.ops.cogfast, case.raw()
+    torch.library.opcheck(ops.qk_norm_rope3d.default, (qkv, *affine, *numbers))
+    for needs_sums in {False, case.has_norm}:
+        arguments = (*cotangents, qkv, affine[0], affine[2], *numbers, needs_sums)
+        torch.library.opcheck(ops.qk_norm_rope3d_backward.default, arguments)
+
+
+def test_compiled_is_eager() -> None:
+    """One graph, the same numbers, gradients included."""
+    case = make(SHAPES["64"], VARIANTS["all"])
+    rotation = case.rotation()
+
+    def step(qkv: Tensor, *affine: Tensor) -> Tensor:
+        q, k, v = qk_norm_rope3d(qkv, affine[:2], affine[2:], rotation, case.num_text)
+        return torch.cat([q, k, v])
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True)):
+        qkv, affine, cotangents = case.to(torch.float32)
+        leaves = [x.requires_grad_() for x in (qkv, *affine)]
+        out = run(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.cat(cotangents))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_diffusers_rotates_alike() -> None:
+    """All angles of a grid, as the published model's other implementation applies them."""
+    embeddings = pytest.importorskip("diffusers.models.embeddings")
+    t, h, w, heads, num_text = 3, 4, 6, 2, 5
+    cos, sin = embeddings.get_3d_rotary_pos_embed(64, ((0, 0), (h, w)), (h, w), t)
+    qkv = draw(2, num_text + t * h * w, 3, heads, 64, seed=1).float()
+    rotation = RotaryPositions(TokenGrid(t, h, w), 64, theta=10000.0)(TokenGrid(t, h, w))
+    raw = (rotation.table, num_text, t, h, w, False, EPS)
+    for got in (
+        qk_norm_rope3d(qkv, None, None, rotation, num_text),
+        launch_forward(qkv, None, None, None, None, *raw),
+    ):
+        for x, original in zip(got[:2], qkv.unbind(2)[:2], strict=True):
+            assert torch.equal(x[:, :num_text], original[:, :num_text])
+            video = original[:, num_text:].transpose(1, 2)  # [B, H, V, D]
+            want = embeddings.apply_rotary_emb(video, (cos, sin)).transpose(1, 2)
+            torch.testing.assert_close(x[:, num_text:], want, atol=2e-6, rtol=0)
+
+
+def test_bad_arguments_are_named() -> None:
+    rotation = RotaryPositions(TokenGrid(1, 2, 3), 16, theta=10000.0)(TokenGrid(1, 2, 3))
+    qkv, norm = torch.zeros(2, 8, 3, 2, 16), (torch.ones(16), torch.zeros(16))
+
+    def refused(message: str, *arguments: object) -> None:
+        with pytest.raises(ValueError, match=f"^qk_norm_rope3d: {message}"):
+            qk_norm_rope3d(*arguments)
+
+    refused(
+        r"qkv is \[2, 8, 2, 16\] .*; its shape must be \[B, S, 3, H, D\]",
+        qkv[:, :, 0],
+        norm,
+        norm,
+        rotation,
+        2,
+    )
+    refused(r"qkv is .* int64 .*; its dtype must be", qkv.long(), norm, norm, rotation, 2)
+    refused(r"qkv is .*; its last dim must be dense", qkv.transpose(3, 4), norm, norm, None, 2)
+    refused(r"key_norm is None; both norms must be given, or none", qkv, norm, None, rotation, 2)
+    refused(
+        r"key_norm bias is \[8\] .*; its shape must be \[16\]",
+        qkv,
+        norm,
+        (None, norm[1][:8]),
+        rotation,
+        2,
+    )
+    refused(
+        r"query_norm weight is .* on meta.*; it must be on cpu",
+        qkv,
+        (norm[0].to("meta"), None),
+        norm,
+        rotation,
+        2,
+    )
+    refused(
+        r"qkv is \[2, 8, 3, 2, 16\] .*; 3 text rows and 1x2x3 video rows must be its S",
+        qkv,
+        norm,
+        norm,
+        rotation,
+        3,
+    )
+    wide = torch.zeros(2, 8, 3, 1, 32)
+    refused(
+        r"rotation.table is \[2, 17\] .*; its shape must be \[2, 34\]",
+        wide,
+        None,
+        None,
+        rotation,
+        2,
+    )
+    refused(
+        r"qkv is .*; D, its last dim, must be a multiple of 16 to be rotated",
+        wide[..., :24],
+        None,
+        None,
+        rotation,
+        2,
+    )
+    half = Rotation(rotation.table.half(), 1, 2, 3)
+    refused(
+        r"rotation.table is .* float16 .*; it must be float32 and contiguous",
+        qkv,
+        norm,
+        norm,
+        half,
+        2,
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", ["64", "padded-width", "226-text", "head-tiles", "widest"])
+def test_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
+    """Error at most twice the reference's in the same dtype, and a floor."""
+    case = make(SHAPES[shape], VARIANTS["all"], dtype)
+    outputs, dqkv, grads = exact(case)
+    wanted = [*outputs, dqkv, *grads]
+    rotation = case.rotation()
+    rotation = Rotation(rotation.table.cuda(), rotation.t, rotation.h, rotation.w)
+    errors = []
+    for op in (qk_norm_rope3d, qk_norm_rope3d_reference):
+        qkv, affine, cotangents = case.to(dtype)
+        leaves = [x.cuda().requires_grad_() for x in (qkv, *affine)]
+        got = op(leaves[0], *case.norms(leaves[1:]), rotation, case.num_text)
+        got_grads = torch.autograd.grad(got, leaves, [g.cuda() for g in cotangents])
+        pairs = zip((*got, *got_grads), wanted, strict=True)
+        errors.append([(a.double().cpu() - b).abs().max().item() for a, b in pairs])
+    floor = 2 * torch.finfo(dtype).eps
+    for ours, theirs, want in zip(*errors, wanted, strict=True):
+        assert ours <= 2 * theirs + floor * want.abs().max().item()
+    # no width that the kernels do not take
+    with pytest.raises(ValueError, match="D, its last dim, must be a multiple of 16 up to 128"):
+        qk_norm_rope3d(torch.zeros(1, 1, 3, 1, 144, device="cuda"), None, None, None, 0)
