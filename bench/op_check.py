@@ -6,7 +6,7 @@ the norm of the whole, and at its worst element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from bench.op_cases import (
 _FACTOR = 2.0
 # An eighth of the spacing of numbers; sums in another order differ by a few spacings of float32.
 _FLOORS = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13, torch.float32: 2.0**-20}
+_MOST_CHARACTERS = 300
+_SAME = 1e-4  # in float32, of the norm
 _SMALL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -112,12 +114,16 @@ def check_run(run: Run, reference: tuple, given: Tensors) -> list[str]:
     try:
         return compare(answers(run, given), *reference)
     except Exception as error:
-        return [f"{type(error).__name__}: {error}".splitlines()[0]]
+        return [f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_CHARACTERS]]
 
 
-def check_op(op: Op, shape: TokenShape, device: torch.device) -> list[str]:
+def check_op(
+    op: Op, shape: TokenShape, device: torch.device, at_small_shapes: bool = True
+) -> list[str]:
     """What is wrong with our op: in bf16 at this shape, in three dtypes at a small one."""
-    cases: Sequence = [(shape, torch.bfloat16), *((small(shape), dtype) for dtype in _SMALL_DTYPES)]
+    cases = [(shape, torch.bfloat16)]
+    if at_small_shapes:
+        cases += [(small(shape), dtype) for dtype in _SMALL_DTYPES]
     wrong = []
     for case_shape, dtype in cases:
         inputs = draw_inputs(op, case_shape, dtype, device)
@@ -128,3 +134,16 @@ def check_op(op: Op, shape: TokenShape, device: torch.device) -> list[str]:
         kind = str(dtype).removeprefix("torch.")
         wrong += [f"{op}, {case_shape}, {kind}: {text}" for text in told]
     return wrong
+
+
+def check_peer(build: Callable, op: Op, shape: TokenShape, device: torch.device) -> None:
+    """Refuse a peer that computes something else; it rounds where its authors want."""
+    shape = small(shape)
+    inputs = draw_inputs(op, shape, torch.float32, device)
+    with torch.no_grad():
+        given = draw_given(op, op.reference(shape, inputs))
+    truth = answers(run_reference(op, shape, inputs), given)
+    told = answers(build(op, shape, inputs), given)
+    for name, value in told.items():
+        off = ((value - truth[name]).norm() / truth[name].norm()).item()
+        assert off <= _SAME, f"{op}: {name} of the peer is off by {off:.2e}"

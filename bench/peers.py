@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 from bench.op_cases import EPS, Op, Run, Tensors, TokenShape, rotation_of, run_reference, trained
@@ -43,11 +44,14 @@ def nvidia_apex(module: str) -> object:
         raise Unavailable(said) from error
 
 
-def compile_calls(function: Callable, device: torch.device, is_tiny: bool) -> Callable:
+def compile_call(call: Callable, is_tiny: bool, is_first: bool) -> Callable:
     """torch.compile for one shape; at tiny sizes without code generation, which takes seconds."""
-    torch.compiler.reset()  # or the shapes before this one would make sizes symbolic
+    if is_first:
+        torch.compiler.reset()  # or the shapes before this one would make sizes symbolic
+    # a backward that is timed again and again must leave its buffers alone
+    torch._functorch.config.donated_buffer = False
     backend = "aot_eager" if is_tiny else "inductor"
-    return torch.compile(function, backend=backend, dynamic=False)
+    return torch.compile(call, backend=backend, dynamic=False)
 
 
 def eager(op: Op, shape: TokenShape, inputs: Tensors) -> Run:

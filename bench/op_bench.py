@@ -1,0 +1,123 @@
+"""What is checked and timed: an op of a block at a shape, by `cogfast` and by its peers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from bench.op_cases import (
+    WAYS,
+    Op,
+    Run,
+    Tensors,
+    TokenShape,
+    bytes_of,
+    draw_given,
+    draw_inputs,
+    run_ours,
+)
+from bench.op_check import check_op, check_peer, given_for, parts
+from bench.outcome import Row, Settings
+from bench.peers import compile_call, is_compiled, peers_of
+from bench.timing import num_buffer_sets, time_calls
+
+OURS = "cogfast"
+Calls = Mapping[str, Sequence[Callable[[], object]]]  # by way; they take turns
+
+
+class Bench(Protocol):
+    settings: Settings
+    ways: Sequence[str]
+
+    def describe(self) -> Row:
+        """op, model and shape."""
+
+    def num_bytes(self, way: str) -> int:
+        """What a perfect kernel would move."""
+
+    def goal(self, way: str) -> float:
+        """Percent of the copy rate."""
+
+    def peers(self) -> Sequence[str]:
+        """Their names."""
+
+    def check(self, at_small_shapes: bool = True) -> list[str]:
+        """What is wrong with ours."""
+
+    def calls(self, name: str) -> Calls:
+        """Those of `cogfast` or of a peer. Raises Unavailable or ImportError."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpBench:
+    """A Bench of an op of a block."""
+
+    settings: Settings
+    op: Op
+    shape: TokenShape
+
+    ways = WAYS
+
+    def __str__(self) -> str:
+        return f"{self.op}, {self.shape}"
+
+    def describe(self) -> Row:
+        b, s, h = self.shape.batch, self.shape.num_tokens, self.shape.num_heads
+        return {
+            "op": str(self.op),
+            "model": self.shape.model,
+            "shape": f"{b} x {s} x {h} x {self.shape.head_width}",
+        }
+
+    def num_bytes(self, way: str) -> int:
+        return bytes_of(self.op, way, self.shape)
+
+    def goal(self, way: str) -> float:
+        return self.op.goals[way]
+
+    def peers(self) -> Sequence[str]:
+        return tuple(peers_of(self.op))
+
+    def check(self, at_small_shapes: bool = True) -> list[str]:
+        return check_op(self.op, self.shape, self.settings.device, at_small_shapes)
+
+    def calls(self, name: str) -> Calls:
+        device = self.settings.device
+        build = peers_of(self.op).get(name, run_ours)
+        if name != OURS:
+            check_peer(build, self.op, self.shape, device)
+        num_sets = num_buffer_sets(self.num_bytes("forward"), device)
+        sets: list[Tensors] = [
+            draw_inputs(self.op, self.shape, torch.bfloat16, device) for _ in range(num_sets)
+        ]
+        runs = [build(self.op, self.shape, inputs) for inputs in sets]
+        if is_compiled(name):
+            is_tiny = self.settings.is_tiny
+            compiled = [compile_call(run.call, is_tiny, i == 0) for i, run in enumerate(runs)]
+            runs = [Run(call, run.leaves) for call, run in zip(compiled, runs, strict=True)]
+        with torch.no_grad():
+            given = draw_given(self.op, self.op.reference(self.shape, sets[0]))
+        return {
+            "forward": [run.call for run in runs],
+            "backward": [_backward(run, given) for run in runs],
+        }
+
+
+def _backward(run: Run, given: Tensors) -> Callable[[], object]:
+    outputs = run.call()
+    flat, leaves, gradients = parts(outputs), parts(run.leaves), given_for(outputs, given)
+    return lambda: torch.autograd.grad(flat, leaves, gradients, retain_graph=True)
+
+
+def time_contestant(bench: Bench, name: str, ways: Sequence[str]) -> dict[str, list[float]]:
+    """By way, milliseconds of single calls of `cogfast` or of a peer."""
+    settings = bench.settings
+    gc.collect()
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
+    calls = bench.calls(name)
+    return {way: time_calls(calls[way], settings.device, settings.seconds) for way in ways}

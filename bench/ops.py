@@ -1,0 +1,228 @@
+"""Every fused op against the copy rate and against what users have today.
+
+    python -m bench.ops [--out DIR]          table, DIR/ops.json, DIR/ops.png
+    python -m bench.ops --sweep [--out DIR]  the launch configurations worth trying, timed
+    python -m pytest bench/ops.py            the same figures, as pytest-benchmark keeps them
+    ... --device cpu --tiny                  small sizes: a test of this program
+
+An op is compared with float32 and float64 arithmetic first, in bf16 at the shape that is timed and
+in bf16, fp16 and fp32 at a small one. One that is off is not timed: its line says FAILED, and the
+exit status is 1. GB/s count what a perfect kernel would move, whatever is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from bench.launch_sweep import sweep_launches
+from bench.op_bench import OURS, Bench, OpBench, time_contestant
+from bench.op_cases import OPS, SHAPES, TINY_SHAPES
+from bench.optimizer_ops import optimizer_benches
+from bench.outcome import Bars, Outcome, Row, Settings, draw, table
+from bench.peers import Unavailable
+from bench.rates import copy_rate
+from bench.timing import spread
+
+_LEAST_SECONDS = 20  # what a op with all its peers may take
+_NOT_FOUND = (ImportError, Unavailable)
+
+
+def benches(settings: Settings) -> list[Bench]:
+    shapes = TINY_SHAPES if settings.is_tiny else SHAPES
+    of_blocks = [OpBench(settings, op, shape) for op in OPS for shape in shapes]
+    return [*optimizer_benches(settings), *of_blocks]
+
+
+@dataclass
+class _Report:
+    """What measure_ops gathers."""
+
+    copy: Row
+    peers: Sequence[str]
+    rows: list[dict[str, object]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)  # by peer: why it has no figure
+
+    def outcome(self) -> Outcome:
+        drawn = [row for row in self.rows if "percent_of_copy" in row]
+        bars = Bars(
+            title="fused ops, bf16",
+            unit="percent of the copy rate of the same run",
+            labels=[f"{row['op']} {row['way']}\n{row['model']}" for row in drawn],
+            series={OURS: [row["percent_of_copy"] for row in drawn]},
+            marks=("goal", [row["goal_percent"] for row in drawn]),
+        )
+        shown = ("op", "model", "way", "status", "median_ms", "p10_ms", "p90_ms", "gb_per_s")
+        shown += ("percent_of_copy", "goal_percent", *(f"vs {name}" for name in self.peers))
+        numbers = {f"copy_{key}": value for key, value in self.copy.items()}
+        numbers |= {f"no figure for {name}": reason for name, reason in self.reasons.items()}
+        return Outcome(numbers, self.rows, shown, self.problems, bars if drawn else None)
+
+
+def measure_ops(settings: Settings) -> Outcome:
+    """A row for every op, shape and way; `vs X`: how many times our time X takes."""
+    todo = benches(settings)
+    peers = list(dict.fromkeys(name for bench in todo for name in bench.peers()))
+    report = _Report(copy_rate(settings), peers)
+    for bench in todo:
+        if settings.seconds_left < _LEAST_SECONDS:
+            note = {"status": "left out: no time"}
+            report.rows += [{**bench.describe(), "way": way, **note} for way in bench.ways]
+        else:
+            _measure(bench, report)
+        settings.keep(report.outcome())
+    return report.outcome()
+
+
+def _measure(bench: Bench, report: _Report) -> None:
+    """The rows of one op at one shape, all of them FAILED if it is off."""
+    wrong = bench.check()
+    report.problems += wrong
+    status = "FAILED" if wrong else "ok"
+    rows = {way: {**bench.describe(), "way": way, "status": status} for way in bench.ways}
+    report.rows += rows.values()
+    if wrong:
+        return
+    for way, times_ms in time_contestant(bench, OURS, bench.ways).items():
+        rows[way] |= spread(times_ms)
+        rate = _gb_per_s(bench, way, times_ms)
+        rows[way] |= {"bytes": bench.num_bytes(way), "gb_per_s": rate}
+        rows[way] |= {"percent_of_copy": 100 * rate / report.copy["gb_per_s"]}
+        rows[way] |= {"goal_percent": bench.goal(way), "peers": {}}
+    for name in bench.peers():
+        for way, times in _time_peer(bench, name).items():
+            rows[way]["peers"][name] = times
+            if "median_ms" in times:
+                rows[way][f"vs {name}"] = times["median_ms"] / rows[way]["median_ms"]
+            else:
+                report.reasons.setdefault(name, times["unavailable"])
+
+
+def _time_peer(bench: Bench, name: str) -> dict[str, Row]:
+    try:
+        timed = time_contestant(bench, name, bench.ways)
+    except Exception as error:  # whatever a peer does, it takes no other figure with it
+        return dict.fromkeys(bench.ways, {"unavailable": why(error)})
+    return {way: spread(times_ms) for way, times_ms in timed.items()}
+
+
+def _gb_per_s(bench: Bench, way: str, times_ms: Sequence[float]) -> float:
+    return bench.num_bytes(way) / spread(times_ms)["median_ms"] / 1e6
+
+
+def why(error: Exception) -> str:
+    """A line on why a peer has no figure."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text if isinstance(error, _NOT_FOUND) else f"{type(error).__name__}: {text}"
+
+
+class _Clock:
+    """pytest-benchmark's timer: a round is as long as the next of the times that were measured on
+    the device."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def play(self, times_ms: Sequence[float], benchmark) -> None:
+        left = iter(times_ms)
+
+        def advance() -> None:
+            self._now += next(left) / 1e3
+
+        benchmark.pedantic(advance, rounds=len(times_ms))
+
+
+_CLOCK = _Clock()
+
+
+@cache
+def _settings_here() -> Settings:
+    is_gpu = torch.cuda.is_available()
+    return Settings(torch.device("cuda" if is_gpu else "cpu"), is_tiny=not is_gpu)
+
+
+@cache
+def _copy_here() -> float:
+    return copy_rate(_settings_here())["gb_per_s"]
+
+
+@cache
+def _wrong_here(bench: Bench) -> list[str]:
+    return bench.check()
+
+
+def pytest_generate_tests(metafunc) -> None:
+    import pytest
+
+    clock = pytest.mark.benchmark(timer=_CLOCK.now)
+    cases = [
+        pytest.param(bench, way, name, marks=clock, id=f"{bench}-{way}-{name}")
+        for bench in benches(_settings_here())
+        for way in bench.ways
+        for name in (OURS, *bench.peers())
+    ]
+    metafunc.parametrize(("bench", "way", "name"), cases)
+
+
+def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
+    """A figure for pytest-benchmark; a peer that cannot run is skipped."""
+    import pytest
+
+    wrong = _wrong_here(bench)
+    assert not wrong, "FAILED: not timed"
+    try:
+        times_ms = time_contestant(bench, name, (way,))[way]
+    except _NOT_FOUND as error:
+        pytest.skip(why(error))
+    rate = _gb_per_s(bench, way, times_ms)
+    benchmark.group = f"{bench} {way}"
+    benchmark.extra_info |= {**bench.describe(), "way": way, "by": name}
+    benchmark.extra_info |= {"bytes": bench.num_bytes(way), "gb_per_s": rate}
+    benchmark.extra_info |= {"percent_of_copy": 100 * rate / _copy_here()}
+    _CLOCK.play(times_ms, benchmark)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+    )
+    parser.add_argument("--sweep", action="store_true", help="launch configurations instead")
+    parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes: a test of this program")
+    arguments = parser.parse_args(words)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU; use --device cpu --tiny to try the program")
+    if arguments.device == "cpu" and not arguments.tiny:
+        parser.error("--device cpu: the full sizes take hours on a CPU; add --tiny")
+
+    settings = Settings(torch.device(arguments.device), arguments.tiny)
+    name, piece = ("sweep", sweep_launches) if arguments.sweep else ("ops", measure_ops)
+    outcome = piece(settings)
+    print(table(outcome))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+        report = {"piece": name, "gpu": gpu, "torch": torch.__version__, "is_tiny": arguments.tiny}
+        report |= {"numbers": outcome.numbers, "rows": outcome.rows, "problems": outcome.problems}
+        (arguments.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        if outcome.bars is not None:
+            print(draw(outcome.bars, arguments.out / f"{name}.png"))
+    for problem in outcome.problems:
+        print(f"WRONG: {problem}")
+    return 1 if outcome.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""FusedEmaAdam on one flat partition, as ZeRO has it, and what users have today for the same update.
+
+Bytes per parameter that a perfect kernel moves, of ours and of torch's AdamW with a foreach EMA:
+
+    gradient bf16 2; weight, m, v and shadow read and written 32                   34    28 + 12
+    the new weight in bf16                                                        + 2        + 6
+    clipping: the norm reads the gradient; torch's also scales it in place        + 2       + 12
+
+torch, DeepSpeed and apex take gradients of the weights' dtype only, float32.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bench.outcome import Row, Settings
+from bench.peers import compile_call, is_compiled, need_gpu, nvidia_apex
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+
+_ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-2}
+_EMA_DECAY = 0.9999
+_NORM = 1.0  # gradients are clipped to it
+_STEPS_BEFORE = 10
+_RTOL, _ATOL = 1e-6, 1e-7  # fair in float32, say the notes of the golden files
+_SLICE = 4096
+_CHECKED_LENGTHS, _TINY_LENGTHS = (1, 999, 70_001), (1, 999)
+_GOAL = 88.0
+# 2B whole; 5B over two GPUs: more than 2^31 elements in one tensor
+_SIZES = (("2B", 1_700_000_000), ("5B, half", 2_785_000_000))
+_TINY_SIZES = (("2B", 5_003), ("5B, half", 9_001))
+
+
+@dataclass(slots=True)
+class Streams:
+    """Of one update, all [n]; g in bf16 or as the weights, copy in bf16."""
+
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    v: Tensor
+    shadow: Tensor
+    copy: Tensor | None
+
+    def slice(self, start: int, dtype: torch.dtype) -> Streams:
+        """Copies of _SLICE elements, without `copy`, for the reference."""
+        streams = (self.p, self.g, self.m, self.v, self.shadow)
+        rows = (x.detach()[start : start + _SLICE].to(dtype, copy=True) for x in streams)
+        return Streams(*rows, None)
+
+
+def draw_streams(n: int, gradient: torch.dtype, has_copy: bool, device: torch.device) -> Streams:
+    def draw(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device=device).normal_(std=0.02)
+
+    p = draw()
+    copy = torch.empty(n, dtype=torch.bfloat16, device=device) if has_copy else None
+    v = draw().square_()
+    return Streams(
+        p.requires_grad_(), draw(gradient), draw().mul_(0.1), v, p.detach().clone(), copy
+    )
+
+
+def _clip_factor(g: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(g, dtype=torch.float32)
+    return (_NORM / (norm + 1e-6)).clamp_(max=1.0)
+
+
+def _ours(streams: Streams, has_clip: bool) -> Callable[[], object]:
+    p = streams.p
+    optimizer = FusedEmaAdam([p], **_ADAM, ema_decay=_EMA_DECAY)
+    step = torch.full((), float(_STEPS_BEFORE), device=p.device)
+    moments = {"exp_avg": streams.m, "exp_avg_sq": streams.v, "shadow": streams.shadow}
+    optimizer.state[p].update(moments, step=step)
+    p.grad_dtype = streams.g.dtype
+    p.grad = streams.g
+    if streams.copy is not None:
+        optimizer.low_precision_copies[p] = streams.copy
+
+    def call() -> None:
+        if has_clip:
+            optimizer.gradient_scale = _clip_factor(streams.g)
+        optimizer.step()
+
+    return call
+
+
+def _reference(streams: Streams, has_clip: bool) -> Callable[[], object]:
+    @torch.no_grad()
+    def call() -> None:
+        g = streams.g.to(streams.p.dtype)
+        if has_clip:
+            g = g * _clip_factor(streams.g)
+        moments = (streams.m, streams.v, streams.shadow)
+        ema = {"step": _STEPS_BEFORE + 1, "ema_decay": _ema_decay(_STEPS_BEFORE + 1)}
+        fused_ema_adam_reference(streams.p, g, *moments, **_ADAM, **ema, adam_w_mode=True)
+        if streams.copy is not None:
+            streams.copy.copy_(streams.p)
+
+    return call
+
+
+def _ema_decay(step: int) -> float:
+    return min(_EMA_DECAY, (1 + step) / (10 + step))
+
+
+def _with_lerp(adam: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable:
+    """Another package's Adam, torch's clipping, a foreach EMA and a cast."""
+
+    def build(streams: Streams, has_clip: bool) -> Callable[[], object]:
+        p = nn.Parameter(streams.p.detach())
+        p.grad = streams.g
+        optimizer = adam([p])
+
+        @torch.no_grad()
+        def call() -> None:
+            if has_clip:
+                nn.utils.clip_grad_norm_([p], _NORM, foreach=True)
+            optimizer.step()
+            torch._foreach_lerp_([streams.shadow], [p], 1 - _EMA_DECAY)
+            if streams.copy is not None:
+                streams.copy.copy_(p)
+
+        return call
+
+    return build
+
+
+def _torch_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **_ADAM, fused=True)
+
+
+def _deepspeed_adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    need_gpu(params[0].device)
+    # built when it is first made, by nvcc
+    return importlib.import_module("deepspeed.ops.adam").FusedAdam(params, **_ADAM)
+
+
+def _apex_adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    need_gpu(params[0].device)
+    return nvidia_apex("optimizers").FusedAdam(params, **_ADAM)
+
+
+PEERS: dict[str, Callable[[Streams, bool], Callable[[], object]]] = {
+    "torch eager": _reference,
+    "torch.compile": _reference,
+    "AdamW(fused) + lerp": _with_lerp(_torch_adamw),
+    "DeepSpeed FusedAdam + lerp": _with_lerp(_deepspeed_adam),
+    "apex FusedAdam + lerp": _with_lerp(_apex_adam),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerBench:
+    """A Bench of an update of num_parameters float32 weights by bf16 gradients."""
+
+    settings: Settings
+    model: str
+    num_parameters: int
+    has_copy: bool
+    has_clip: bool
+
+    ways = ("step",)
+
+    def __str__(self) -> str:
+        return f"{self.describe()['op']}, {self.model}"
+
+    def describe(self) -> Row:
+        options = [
+            name for name, is_on in (("clip", self.has_clip), ("copy", self.has_copy)) if is_on
+        ]
+        return {
+            "op": " ".join(["FusedEmaAdam", *options]),
+            "model": self.model,
+            "shape": str(self.num_parameters),
+        }
+
+    def num_bytes(self, way: str) -> int:
+        return self.num_parameters * (34 + 2 * self.has_copy + 2 * self.has_clip)
+
+    def goal(self, way: str) -> float:
+        return _GOAL
+
+    def peers(self) -> Sequence[str]:
+        return tuple(PEERS)
+
+    def check(self, at_small_shapes: bool = True) -> list[str]:
+        lengths = [self.num_parameters]
+        if at_small_shapes:
+            lengths += _TINY_LENGTHS if self.settings.is_tiny else _CHECKED_LENGTHS
+        wrong = []
+        for n in lengths:
+            for dtype in _DTYPES if n != self.num_parameters else (torch.bfloat16,):
+                try:
+                    wrong += self._compare(n, dtype)
+                except Exception as error:  # whatever it is, the other ops are still measured
+                    wrong.append(f"{self}: {type(error).__name__}: {error}".splitlines()[0])
+        return wrong
+
+    def _compare(self, n: int, gradient: torch.dtype) -> list[str]:
+        """One step of ours, its first, middle and last elements against float64."""
+        streams = draw_streams(n, gradient, self.has_copy, self.settings.device)
+        starts = sorted({0, max(0, min(2**31, n) - _SLICE // 2), max(0, n - _SLICE)})
+        expected = [streams.slice(start, torch.float64) for start in starts]
+        factor = _clip_factor(streams.g).double() if self.has_clip else None
+        _ours(streams, self.has_clip)()
+        wrong = []
+        for start, truth in zip(starts, expected, strict=True):
+            if factor is not None:
+                truth.g.mul_(factor)
+            _reference(truth, has_clip=False)()
+            for name in ("p", "m", "v", "shadow"):
+                value = getattr(streams, name).detach()[start : start + _SLICE].double()
+                true = getattr(truth, name)
+                off = ((value - true).abs() / (_RTOL * true.abs() + _ATOL)).max().item()
+                if not off <= 1:  # NaN too
+                    wrong.append(f"{name} from {start} of {n}: {off:.3g} times the tolerance")
+            if streams.copy is not None:
+                rows = slice(start, start + _SLICE)
+                if not torch.equal(streams.copy[rows], streams.p.detach()[rows].bfloat16()):
+                    wrong.append(f"copy from {start} of {n} is not the weight in bf16")
+        dtype = str(gradient).removeprefix("torch.")
+        return [f"{self}, {dtype} gradient: {text}" for text in wrong]
+
+    def calls(self, name: str) -> dict[str, Sequence[Callable[[], object]]]:
+        device = self.settings.device
+        # torch's, DeepSpeed's and apex's Adam want the gradient in the weights' dtype
+        has_bf16_gradient = name not in PEERS or PEERS[name] is _reference
+        gradient = torch.bfloat16 if has_bf16_gradient else torch.float32
+        streams = draw_streams(self.num_parameters, gradient, self.has_copy, device)
+        call = PEERS.get(name, _ours)(streams, self.has_clip)
+        if is_compiled(name):
+            call = compile_call(call, self.settings.is_tiny, is_first=True)
+        return {"step": [call]}  # far more than a cache holds
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OPTIONS = ((False, False), (True, False), (True, True))  # copy, clip
+
+
+def optimizer_benches(settings: Settings) -> list[OptimizerBench]:
+    sizes = _TINY_SIZES if settings.is_tiny else _SIZES
+    return [OptimizerBench(settings, *size, *options) for size in sizes for options in _OPTIONS]
+
+
+def sweep_bench(settings: Settings) -> OptimizerBench:
+    return next(b for b in optimizer_benches(settings) if b.has_copy and not b.has_clip)
