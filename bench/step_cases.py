@@ -217,11 +217,18 @@ def _time(call: Callable[[], None], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _prepare(side: str, case: Case, plan: Plan, variant: Variant) -> _Prepared | dict[str, object]:
-    """Build a side and warm it up; figures that say why, where it cannot run."""
+def _prepare(
+    side: str,
+    case: Case,
+    plan: Plan,
+    variant: Variant,
+    seen: dict[str, object] | None = None,
+) -> _Prepared | dict[str, object]:
+    """Build a side and warm it up; figures that say why, where it cannot run. seen: the figures of
+    an earlier build, which are not taken again."""
     free_memory(plan.device)
     try:
-        return _build(side, case, plan, variant)
+        return _build(side, case, plan, variant, seen)
     except ImportError as error:
         return {"unavailable": str(error)}
     except torch.OutOfMemoryError as error:

@@ -50,7 +50,10 @@ class OurUpdate:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.masters = Masters(parameters)
-        self.adam = FusedEmaAdam(self.masters.tensors, **_ADAM, ema_decay=EMA_DECAY)
+        # without the warm-up of its decay: the peer's EMA has none
+        self.adam = FusedEmaAdam(
+            self.masters.tensors, **_ADAM, ema_decay=EMA_DECAY, use_num_updates=False
+        )
 
     def step(self) -> None:
         self.masters.take_gradients()
