@@ -6,10 +6,10 @@ Backward:  delta_i = dout_i out_i     ds_ij = p_ij (dout_i v_j - delta_i)
            dq_i = sum_j ds_ij k_j / sqrt(D)    dk_j = sum_i ds_ij q_i / sqrt(D)    dv_j = sum_i p_ij dout_i
 
 4 S^2 H D operations forward and 10 S^2 H D backward, five products against two, on 4 U of data
-(U = S H D elements): the one op of a block that is bound by arithmetic. Half of a block's time or
-more is spent in it, in others' kernels: cuDNN's and flash-attn's are hand-written for a GPU and
-reach half of its peak at D = 64, where the exponentials cost as much as the products. A kernel in
-Triton would be slower, so there is none here.
+(U = S H D elements): the one op of a block that is bound by arithmetic, 61% of the 2B model's and
+49% of the 5B model's operations at 17776 tokens. cuDNN's and flash-attn's kernels are written by
+hand for each GPU and reach half of an H100's peak at D = 64 by their authors' figures, above those
+of Triton's own; so this file has none.
 
 The op hands out lse beside out: activation checkpointing that keeps both (1 U and S H float32)
 need not run the forward again. torch.compile sees one node, whatever the backend does inside.
