@@ -1,0 +1,427 @@
+"""The Triton kernels of FusedEmaAdam: many tensors in one launch, no number read by the host.
+
+A table on the device holds per tensor the addresses of its streams, its length and its own count of
+updates; a map says which tensor a program works on. A first, tiny kernel counts the updates and
+turns the counts into factors, in float64; the second streams over everything once. Each program of
+it takes 1,024 neighbouring elements (4 KB of a float32 stream). With bf16 gradients and float32
+weights it moves 36 bytes per element, a bf16 copy of the weights 2 more.
+
+Accesses are of 16 bytes (bf16: 8) wherever all addresses of a tensor allow it, except for a tensor's
+last elements; the kernel has a branch for each. Offsets are int64: one ZeRO partition may have more
+than 2^31 elements. On a GPU: not measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from cogfast.kernels.launch import CompileCase, jit, tl, triton
+
+BLOCK = 1024
+_NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
+_STEP_BLOCK = 128
+
+# Columns of the table [num_tensors, 16] int64: one cache line per tensor.
+_P, _G, _M, _V, _SHADOW, _COPY, _STEP = (tl.constexpr(column) for column in range(7))
+_NUMEL, _FIRST_BLOCK = tl.constexpr(7), tl.constexpr(8)
+_COLUMNS = tl.constexpr(16)
+# Columns of the factors [num_tensors, 4] float32.
+_STEP_SIZE, _ROOT_FACTOR, _EMA_WEIGHT, _DECAY = (tl.constexpr(column) for column in range(4))
+_FACTORS = tl.constexpr(4)
+
+
+@jit
+def _factors_kernel(
+    table_ptr,  # [num_tensors, 16] int64
+    factors_ptr,  # [num_tensors, 4] float32
+    num_tensors,
+    lr,  # float32; lr_ptr's number takes its place
+    lr_ptr,  # [] or None
+    found_inf_ptr,  # [] or None
+    log2_beta1,  # -inf: no bias correction
+    log2_beta2,
+    weight_decay,
+    least_ema_weight,  # 1 - ema_decay
+    USE_NUM_UPDATES: tl.constexpr,
+    BLOCK_TENSORS: tl.constexpr,
+):
+    """Count an update of every tensor and write the factors that its count makes."""
+    tensor = tl.program_id(0) * BLOCK_TENSORS + tl.arange(0, BLOCK_TENSORS)
+    if found_inf_ptr is not None:
+        num_tensors = tl.where(tl.load(found_inf_ptr) == 0, num_tensors, 0)
+    inside = tensor < num_tensors
+    step_ptr = tl.load(table_ptr + tensor * _COLUMNS + _STEP, mask=inside, other=0)
+    step_ptr = step_ptr.to(tl.pointer_type(tl.float32))
+    step = tl.load(step_ptr, mask=inside, other=0.0) + 1
+    tl.store(step_ptr, step, mask=inside)
+
+    t = step.to(tl.float64)
+    # With log2(beta) in float32, 1 - beta^t has float32's relative precision from t = 1 on.
+    correction1 = 1 - tl.exp2(t * log2_beta1)
+    correction2 = 1 - tl.exp2(t * log2_beta2)
+    rate = tl.zeros([BLOCK_TENSORS], tl.float64)
+    if lr_ptr is not None:
+        rate += tl.load(lr_ptr)
+    else:
+        rate += lr
+    ema_weight = tl.zeros([BLOCK_TENSORS], tl.float64) + least_ema_weight
+    if USE_NUM_UPDATES:
+        ema_weight = tl.maximum(ema_weight, 9 / (10 + t))  # 1 - (1 + t) / (10 + t)
+    row = factors_ptr + tensor * _FACTORS
+    tl.store(row + _STEP_SIZE, (rate / correction1).to(tl.float32), mask=inside)
+    tl.store(row + _ROOT_FACTOR, (1 / tl.sqrt(correction2)).to(tl.float32), mask=inside)
+    tl.store(row + _EMA_WEIGHT, ema_weight.to(tl.float32), mask=inside)
+    tl.store(row + _DECAY, (rate * weight_decay).to(tl.float32), mask=inside)
+
+
+@jit
+def _stream(address, element, TYPE: tl.constexpr, IS_WIDE: tl.constexpr):
+    """Pointers to a block's elements, [BLOCK]."""
+    pointer = address.to(tl.pointer_type(TYPE)) + element
+    if IS_WIDE:  # on the sum: Triton forgets what it is told of a number that becomes a pointer
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def _update(
+    p_address,
+    g_address,
+    m_address,
+    v_address,
+    shadow_address,
+    copy_address,
+    start,  # of the block, int64
+    numel,  # of the tensor
+    scale,
+    factors_ptr,  # of this tensor
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    P_TYPE: tl.constexpr,
+    G_TYPE: tl.constexpr,
+    COPY_TYPE: tl.constexpr,
+    ADAM_W_MODE: tl.constexpr,
+    IS_WIDE: tl.constexpr,  # the block is whole and all addresses are multiples of 16
+    BLOCK: tl.constexpr,
+):
+    """Adam and the EMA of a block: load, compute in float32, store."""
+    element = start + tl.arange(0, BLOCK)
+    inside = None if IS_WIDE else element < numel
+    p_ptr = _stream(p_address, element, P_TYPE, IS_WIDE)
+    m_ptr = _stream(m_address, element, tl.float32, IS_WIDE)
+    v_ptr = _stream(v_address, element, tl.float32, IS_WIDE)
+    shadow_ptr = _stream(shadow_address, element, tl.float32, IS_WIDE)
+    p = tl.load(p_ptr, mask=inside).to(tl.float32)
+    g = tl.load(_stream(g_address, element, G_TYPE, IS_WIDE), mask=inside).to(tl.float32) * scale
+    m = tl.load(m_ptr, mask=inside)
+    v = tl.load(v_ptr, mask=inside)
+    shadow = tl.load(shadow_ptr, mask=inside)
+    if ADAM_W_MODE:
+        p -= tl.load(factors_ptr + _DECAY) * p
+    else:
+        g += weight_decay * p
+    m += one_minus_beta1 * (g - m)
+    v = beta2 * v + one_minus_beta2 * g * g
+    root = tl.sqrt_rn(v) * tl.load(factors_ptr + _ROOT_FACTOR)
+    p -= tl.load(factors_ptr + _STEP_SIZE) * tl.div_rn(m, root + eps)
+    shadow += tl.load(factors_ptr + _EMA_WEIGHT) * (p - shadow)
+    tl.store(p_ptr, p.to(P_TYPE), mask=inside)
+    tl.store(m_ptr, m, mask=inside)
+    tl.store(v_ptr, v, mask=inside)
+    tl.store(shadow_ptr, shadow, mask=inside)
+    if COPY_TYPE is not None:
+        copy_ptr = _stream(copy_address, element, COPY_TYPE, IS_WIDE)
+        tl.store(copy_ptr, p.to(COPY_TYPE), mask=inside)
+
+
+@jit
+def _ema_adam_kernel(
+    table_ptr,  # [num_tensors, 16] int64
+    tensor_of_block_ptr,  # [blocks of all tensors] int32
+    factors_ptr,  # [num_tensors, 4] float32
+    scale_ptr,  # [], what gradients are multiplied by, or None
+    found_inf_ptr,  # [] or None
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    P_TYPE: tl.constexpr,
+    G_TYPE: tl.constexpr,
+    COPY_TYPE: tl.constexpr,  # or None
+    ADAM_W_MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one tensor."""
+    is_live = True
+    if found_inf_ptr is not None:
+        is_live = tl.load(found_inf_ptr) == 0
+    if is_live:
+        scale = 1.0
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr).to(tl.float32)
+        tensor = tl.load(tensor_of_block_ptr + tl.program_id(0)).to(tl.int64)
+        factors_ptr += tensor * _FACTORS
+        row = table_ptr + tensor * _COLUMNS
+        p, g, m = tl.load(row + _P), tl.load(row + _G), tl.load(row + _M)
+        v, shadow, copy = tl.load(row + _V), tl.load(row + _SHADOW), tl.load(row + _COPY)
+        start = (tl.program_id(0) - tl.load(row + _FIRST_BLOCK)) * BLOCK  # int64
+        numel = tl.load(row + _NUMEL)
+        if (start + BLOCK <= numel) & ((p | g | m | v | shadow | copy) % 16 == 0):
+            _update(
+                p,
+                g,
+                m,
+                v,
+                shadow,
+                copy,
+                start,
+                numel,
+                scale,
+                factors_ptr,
+                one_minus_beta1,
+                beta2,
+                one_minus_beta2,
+                eps,
+                weight_decay,
+                P_TYPE,
+                G_TYPE,
+                COPY_TYPE,
+                ADAM_W_MODE,
+                True,
+                BLOCK,
+            )
+        else:
+            # One element per thread at a time: few registers, and no other layout for the stores.
+            for first in range(0, BLOCK, BLOCK // 4):
+                _update(
+                    p,
+                    g,
+                    m,
+                    v,
+                    shadow,
+                    copy,
+                    start + first,
+                    numel,
+                    scale,
+                    factors_ptr,
+                    one_minus_beta1,
+                    beta2,
+                    one_minus_beta2,
+                    eps,
+                    weight_decay,
+                    P_TYPE,
+                    G_TYPE,
+                    COPY_TYPE,
+                    ADAM_W_MODE,
+                    False,
+                    BLOCK // 4,
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamStreams:
+    """What the update of one parameter reads and writes: contiguous tensors of one length."""
+
+    p: Tensor  # float32, bfloat16 or float16, as the gradient
+    g: Tensor
+    m: Tensor  # float32, as all that follow but the copy
+    v: Tensor
+    shadow: Tensor
+    step: Tensor  # []
+    copy: Tensor | None = None  # bfloat16 or float16, receives the new p
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+        """Tensors of one launch share them."""
+        return self.p.dtype, self.g.dtype, None if self.copy is None else self.copy.dtype
+
+
+def blocks_of(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many blocks each tensor takes, and which block of the launch is its first."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    return counts, [0, *accumulate(counts)][:-1]
+
+
+class TensorTable:
+    """The tensors of a launch as the kernels see them, kept on the device between steps.
+
+    A copy goes there only when a tensor has moved; the map of blocks is made anew only when a
+    length has changed. The host waits for neither.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.num_blocks = 0
+
+    def hold(self, tensors: Sequence[AdamStreams]) -> None:
+        """Make the table one of `tensors`, which have the same dtypes and device."""
+        rows = [
+            [
+                *(x.data_ptr() for x in (t.p, t.g, t.m, t.v, t.shadow)),
+                0 if t.copy is None else t.copy.data_ptr(),
+                t.step.data_ptr(),
+            ]
+            for t in tensors
+        ]
+        lengths = [t.p.numel() for t in tensors]
+        if rows == self.rows and lengths == self.lengths:
+            return
+        device = tensors[0].p.device
+        counts, first_blocks = blocks_of(lengths)
+        if lengths != self.lengths:
+            self.num_blocks = sum(counts)
+            self.tensor_of_block = torch.repeat_interleave(
+                torch.arange(len(counts), dtype=torch.int32, device=device),
+                _upload(torch.tensor(counts), device),
+                output_size=self.num_blocks,  # unsaid, the host would ask the device
+            )
+            self.factors = torch.empty(len(rows), _FACTORS.value, device=device)
+        table = torch.zeros(len(rows), _COLUMNS.value, dtype=torch.int64)
+        table[:, :9] = torch.tensor(
+            [[*row, n, first] for row, n, first in zip(rows, lengths, first_blocks, strict=True)]
+        )
+        self.table = _upload(table, device)
+        self.rows, self.lengths = rows, lengths
+        self.dtypes = tensors[0].dtypes
+
+
+def _upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for; the pinned pages stay until it is done."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def launch_ema_adam(
+    tensors: TensorTable,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    adam_w_mode: bool,
+    ema_decay: float,
+    use_num_updates: bool,
+    gradient_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update every tensor of the table, unless found_inf, [], is not 0.
+
+    lr: a number goes with the launch, a tensor [] is read by the device. gradient_scale: [], what
+    gradients are multiplied by first.
+    """
+    beta1, beta2 = betas
+    num_tensors = len(tensors.rows)
+    is_device_lr = isinstance(lr, Tensor) and lr.device == tensors.table.device
+    logarithms = [math.log2(b) if bias_correction and b else -math.inf for b in betas]
+    _factors_kernel[(triton.cdiv(num_tensors, _STEP_BLOCK),)](
+        tensors.table,
+        tensors.factors,
+        num_tensors,
+        0.0 if is_device_lr else float(lr),
+        lr if is_device_lr else None,
+        found_inf,
+        *logarithms,
+        weight_decay,
+        1 - ema_decay,
+        USE_NUM_UPDATES=use_num_updates,
+        BLOCK_TENSORS=_STEP_BLOCK,
+        num_warps=4,
+    )
+    if not tensors.num_blocks:
+        return
+    p_type, g_type, copy_type = (None if d is None else _triton_type(d) for d in tensors.dtypes)
+    _ema_adam_kernel[(tensors.num_blocks,)](
+        tensors.table,
+        tensors.tensor_of_block,
+        tensors.factors,
+        gradient_scale,
+        found_inf,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        weight_decay,
+        P_TYPE=p_type,
+        G_TYPE=g_type,
+        COPY_TYPE=copy_type,
+        ADAM_W_MODE=adam_w_mode,
+        BLOCK=BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _triton_type(dtype: torch.dtype) -> object:
+    return {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+    }[dtype]
+
+
+def compile_cases() -> list[CompileCase]:
+    """Dtypes as ZeRO has them, in bf16, fp16 and float32; and the options at one."""
+    numbers = ("one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay")
+    scalars = {"scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
+    cases = []
+    for name, p, g, copy, adam_w_mode, has_scalars in (
+        ("bf16 g and copy", tl.float32, tl.bfloat16, tl.bfloat16, True, True),
+        ("fp16 g and copy", tl.float32, tl.float16, tl.float16, True, True),
+        ("fp32 g", tl.float32, tl.float32, None, True, False),
+        ("fp32 g, Adam", tl.float32, tl.float32, None, False, True),
+        ("bf16 p and g", tl.bfloat16, tl.bfloat16, None, True, True),
+    ):
+        cases.append(
+            CompileCase(
+                name=f"_ema_adam_kernel {name}",
+                kernel=_ema_adam_kernel,
+                arguments={
+                    "table_ptr": "*i64",
+                    "tensor_of_block_ptr": "*i32",
+                    "factors_ptr": "*fp32",
+                    **(scalars if has_scalars else {}),
+                    **dict.fromkeys(numbers, "fp32"),
+                },
+                constants={
+                    **({} if has_scalars else dict.fromkeys(scalars)),
+                    "P_TYPE": p,
+                    "G_TYPE": g,
+                    "COPY_TYPE": copy,
+                    "ADAM_W_MODE": adam_w_mode,
+                    "BLOCK": BLOCK,
+                },
+                num_warps=_NUM_WARPS,
+                max_registers=48,  # 5 programs of 256 threads, 90 KB on their way
+            )
+        )
+    cases.append(
+        CompileCase(
+            name="_factors_kernel",
+            kernel=_factors_kernel,
+            arguments={
+                "table_ptr": "*i64",
+                "factors_ptr": "*fp32",
+                "num_tensors": "i32",
+                "lr": "fp32",
+                "found_inf_ptr": "*fp32",
+                "log2_beta1": "fp32",
+                "log2_beta2": "fp32",
+                "weight_decay": "fp32",
+                "least_ema_weight": "fp32",
+            },
+            constants={"lr_ptr": None, "USE_NUM_UPDATES": True, "BLOCK_TENSORS": _STEP_BLOCK},
+            num_warps=4,
+            max_registers=40,
+        )
+    )
+    return cases
