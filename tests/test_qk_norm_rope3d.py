@@ -312,8 +312,9 @@ def test_ops_are_well_formed(variant: str) -> None:
     qkv, affine, cotangents = case.to(torch.float32)
     ops, numbers = torch.ops.cogfast, case.raw()
     torch.library.opcheck(ops.qk_norm_rope3d.default, (qkv, *affine, *numbers))
+    *_, statistics = ops.qk_norm_rope3d(qkv, *affine, *numbers)
     for needs_sums in {False, case.has_norm}:
-        arguments = (*cotangents, qkv, affine[0], affine[2], *numbers, needs_sums)
+        arguments = (*cotangents, qkv, statistics, *affine[::2], *numbers, needs_sums)
         torch.library.opcheck(ops.qk_norm_rope3d_backward.default, arguments)
 
 

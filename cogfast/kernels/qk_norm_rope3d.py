@@ -108,36 +108,42 @@ def _qk_norm_rope3d(
     w: int,
     has_norm: bool,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, S, H, D] and the statistics that backward wants, [0] on a GPU; on a CPU, which works
+    them out slower than it reads them, mean and rstd of q, then of k, [4, B, S, H, 1] float32."""
     affine = (q_weight, q_bias, k_weight, k_bias)
-    return launch_forward(qkv, *affine, table, num_text, t, h, w, has_norm, eps)
+    q, k = launch_forward(qkv, *affine, table, num_text, t, h, w, has_norm, eps)
+    return q, k, qkv.new_empty(0, dtype=torch.float32)
 
 
 @_qk_norm_rope3d.register_kernel("cpu")
 def _(
     qkv, q_weight, q_bias, k_weight, k_bias, table, num_text, t, h, w, has_norm, eps
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     angles = None if table is None else Rotation(table, t, h, w).per_row(num_text)
-    turned = []
+    turned, statistics = [], []
     for x, norm in ((qkv[:, :, 0], (q_weight, q_bias)), (qkv[:, :, 1], (k_weight, k_bias))):
-        if angles is not None:
-            x = x.float()
+        x = x.float()
         if has_norm:
-            weight, bias = (None if p is None else p.to(x.dtype) for p in norm)
-            x = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+            weight, bias = (None if p is None else p.float() for p in norm)
+            x, *moments = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+            statistics += moments
         if angles is not None:
             # in place where x is the norm's result
             x = _rotate_(x, angles) if has_norm else _rotate(x, angles)
         turned.append(x.to(qkv.dtype))
-    return turned[0], turned[1]
+    return *turned, torch.stack(statistics) if has_norm else torch.empty(0)
 
 
 @_qk_norm_rope3d.register_fake
 def _(
     qkv, q_weight, q_bias, k_weight, k_bias, table, num_text, t, h, w, has_norm, eps
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     b, s, _, num_heads, width = qkv.shape
-    return qkv.new_empty(b, s, num_heads, width), qkv.new_empty(b, s, num_heads, width)
+    q, k = (qkv.new_empty(b, s, num_heads, width) for _ in range(2))
+    has_statistics = has_norm and qkv.device.type == "cpu"
+    shape = (4, b, s, num_heads, 1) if has_statistics else (0,)
+    return q, k, qkv.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("cogfast::qk_norm_rope3d_backward", mutates_args=(), device_types="cuda")
@@ -146,6 +152,7 @@ def _qk_norm_rope3d_backward(
     dk: Tensor,
     dv: Tensor,
     qkv: Tensor,
+    statistics: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     table: Tensor | None,
@@ -157,66 +164,78 @@ def _qk_norm_rope3d_backward(
     eps: float,
     needs_sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    weights = (q_weight, k_weight)
-    grids = (num_text, t, h, w)
-    return launch_backward(dq, dk, dv, qkv, *weights, table, *grids, has_norm, eps, needs_sums)
+    """dqkv [B, S, 3, H, D] and the sums of query weight, query bias, key weight, key bias [4, D]
+    float32, [0, D] where they are not needed."""
+    numbers = (num_text, t, h, w, has_norm, eps, needs_sums)
+    return launch_backward(dq, dk, dv, qkv, q_weight, k_weight, table, *numbers)
 
 
 @_qk_norm_rope3d_backward.register_kernel("cpu")
 def _(
-    dq, dk, dv, qkv, q_weight, k_weight, table, num_text, t, h, w, has_norm, eps, needs_sums
+    dq,
+    dk,
+    dv,
+    qkv,
+    statistics,
+    q_weight,
+    k_weight,
+    table,
+    num_text,
+    t,
+    h,
+    w,
+    has_norm,
+    eps,
+    needs_sums,
 ) -> tuple[Tensor, Tensor]:
     angles = None if table is None else Rotation(table, t, h, w).per_row(num_text).conj_physical()
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype)
+    shape = qkv.shape[-1:]
     sums = []
     for i, (g, weight) in enumerate(((dq, q_weight), (dk, k_weight))):
         g = g.float()
         if angles is not None:
             g = _rotate(g.contiguous(), angles)
         if has_norm:
-            x, shape = qkv[:, :, i].float().contiguous(), qkv.shape[-1:]
-            # given or not, a weight is what the gradients of weight and bias are made by
-            weight = x.new_ones(shape) if weight is None else weight.float()
-            _, mean, rstd = torch.native_layer_norm(x, shape, None, None, eps)
-            mask = [True, needs_sums, needs_sums]
+            if weight is None and needs_sums:  # aten sums for parameters that it is given
+                weight = g.new_ones(shape)
+            weight = None if weight is None else weight.float()
+            mean, rstd = statistics[2 * i : 2 * i + 2]
             g, *parts = torch.ops.aten.native_layer_norm_backward(
-                g, x, shape, mean, rstd, weight, torch.zeros_like(weight), mask
+                *(g, qkv[:, :, i].float(), shape, mean, rstd, weight, weight),
+                [True, needs_sums, needs_sums],
             )
             sums += parts if needs_sums else []
         dqkv[:, :, i] = g
     dqkv[:, :, 2] = dv
-    width = qkv.shape[-1]
-    return dqkv, torch.stack(sums) if sums else torch.empty(0, width)
+    return dqkv, torch.stack(sums) if sums else torch.empty(0, *shape)
 
 
 @_qk_norm_rope3d_backward.register_fake
-def _(
-    dq, dk, dv, qkv, q_weight, k_weight, table, num_text, t, h, w, has_norm, eps, needs_sums
-) -> tuple[Tensor, Tensor]:
-    rows, width = 4 if needs_sums else 0, qkv.shape[-1]
+def _(dq, dk, dv, qkv, *arguments) -> tuple[Tensor, Tensor]:
+    rows, width = 4 if arguments[-1] else 0, qkv.shape[-1]
     return qkv.new_empty(qkv.shape), qkv.new_empty(rows, width, dtype=torch.float32)
 
 
 class _QkNormRope3d(torch.autograd.Function):
-    """The ops with v beside q and k, so that the gradients of all three meet."""
+    """The ops, with v beside q and k so that the gradients of all three meet."""
 
     @staticmethod
     def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, *numbers):
         affine = (q_weight, q_bias, k_weight, k_bias)
-        q, k = _qk_norm_rope3d(qkv, *affine, table, *numbers)
-        ctx.save_for_backward(qkv, *affine, table)
+        q, k, statistics = _qk_norm_rope3d(qkv, *affine, table, *numbers)
+        ctx.save_for_backward(qkv, statistics, table, *affine)
         ctx.numbers = numbers
         return q, k, qkv[:, :, 2]
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        qkv, *affine, table = ctx.saved_tensors
+        qkv, statistics, table, *affine = ctx.saved_tensors
         needs = [
             p is not None and n for p, n in zip(affine, ctx.needs_input_grad[1:5], strict=True)
         ]
-        dqkv, sums = _qk_norm_rope3d_backward(
-            dq, dk, dv, qkv, affine[0], affine[2], table, *ctx.numbers, any(needs)
-        )
+        saved = (qkv, statistics, affine[0], affine[2], table)
+        dqkv, sums = _qk_norm_rope3d_backward(dq, dk, dv, *saved, *ctx.numbers, any(needs))
         grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
         return dqkv, *grads, *[None] * (1 + len(ctx.numbers))
 
