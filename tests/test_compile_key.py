@@ -145,5 +145,7 @@ def test_what_does_not_go_together(base: Path) -> None:
     with pytest.raises(ValueError, match="args.compile=true cannot see through ZeRO-3"):
         check(base, "args.compile=true", stage_3)
     check(base, stage_3)
+    words = ["args.compile=true", stage_3, "args.force_inference=true"]
+    check_sample(load_config([base], words))  # samples without ZeRO
     with pytest.raises(ValueError, match="args.kernels='cuda' must be one of triton, torch"):
         check(base, "args.kernels=cuda")

@@ -207,14 +207,16 @@ def run_steps(profiler: Profiler, num_steps: int = 6) -> list[int]:
 
 
 def test_nsys_is_told_when_and_has_nvtx_ranges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
+    caplog.set_level("INFO")
     cuda = Cuda(monkeypatch)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     assert run_steps(make_profiler(tmp_path / "profile", GPU)) == [4]
     steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3)]
     assert cuda.calls == ["synchronize", "start", *steps[0], *steps[1], "synchronize", "stop"]
-    assert not (tmp_path / "profile").exists()  # the profile is nsys's
+    assert not (tmp_path / "profile").exists()
+    assert "NSYS_PROFILING_SESSION_ID is set, so nsys has the profile" in caplog.text
 
 
 def test_one_rank_of_a_machine_tells_nsys_and_rank_0_alone_writes(

@@ -38,15 +38,16 @@ def compile_blocks(transformer: DiffusionTransformer) -> None:
     logger.info("args.compile: blocks are compiled as they first run")
 
 
-def check_compilers(config: Config, args: TrainArguments) -> None:
-    """ValueError where `args.kernels` or `args.compile` need what this machine does not have."""
+def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> None:
+    """ValueError where `args.kernels` or `args.compile` need what this machine does not have, or
+    training does not go with them."""
     has_gpu = torch.cuda.is_available()
     if has_gpu and args.kernels == "triton":
         _check_triton(config, "args.kernels", "args.kernels=triton", "args.kernels=torch")
     if not args.compile:
         return
     key, what, instead = "args.compile", "args.compile=true", "args.compile=false"
-    if args.zero_stage == 3 and args.mode != "inference":
+    if is_training and args.zero_stage == 3:
         text = f"{what} cannot see through ZeRO-3's gathering of weights; use stage 2 or {instead}"
         refuse(config, key, text)
     if has_gpu:

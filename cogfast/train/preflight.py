@@ -65,7 +65,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
         refuse(config, "args.wandb", text)
     _check_precision(config, args)
-    check_compilers(config, args)
+    check_compilers(config, args, is_training=True)
     _check_world(config, args, world_size)
     network = _network(config)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
@@ -101,7 +101,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
             )
         _check_load(config, args)
     _check_precision(config, args)
-    check_compilers(config, args)
+    check_compilers(config, args, is_training=False)
     try_diffusion(config)
     network = _network(config)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])

@@ -129,14 +129,16 @@ class Profiler:
         torch.autograd.grad_mode.set_multithreading_enabled(False)
         if self.blocks is not None:
             self.blocks.install()
-        has_nsys = any(name in os.environ for name in _NSYS)
+        nsys = next((name for name in _NSYS if name in os.environ), None)
         activities = [ProfilerActivity.CPU]
         if self.groups.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()  # sync: kernels of the steps before stay out of the profile
             if self.groups.local_rank == 0:  # nsys captures all processes of a machine at once
                 torch.cuda.cudart().cudaProfilerStart()
-        if self.groups.is_main and not has_nsys:  # the two cannot trace one GPU
+        if nsys is not None:  # the two cannot trace one GPU
+            logger.info("args.profiling: %s is set, so nsys has the profile", nsys)
+        elif self.groups.is_main:
             self.trace = profile(activities=activities)
             self.trace.start()
 
