@@ -229,8 +229,8 @@ def test_backward_without_the_gradient_of_hidden(backward, kind: str) -> None:
 
 
 @triton_only
-@pytest.mark.parametrize("programs", [1, 3])
-def test_any_number_of_programs_gives_the_gradients(programs: int) -> None:
+@pytest.mark.parametrize("programs", [1, 3, None])  # None: a program per row
+def test_any_number_of_programs_gives_the_gradients(programs: int | None) -> None:
     launch = BackwardLaunch(num_warps=1, num_stages=3, programs_per_multiprocessor=programs)
     backward = lambda b: launch_backward(b, launch)
     got, want = run_backward(backward, SHAPES["prime"], VARIANTS["whole"])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm_backward import backward_op, shared_strides
 from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
-from cogfast.kernels.launch import check_tensor, jit, refuse, tl, triton
+from cogfast.kernels.launch import CompileCase, check_tensor, jit, refuse, tl, triton
 
 NUM_WARPS_CANDIDATES = {1920: (2, 4, 8), 3072: (4, 8, 16)}  # worth timing on a GPU
 
@@ -364,3 +364,49 @@ def gated_residual(
     _check_residual("gated_residual", hidden, branch, branch_bias, gate)
     no_norm = (None, None, None, None)  # weight, bias, shift, scale
     return forward_op(hidden, branch, branch_bias, gate, *no_norm, num_text, 0.0)[0]
+
+
+# Registers, by width: at most 64 let 8 rows share a multiprocessor.
+_MAX_REGISTERS = {
+    1920: {"whole": 53, "first": 53, "last": 40},
+    3072: {"whole": 64, "first": 64, "last": 53},
+}
+_MAX_REGISTERS_FP32 = {1920: 64, 3072: 96}
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every variant in bf16, the whole one in fp32 too."""
+    cases = []
+    for width, limits in _MAX_REGISTERS.items():
+        cases += [_compile_case(width, variant, "bf16", limits[variant]) for variant in limits]
+        cases.append(_compile_case(width, "whole", "fp32", _MAX_REGISTERS_FP32[width]))
+    return cases
+
+
+def _compile_case(width: int, variant: str, dtype: str, max_registers: int) -> CompileCase:
+    residual = ("branch_ptr", "branch_bias_ptr", "gate_ptr")
+    norm = ("weight_ptr", "bias_ptr", "shift_ptr", "scale_ptr")
+    lacking = {"whole": (), "first": residual, "last": norm}[variant]
+    pointers = {"hidden_ptr", *residual, *norm, "out_ptr", "normed_ptr"} - {*lacking}
+    integers = ("num_rows", "num_text", "stride_batch", "stride_segment")
+    return CompileCase(
+        name=f"{variant} {width} {dtype}",
+        kernel=_fwd_kernel,
+        arguments={
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            **dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32"),
+            **dict.fromkeys(integers, "i32"),
+            "eps": "fp32",
+        },
+        constants={
+            **dict.fromkeys(lacking),
+            "M": width,
+            "BLOCK": triton.next_power_of_2(width),
+        },
+        num_warps=choose_num_warps(width),
+        divisible=("stride_batch", "stride_segment"),
+        max_registers=max_registers,
+        max_shared_bytes=32,  # what the warps of a row tell each other
+        narrow_loads=0,
+        narrow_stores=0 if variant == "last" else 2,  # mean and rstd
+    )

@@ -37,42 +37,61 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm_cpu import backward_cpu
-from cogfast.kernels.launch import jit, num_multiprocessors, tl, triton
+from cogfast.kernels.adaptive_layernorm_sums import launch_sums
+from cogfast.kernels.launch import CompileCase, jit, num_multiprocessors, tl, triton
 
-_WARPS_PER_MULTIPROCESSOR = 16
-_SUM_ROWS, _SUM_COLUMNS, _SUM_WARPS = 128, 16, 8
+# 16 warps leave 128 registers a thread for the sums and a row; what rows wait in for their turn.
+_WARPS_PER_MULTIPROCESSOR, _SHARED_BYTES_PER_MULTIPROCESSOR = 16, 128 * 1024
+_MOST_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardLaunch:
-    """num_stages: rows of a program that are in flight or in use at once, at least 3."""
+    """num_stages - 1 rows are on their way while one is worked on; 1: no copies through shared
+    memory. programs_per_multiprocessor: None for one row per program, where there are no sums."""
 
     num_warps: int
     num_stages: int
-    programs_per_multiprocessor: int
+    programs_per_multiprocessor: int | None
 
 
-# By width: what is worth timing on a GPU beside choose_launch.
+# By width: what is worth timing on a GPU, with sums and (FROZEN) without.
 LAUNCH_CANDIDATES = {
     1920: [
-        BackwardLaunch(8, 3, 2),
         BackwardLaunch(8, 5, 2),
+        BackwardLaunch(8, 4, 2),
+        BackwardLaunch(8, 3, 2),
+        BackwardLaunch(8, 5, 1),
         BackwardLaunch(4, 4, 2),
-        BackwardLaunch(8, 4, 1),
     ],
     3072: [
-        BackwardLaunch(16, 3, 1),
         BackwardLaunch(16, 5, 1),
+        BackwardLaunch(16, 4, 1),
+        BackwardLaunch(16, 3, 1),
         BackwardLaunch(8, 4, 1),
+    ],
+}
+FROZEN_CANDIDATES = {
+    1920: [BackwardLaunch(4, 1, None), BackwardLaunch(8, 1, None), BackwardLaunch(8, 4, 4)],
+    3072: [
+        BackwardLaunch(4, 1, None),
+        BackwardLaunch(8, 1, None),
+        BackwardLaunch(16, 4, 1),
+        BackwardLaunch(4, 3, 4),
     ],
 }
 
 
-def choose_launch(width: int, itemsize: int) -> BackwardLaunch:
-    """8 columns a thread; two rows ahead, one where an item has four bytes."""
-    num_warps = min(max(triton.next_power_of_2(width) // 256, 1), _WARPS_PER_MULTIPROCESSOR)
-    num_stages = 4 if itemsize == 2 else 3
-    return BackwardLaunch(num_warps, num_stages, _WARPS_PER_MULTIPROCESSOR // num_warps)
+def choose_launch(width: int, itemsize: int, has_sums: bool) -> BackwardLaunch:
+    """8 columns a thread, and as many rows ahead as shared memory holds; without sums 4 warps."""
+    block = triton.next_power_of_2(width)
+    num_warps = min(max(block // 256, 1), _WARPS_PER_MULTIPROCESSOR)
+    if not has_sums:
+        return BackwardLaunch(min(num_warps, max(block // 1024, 4)), 1, None)
+    num_programs = _WARPS_PER_MULTIPROCESSOR // num_warps
+    row_bytes = 4 * block * itemsize  # dn, dh', h' and y
+    rows_ahead = _SHARED_BYTES_PER_MULTIPROCESSOR // (num_programs * row_bytes)
+    return BackwardLaunch(num_warps, min(1 + rows_ahead, _MOST_STAGES), num_programs)
 
 
 def split_programs(num_text: int, num_video: int, num_programs: int) -> tuple[int, int]:
@@ -189,91 +208,6 @@ def _bwd_kernel(
         tl.store(own_ptr + 3 * slot, sum_c, mask=mask)
 
 
-@jit
-def _sum_kernel(
-    partial_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    branch_bias_ptr,
-    gate_ptr,
-    dbranch_bias_ptr,
-    dgate_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    dshift_ptr,
-    dscale_ptr,
-    num_batches,
-    num_programs,
-    num_text_programs,
-    stride_batch,
-    stride_segment,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_NORM_SUMS: tl.constexpr,
-    HAS_GATE_SUM: tl.constexpr,
-    HAS_BRANCH_SUM: tl.constexpr,
-):
-    """Grid (blocks of columns). The programs' sums [4, B, programs, M] -> the small gradients."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = column < M
-    slot = tl.cast(num_batches, tl.int64) * num_programs * M
-    dweight = tl.zeros([COLUMNS], tl.float32)
-    dbias = tl.zeros([COLUMNS], tl.float32)
-    dbranch_bias = tl.zeros([COLUMNS], tl.float32)
-    for batch in range(num_batches):
-        for segment in tl.static_range(2):
-            first = 0 if segment == 1 else num_text_programs
-            last = num_text_programs if segment == 1 else num_programs
-            sums_a = tl.zeros([ROWS, COLUMNS], tl.float32)
-            sums_b = tl.zeros([ROWS, COLUMNS], tl.float32)
-            sums_g = tl.zeros([ROWS, COLUMNS], tl.float32)
-            sums_c = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for top in range(first, last, ROWS):
-                program = top + tl.arange(0, ROWS)
-                tile_ptr = partial_ptr + (tl.cast(batch, tl.int64) * num_programs + top) * M
-                tile_ptr += tl.arange(0, ROWS)[:, None] * M + column[None, :]
-                inside = (program < last)[:, None] & mask[None, :]
-                if HAS_NORM_SUMS:
-                    sums_a += tl.load(tile_ptr, mask=inside, other=0.0)
-                    sums_b += tl.load(tile_ptr + slot, mask=inside, other=0.0)
-                if HAS_GATE_SUM:
-                    sums_g += tl.load(tile_ptr + 2 * slot, mask=inside, other=0.0)
-                if HAS_BRANCH_SUM:
-                    sums_c += tl.load(tile_ptr + 3 * slot, mask=inside, other=0.0)
-            vector = tl.cast(batch, tl.int64) * stride_batch + segment * stride_segment + column
-            written = (tl.cast(batch, tl.int64) * 2 + segment) * M + column
-            if HAS_NORM_SUMS:
-                a = tl.sum(sums_a, axis=0)
-                b = tl.sum(sums_b, axis=0)
-                dscale = a
-                if weight_ptr is not None:
-                    factor = 1.0 + tl.load(scale_ptr + vector, mask=mask, other=0.0).to(tl.float32)
-                    dweight += factor * a
-                    dbias += factor * b
-                    dscale = a * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-                    dscale += b * tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-                tl.store(dshift_ptr + written, b.to(dshift_ptr.dtype.element_ty), mask=mask)
-                tl.store(dscale_ptr + written, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
-            if HAS_BRANCH_SUM:
-                c = tl.sum(sums_c, axis=0)
-                gate = tl.load(gate_ptr + vector, mask=mask, other=0.0).to(tl.float32)
-                dbranch_bias += gate * c
-            if HAS_GATE_SUM:
-                dgate = tl.sum(sums_g, axis=0)
-                if HAS_BRANCH_SUM:
-                    branch_bias = tl.load(branch_bias_ptr + column, mask=mask, other=0.0)
-                    dgate += branch_bias.to(tl.float32) * c
-                tl.store(dgate_ptr + written, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    if HAS_NORM_SUMS and weight_ptr is not None:
-        tl.store(dweight_ptr + column, dweight.to(dweight_ptr.dtype.element_ty), mask=mask)
-        tl.store(dbias_ptr + column, dbias.to(dbias_ptr.dtype.element_ty), mask=mask)
-    if HAS_BRANCH_SUM:
-        dbranch_bias = dbranch_bias.to(dbranch_bias_ptr.dtype.element_ty)
-        tl.store(dbranch_bias_ptr + column, dbranch_bias, mask=mask)
-
-
 class Backward(NamedTuple):
     """What the backward reads. No dn: no norm, or nothing came back through it; no gate: no
     residual; a branch is given where its gate wants a gradient."""
@@ -313,25 +247,31 @@ class Backward(NamedTuple):
 
 def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) -> tuple[Tensor, ...]:
     """The gradients of `Backward.room`."""
-    dn, dout = (None if x is None else x.contiguous() for x in (backward.dn, backward.dout))
+    dn, dout, out, branch = (
+        None if x is None else x.contiguous()
+        for x in (backward.dn, backward.dout, backward.out, backward.branch)
+    )
     scale, gate = shared_strides(backward.scale, backward.gate)
     gradients = backward.room()
-    dhidden, dbranch, dbranch_bias, dgate, dweight, dbias, dshift, dscale = gradients
+    dhidden, dbranch, *small = gradients
 
     rows = dout if dn is None else dn
     num_batches, num_rows, width = rows.shape
-    launch = launch or choose_launch(width, rows.element_size())
-    num_programs = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
-    text, video = split_programs(
-        backward.num_text, num_rows - backward.num_text, num_programs // num_batches
-    )
-    partial = rows.new_empty((4, num_batches, text + video, width), dtype=torch.float32)
+    has_sums = backward.has_norm_sums or backward.has_branch_sum or branch is not None
+    launch = launch or choose_launch(width, rows.element_size(), has_sums)
+    num_programs = num_rows
+    if launch.programs_per_multiprocessor is not None:
+        total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
+        num_programs = total // num_batches
+    text, video = split_programs(backward.num_text, num_rows - backward.num_text, num_programs)
+    sums_shape = (4 if has_sums else 0, num_batches, text + video, width)
+    partial = rows.new_empty(sums_shape, dtype=torch.float32)
     stride_batch, stride_segment, _ = (gate if scale is None else scale).stride()
     _bwd_kernel[(text + video, num_batches)](
         dn_ptr=dn,
         dout_ptr=dout,
-        out_ptr=backward.out,
-        branch_ptr=backward.branch,
+        out_ptr=out,
+        branch_ptr=branch,
         mean_ptr=backward.mean,
         rstd_ptr=backward.rstd,
         weight_ptr=backward.weight,
@@ -352,34 +292,20 @@ def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) ->
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
     )
-    has_gate_sum = backward.branch is not None
-    if not (backward.has_norm_sums or has_gate_sum or backward.has_branch_sum):
+    if not has_sums:
         return gradients
-    _sum_kernel[(triton.cdiv(width, _SUM_COLUMNS),)](
-        partial_ptr=partial,
-        weight_ptr=backward.weight,
-        bias_ptr=backward.bias,
-        scale_ptr=scale,
-        branch_bias_ptr=backward.branch_bias,
-        gate_ptr=gate,
-        dbranch_bias_ptr=dbranch_bias,
-        dgate_ptr=dgate,
-        dweight_ptr=dweight,
-        dbias_ptr=dbias,
-        dshift_ptr=dshift,
-        dscale_ptr=dscale,
-        num_batches=num_batches,
-        num_programs=text + video,
+    launch_sums(
+        partial=partial,
+        weight=backward.weight,
+        bias=backward.bias,
+        scale=scale,
+        branch_bias=backward.branch_bias,
+        gate=gate,
+        gradients=small,
         num_text_programs=text,
-        stride_batch=stride_batch,
-        stride_segment=stride_segment,
-        M=width,
-        ROWS=_SUM_ROWS,
-        COLUMNS=_SUM_COLUMNS,
-        HAS_NORM_SUMS=backward.has_norm_sums,
-        HAS_GATE_SUM=has_gate_sum,
-        HAS_BRANCH_SUM=backward.has_branch_sum,
-        num_warps=_SUM_WARPS,
+        has_norm_sums=backward.has_norm_sums,
+        has_gate_sum=branch is not None,
+        has_branch_sum=backward.has_branch_sum,
     )
     return gradients
 
@@ -397,3 +323,66 @@ backward_op = torch.library.custom_op(
 )
 backward_op.register_kernel("cpu")(backward_cpu)
 backward_op.register_fake(lambda *inputs: Backward(*inputs).room())
+
+
+# Registers and bytes of shared memory of a program in bf16, by width; 16 warps leave 128 registers.
+_LIMITS = {
+    1920: {
+        "whole": (114, 65_664),
+        "frozen": (106, 32),
+        "first": (114, 49_280),
+        "last": (64, 32_768),
+    },
+    3072: {
+        "whole": (128, 131_200),
+        "frozen": (128, 32),
+        "first": (114, 98_432),
+        "last": (64, 65_536),
+    },
+}
+_FP32_LIMITS = {1920: (128, 65_664), 3072: (128, 131_200)}
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every variant in bf16, the whole one in fp32 too."""
+    cases = []
+    for width, limits in _LIMITS.items():
+        cases += [_compile_case(width, variant, "bf16", *limits[variant]) for variant in limits]
+        cases.append(_compile_case(width, "whole", "fp32", *_FP32_LIMITS[width]))
+    return cases
+
+
+def _compile_case(
+    width: int, variant: str, dtype: str, max_registers: int, max_shared_bytes: int
+) -> CompileCase:
+    has_residual, has_norm = variant != "first", variant != "last"
+    has_branch_sums = variant in ("whole", "last")
+    pointers = ["dout_ptr", "dhidden_ptr", "dbranch_ptr"]
+    pointers += ["dn_ptr", "out_ptr", "weight_ptr", "scale_ptr"] if has_norm else []
+    pointers += ["branch_ptr"] if has_branch_sums else []
+    pointers += ["gate_ptr"] if has_residual else []
+    statistics = ["partial_ptr"] + (["mean_ptr", "rstd_ptr"] if has_norm else [])
+    integers = ("num_rows", "num_text", "num_text_programs", "stride_batch", "stride_segment")
+    arguments = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(statistics, "*fp32")
+    may_lack = ("dn_ptr", "out_ptr", "branch_ptr", "mean_ptr", "rstd_ptr", "weight_ptr")
+    lacking = [k for k in (*may_lack, "scale_ptr", "gate_ptr") if k not in arguments]
+    launch = choose_launch(width, 4 if dtype == "fp32" else 2, variant != "frozen")
+    return CompileCase(
+        name=f"{variant} {width} {dtype}",
+        kernel=_bwd_kernel,
+        arguments=arguments | dict.fromkeys(integers, "i32"),
+        constants={
+            **dict.fromkeys(lacking),
+            "M": width,
+            "BLOCK": triton.next_power_of_2(width),
+            "HAS_NORM_SUMS": variant in ("whole", "first"),
+            "HAS_BRANCH_SUM": has_branch_sums,
+            "NUM_STAGES": launch.num_stages,
+        },
+        num_warps=launch.num_warps,
+        divisible=("stride_batch", "stride_segment"),
+        max_registers=max_registers,
+        max_shared_bytes=max_shared_bytes,
+        narrow_loads=4 if has_norm else 0,  # mean and rstd, of the first row and of every next one
+        narrow_stores=0,
+    )
