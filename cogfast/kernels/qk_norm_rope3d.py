@@ -188,10 +188,12 @@ def _(
     eps,
     needs_sums,
 ) -> tuple[Tensor, Tensor]:
-    angles = None if table is None else Rotation(table, t, h, w).per_row(num_text).conj_physical()
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype)
+    angles = None
+    if table is not None:
+        back = torch.stack([table[0], -table[1]])
+        angles = Rotation(back, t, h, w).per_row(num_text)
     shape = qkv.shape[-1:]
-    sums = []
+    sources, sums = [], []
     for i, (g, weight) in enumerate(((dq, q_weight), (dk, k_weight))):
         g = g.float()
         if angles is not None:
@@ -206,9 +208,8 @@ def _(
                 [True, needs_sums, needs_sums],
             )
             sums += parts if needs_sums else []
-        dqkv[:, :, i] = g
-    dqkv[:, :, 2] = dv
-    return dqkv, torch.stack(sums) if sums else torch.empty(0, *shape)
+        sources.append(g.to(qkv.dtype))
+    return torch.stack([*sources, dv], 2), torch.stack(sums) if sums else torch.empty(0, *shape)
 
 
 @_qk_norm_rope3d_backward.register_fake
