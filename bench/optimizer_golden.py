@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,20 +24,27 @@ VARIANTS = (
 
 
 def check_optimizer(golden: Path, device: torch.device) -> tuple[list[Row], list[str]]:
-    """A row per variant: the worst error of five steps, 1 being the tolerance; what is wrong."""
+    """A row per variant (and on a GPU for each choice of kernels): the worst error of five steps, 1
+    being the tolerance; what is wrong."""
     stored = load_file(golden / "fused_ema_adam" / "golden_f64.safetensors")
     rows: list[Row] = []
     problems = []
-    for adam_w_mode, num_updates, bias_correction in VARIANTS:
+    choices = ("triton", "torch") if device.type == "cuda" else ("triton",)  # a CPU has one way
+    for (adam_w_mode, num_updates, bias_correction), kernels in product(VARIANTS, choices):
         key = f"adamw_{adam_w_mode}.num_updates_{num_updates}.bias_correction_{bias_correction}"
+        name_of_case = (
+            f"FusedEmaAdam {kernels} {key}" if len(choices) > 1 else f"FusedEmaAdam {key}"
+        )
         p = stored["p0"].float().to(device).requires_grad_()
         optimizer = FusedEmaAdam(
             [p],
             adam_w_mode=adam_w_mode,
             use_num_updates=num_updates,
             bias_correction=bias_correction,
+            kernels=kernels,
             **_HYPER,
         )
+        copy = optimizer.low_precision_copies[p] = torch.zeros_like(p, dtype=torch.bfloat16)
         worst = 0.0
         for i, gradient in enumerate(stored["grads"]):
             p.grad = gradient.float().to(device)
@@ -48,17 +56,19 @@ def check_optimizer(golden: Path, device: torch.device) -> tuple[list[Row], list
                     error = (value.double().cpu() - truth[i]).abs()
                     worst = max(worst, (error / (_RTOL * truth[i].abs() + _ATOL)).max().item())
         if not worst <= 1:
-            problems.append(f"FusedEmaAdam {key}: {worst:.3g} times the tolerance")
+            problems.append(f"{name_of_case}: {worst:.3g} times the tolerance")
+        if not torch.equal(copy, p.detach().bfloat16()):
+            problems.append(f"{name_of_case}: the bf16 copy is not the weights, rounded")
         before = {name: value.clone() for name, value in _tensors(optimizer, p).items()}
         optimizer.found_inf = torch.ones((), device=device)
         optimizer.step()
         after = _tensors(optimizer, p)
         problems += [
-            f"FusedEmaAdam {key}: {name} changes in a step that is to be skipped"
+            f"{name_of_case}: {name} changes in a step that is to be skipped"
             for name, value in before.items()
             if not torch.equal(value, after[name])
         ]
-        rows.append({"case": f"FusedEmaAdam {key}", "worst_error_over_tolerance": worst})
+        rows.append({"case": name_of_case, "worst_error_over_tolerance": worst})
     return rows, problems
 
 

@@ -282,6 +282,88 @@ def test_both_spellings_turn_the_warm_up_off(keyword):
     close(optimizer.state[params[0]]["shadow"], expected["shadow"])
 
 
+def test_state_dict_carries_num_updates(build):
+    """Files with it, without it, and those of which it is the only count."""
+    params, grads = random_case([(6,), (3, 4)], num_steps=6)
+    optimizer = build(params, **HYPER)
+    run(optimizer, params, grads[:5])
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["num_updates"] == 5
+    before = [p.detach().clone() for p in params]
+    run(optimizer, params, grads[5:])
+    only_count = copy.deepcopy(saved)
+    for state in only_count["state"].values():
+        del state["step"]
+    for file in (saved, {k: saved[k] for k in ("state", "param_groups")}, only_count):
+        twins = [p.clone().requires_grad_() for p in before]
+        other = build(twins, **HYPER)
+        other.load_state_dict(file)
+        run(other, twins, grads[5:])
+        assert other.num_updates == 6
+        for p, q in zip(params, twins, strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(optimizer.state[p]["shadow"], other.state[q]["shadow"])
+
+
+def test_gradient_scale_and_learning_rate_as_tensors(build):
+    """A clip factor, and a learning rate that changes, both on the parameters' device."""
+    params, grads = random_case([(40,), (3, 7)])
+    expected = [reference(p, [0.25 * g[i] for g in grads], lr=2e-3) for i, p in enumerate(params)]
+    optimizer = build(params, **HYPER)
+    optimizer.gradient_scale = torch.tensor(0.25)
+    optimizer.param_groups[0]["lr"] = torch.tensor(2e-3)
+    run(optimizer, params, grads)
+    for p, e in zip(params, expected, strict=True):
+        close(p, e["p"])
+        close(optimizer.state[p]["exp_avg_sq"], e["exp_avg_sq"])
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads[-1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_precision_copies(build, dtype):
+    """Of those parameters that have one; a skipped step leaves them, too."""
+    params, grads = random_case([(40,), (3, 7), (6, 5)])
+    params[2] = params[2].detach().t().requires_grad_()  # strided
+    grads = [[a, b, c.t()] for a, b, c in grads]
+    optimizer = build(params, **HYPER)
+    copies = [torch.full(p.shape, 7.0, dtype=dtype) for p in (params[0], params[2])]
+    optimizer.low_precision_copies = {params[0]: copies[0], params[2]: copies[1]}
+    optimizer.found_inf = torch.ones(())
+    run(optimizer, params, grads[:1])
+    assert all(torch.equal(c, torch.full_like(c, 7.0)) for c in copies)
+    optimizer.found_inf = torch.zeros(())
+    run(optimizer, params, grads)
+    for p, c in ((params[0], copies[0]), (params[2], copies[1])):
+        # One unit in the last place: the interpreter truncates.
+        torch.testing.assert_close(c.float(), p.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_non_finite_gradients_propagate(build):
+    """Without a flag, where Adam would have NaN there is NaN, and nowhere else."""
+    params, grads = random_case([(1030,)], num_steps=2)
+    for index, value in ((3, float("inf")), (1000, float("nan")), (1029, -float("inf"))):
+        grads[0][0][index] = value
+    expected = reference(params[0], [g[0] for g in grads])
+    optimizer = build(params, **HYPER)
+    run(optimizer, params, grads)
+    for name, actual in optimizer.state[params[0]].items():
+        if name != "step":
+            torch.testing.assert_close(
+                actual.double(), expected[name], rtol=1e-6, atol=1e-7, equal_nan=True
+            )
+    assert expected["shadow"].isnan().nonzero().flatten().tolist() == [3, 1000, 1029]
+    assert torch.equal(params[0].isnan(), expected["p"].isnan())
+
+
+def test_zero_betas(build):
+    params, grads = random_case([(40,)])
+    expected = reference(params[0], [g[0] for g in grads], betas=(0.0, 0.0))
+    optimizer = build(params, **{**HYPER, "betas": (0.0, 0.0)})
+    run(optimizer, params, grads)
+    close(params[0], expected["p"])
+
+
 def test_adam_part_equals_torch(build):
     """torch.optim.AdamW in float64 over 30 steps, with a learning rate that changes."""
     params, grads = random_case([(50,), (3, 7)], num_steps=30)
@@ -294,6 +376,16 @@ def test_adam_part_equals_torch(build):
         run(torchs, twins, [[g.double() for g in step]])
     for p, q in zip(params, twins, strict=True):
         torch.testing.assert_close(p.detach().double(), q.detach(), rtol=3e-6, atol=1e-6)
+
+
+def test_autograd_notices_the_update(build):
+    """A product that has kept the old weights must not give gradients with the new ones."""
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    loss = p.square().sum()
+    build([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_closure_and_zero_grad():
@@ -320,6 +412,7 @@ def test_closure_and_zero_grad():
     [
         ({"amsgrad": True}, r"amsgrad=true is not supported"),
         ({"ema_decay": 1.5}, r"ema_decay=1.5 must be from 0 to 1"),
+        ({"kernels": "cuda"}, r"kernels=cuda must be triton or torch"),
         ({"betas": [0.9, 1.0]}, r"betas=\[0.9, 1.0\] must be in \[0, 1\)"),
     ],
 )

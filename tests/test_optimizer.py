@@ -141,6 +141,13 @@ def _batches() -> list[torch.Tensor]:
     return [torch.randn(4, 5, generator=generator) for _ in range(5)]
 
 
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_kernels_reach_our_own_optimizer(kernels: str) -> None:
+    groups = lambda: [{"params": [torch.zeros(1, requires_grad=True)]}]
+    assert build_optimizer({}, groups(), kernels).kernels == kernels
+    build_optimizer({"type": "AdamW"}, groups(), kernels)
+
+
 def _plain_run() -> tuple[nn.Module, FusedEmaAdam]:
     model = _network()
     optimizer = build_optimizer(

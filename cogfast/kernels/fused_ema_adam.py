@@ -11,12 +11,11 @@ updates, and so does the EMA's warm-up. SAT counts calls of step(), of which Dee
 per parameter group.
 
 On a GPU one Triton kernel for all tensors (ema_adam_kernel.py), which reads every number that
-changes from device memory: no step waits for the host's eyes, and a CUDA graph may hold it. Where
-Triton is missing or not wanted, torch's own one-pass Adam and a lerp.
+changes from device memory; where Triton is missing or not wanted, torch's one-pass Adam and a lerp.
 
 CPU, 5.8 M float32 parameters, against torch's AdamW(foreach) and a foreach EMA: 0.55 of the time in
-100 tensors, 0.49 in one (1 thread, Xeon with AVX-512), 0.61 and 0.58 on 2 threads. On a GPU: not
-measured.
+100 tensors, 0.49 in one (1 thread, Xeon with AVX-512), 0.61 and 0.58 on 2 threads.
+On a GPU: not measured.
 """
 
 from __future__ import annotations
@@ -78,9 +77,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
     use_num_updates: warm the EMA decay up; SAT spells the keyword `use_num_upates`, which works
     as well. set_grad_none: what zero_grad() does unless it is told. kernels: what runs on a GPU.
 
-    Attributes to assign, all of them optional:
-    initial_shadow: {parameter: tensor}; before the first step. The EMA goes on from there, not
-        from the weights.
+    Attributes to assign, if any:
+    initial_shadow: {parameter: tensor}; before the first step. The EMA goes on from there.
     low_precision_copies: {parameter: bfloat16 or float16 tensor of its shape}, which receive the
         new weights in the same pass.
     gradient_scale: one number, what gradients are multiplied by first, such as a clip factor.
@@ -112,6 +110,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
             raise ValueError(f"FusedEmaAdam ema_decay={ema_decay} must be from 0 to 1; use 0.9999")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"FusedEmaAdam betas={list(betas)} must be in [0, 1); use [0.9, 0.95]")
+        if kernels not in ("triton", "torch"):
+            raise ValueError(f"FusedEmaAdam kernels={kernels} must be triton or torch")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -148,10 +148,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updated = [p for p in group["params"] if p.grad is not None]
-            by_device = {device: [] for device in {p.device for p in updated}}
-            for p in updated:
-                by_device[p.device].append(p)
+            by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_device[p.device].append(p)
             for device, params in by_device.items():
                 if device.type == "cpu":
                     self._update_on_cpu(params, group)
@@ -160,6 +160,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
                         self._update_with_triton(params, group)
                 else:
                     self._update_with_torch(params, group)
+                # Or autograd would use kept weights as if they were the old ones.
+                torch.autograd.graph.increment_version(params)
         return loss
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
@@ -238,13 +240,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
             number = vars(self)[name]
             if number is not None and number.device != params[0].device:
                 refuse("FusedEmaAdam", name, number, f"it must be on {params[0].device}")
+        all_streams = [self._streams(p) for p in params]
         launches: dict[tuple, list[AdamStreams]] = defaultdict(list)
-        strided: list[tuple[Tensor, AdamStreams]] = []
-        for p in params:
-            streams = self._streams(p)
+        for streams in all_streams:
             launches[streams.dtypes].append(streams)
-            if not p.is_contiguous():
-                strided.append((p, streams))
         for dtypes, streams in launches.items():
             # DeepSpeed steps group by group: their first parameters tell tables apart.
             table = self._tables[(id(group["params"][0]), params[0].device, dtypes)]
@@ -262,26 +261,26 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 gradient_scale=self.gradient_scale,
                 found_inf=self.found_inf,
             )
-        for p, streams in strided:
-            p.copy_(streams.p)
+        for p, streams in zip(params, all_streams, strict=True):
+            if not p.is_contiguous():
+                p.copy_(streams.p)
 
     def _streams(self, p: Tensor) -> AdamStreams:
         """What the kernel reads and writes for `p`, which itself may be strided."""
         state, copy = self.state_of(p), self.low_precision_copies.get(p)
+        moments = [state[key] for key in ("exp_avg", "exp_avg_sq", "shadow")]
+        for x in moments:  # what the kernel takes for granted
+            assert x.is_contiguous() and (x.shape, x.dtype) == (p.shape, torch.float32)
         for name, x in (("a parameter", p), ("a gradient", p.grad)):
             if x.dtype not in GPU_DTYPES:
                 refuse("FusedEmaAdam", name, x, "its dtype must be bfloat16, float16 or float32")
         if copy is not None:
-            check_tensor("FusedEmaAdam", "a low precision copy", copy, p.shape, p, any_dtype=True)
-        return AdamStreams(
-            p=p.detach().contiguous(),
-            g=p.grad.contiguous(),
-            m=state["exp_avg"],
-            v=state["exp_avg_sq"],
-            shadow=state["shadow"],
-            step=state["step"],
-            copy=copy,
-        )
+            name = "a low precision copy"
+            check_tensor("FusedEmaAdam", name, copy, p.shape, like=p, any_dtype=True)
+            if not copy.is_contiguous():
+                refuse("FusedEmaAdam", name, copy, "it must be contiguous")
+        p, g = p.detach().contiguous(), p.grad.contiguous()
+        return AdamStreams(p, g, *moments, state["step"], copy)
 
     def _update_with_torch(self, params: list[Tensor], group: dict) -> None:
         """On a device that has no Triton: all numbers stay there, at the price of more passes."""

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from cogfast.config import instantiate
+from cogfast.kernels.block_kernels import KernelChoice
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 
 _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py NO_WD_MODULES
 
@@ -36,11 +38,14 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(section: Mapping, groups: list[dict]) -> torch.optim.Optimizer:
+def build_optimizer(
+    section: Mapping, groups: list[dict], kernels: KernelChoice = "triton"
+) -> torch.optim.Optimizer:
     """The optimizer of `deepspeed.optimizer` {type, params} over parameter groups.
 
     type: SAT's or our FusedEmaAdam; DeepSpeed's "Adam" (which decouples its weight decay unless
     adam_w_mode is false) and "AdamW"; or torch.optim.X with that class's own arguments.
+    kernels: which of its own FusedEmaAdam takes on a GPU.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
     params = OmegaConf.to_container(OmegaConf.create(dict(section.get("params") or {})))
@@ -55,4 +60,7 @@ def build_optimizer(section: Mapping, groups: list[dict]) -> torch.optim.Optimiz
             params.pop(key, None)
         params.setdefault("fused", True)  # one pass, and it can skip a step on the device
         kind = "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"
-    return instantiate({"target": kind, "params": params}, params=groups)
+    optimizer = instantiate({"target": kind, "params": params}, params=groups)
+    if isinstance(optimizer, FusedEmaAdam):
+        optimizer.kernels = kernels
+    return optimizer

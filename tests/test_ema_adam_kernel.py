@@ -1,0 +1,307 @@
+"""FusedEmaAdam's Triton kernels: many tensors of all kinds in one launch, the table of their
+addresses, and offsets that 32 bits do not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.kernels import ema_adam_kernel, fused_ema_adam
+from cogfast.kernels.ema_adam_kernel import (
+    BLOCK,
+    AdamStreams,
+    TensorTable,
+    blocks_of,
+    launch_ema_adam,
+)
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use_num_updates": True}
+
+
+def unaligned(x: Tensor, offset: int) -> Tensor:
+    """x at an address `offset` elements past a multiple of 16 bytes."""
+    storage = torch.full((x.numel() + offset + 16,), 1234.0, dtype=x.dtype)
+    skipped = -(storage.data_ptr() // x.element_size()) % 16
+    view = storage[skipped + offset :][: x.numel()] if skipped + offset <= 16 else None
+    if view is None:
+        view = storage[offset:][: x.numel()]
+    return view.copy_(x)
+
+
+def draw_streams(
+    lengths: list[int], g_dtype: torch.dtype, has_copy: bool, offset: int = 0
+) -> list[AdamStreams]:
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda n: unaligned(torch.randn(n, generator=generator), offset)
+    return [
+        AdamStreams(
+            p=draw(n),
+            g=unaligned(torch.randn(n, generator=generator).to(g_dtype), offset),
+            m=draw(n),
+            v=draw(n).square_(),
+            shadow=draw(n),
+            step=torch.tensor(10.0 * (i + 1)),
+            copy=unaligned(torch.zeros(n).to(g_dtype), offset) if has_copy else None,
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def expected_of(t: AdamStreams, scale: float = 1.0) -> list[Tensor]:
+    """p, m, v, shadow in float64, of OPTIONS."""
+    step = t.step.item() + 1
+    p, m, v, shadow = (x.double() for x in (t.p, t.m, t.v, t.shadow))
+    decay = min(0.99, (1 + step) / (10 + step))
+    fused_ema_adam_reference(
+        p, scale * t.g.double(), m, v, shadow, **HYPER, adam_w_mode=True, step=step, ema_decay=decay
+    )
+    return [p, m, v, shadow]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    # One rounding of numbers up to 4.
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=3e-7)
+
+
+# One element, a prime, a whole block, one more, several; empty tensors take no program.
+LENGTHS = [1, 0, 1021, BLOCK, BLOCK + 1, 3 * BLOCK + 8]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("g_dtype", "has_copy"),
+    [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)],
+    ids=["fp32", "bf16-copy", "fp16-copy"],
+)
+def test_many_tensors_in_one_launch(g_dtype: torch.dtype, has_copy: bool, offset: int) -> None:
+    """Every tensor with its own count; neighbours in memory stay as they are."""
+    streams = draw_streams(LENGTHS, g_dtype, has_copy, offset)
+    expected = [expected_of(t, scale=0.5) for t in streams]
+    table = TensorTable()
+    table.hold(streams)
+    assert table.num_blocks == 1 + 0 + 1 + 1 + 2 + 4
+    launch_ema_adam(table, **HYPER, **OPTIONS, gradient_scale=torch.tensor(0.5))
+    for i, (t, want) in enumerate(zip(streams, expected, strict=True)):
+        assert t.step.item() == 10 * (i + 1) + 1
+        for actual, e in zip((t.p, t.m, t.v, t.shadow), want, strict=True):
+            close(actual, e)
+            storage = torch.empty(0).set_(actual.untyped_storage())
+            outside = storage.numel() - actual.numel()
+            assert (storage == 1234).sum() == outside
+        if has_copy:
+            rtol = 2 * torch.finfo(g_dtype).eps  # the interpreter truncates
+            torch.testing.assert_close(t.copy.float(), t.p, rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.parametrize("flag", [1.0, float("nan"), float("inf"), True], ids=str)
+def test_found_inf_leaves_every_bit(flag: float | bool) -> None:
+    streams = draw_streams(LENGTHS, torch.bfloat16, has_copy=True)
+    for t in streams:
+        t.g.fill_(float("nan"))
+    tensors = [x for t in streams for x in (t.p, t.m, t.v, t.shadow, t.step, t.copy)]
+    before = [x.clone() for x in tensors]
+    table = TensorTable()
+    table.hold(streams)
+    launch_ema_adam(table, **HYPER, **OPTIONS, found_inf=torch.tensor(flag))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+
+
+def test_more_tensors_than_a_program_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema_adam_kernel, "_STEP_BLOCK", 4)
+    streams = draw_streams([3] * 9, torch.float32, has_copy=False)
+    expected = [expected_of(t) for t in streams]
+    table = TensorTable()
+    table.hold(streams)
+    launch_ema_adam(table, **HYPER, **OPTIONS)
+    for t, want in zip(streams, expected, strict=True):
+        for actual, e in zip((t.p, t.m, t.v, t.shadow), want, strict=True):
+            close(actual, e)
+
+
+def test_table_is_made_anew_only_when_a_tensor_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[Tensor] = []
+    upload = ema_adam_kernel._upload
+    monkeypatch.setattr(
+        ema_adam_kernel, "_upload", lambda x, device: uploads.append(x) or upload(x, device)
+    )
+    params = [torch.randn(n).requires_grad_() for n in (5, 7)]
+    optimizer = FusedEmaAdam(params, **HYPER)
+    optimizer._update_on_cpu = optimizer._update_with_triton
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    optimizer.step()
+    assert [x.tolist() for x in uploads[:1]] == [[1, 1]] and len(uploads) == 2
+    optimizer.step()
+    assert len(uploads) == 2
+    held, params[1].grad = params[1].grad, torch.randn(7)  # elsewhere in memory
+    optimizer.step()
+    assert len(uploads) == 3, "addresses, not the map of blocks"
+    params[0].grad = None
+    optimizer.step()
+    assert len(uploads) == 5
+    assert [int(optimizer.state[p]["step"]) for p in params] == [3, 4]
+    assert held.shape == (7,)
+
+
+def test_mixed_parameters_take_one_launch_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple] = []
+    monkeypatch.setattr(
+        fused_ema_adam,
+        "launch_ema_adam",
+        lambda table, **options: launched.append((table.dtypes, len(table.rows))),
+    )
+    bf16, fp32 = torch.bfloat16, torch.float32
+    params = [torch.randn(n).to(dtype).requires_grad_() for n, dtype in enumerate([fp32, bf16] * 3)]
+    optimizer = FusedEmaAdam(params, **HYPER)
+    optimizer._update_on_cpu = optimizer._update_with_triton
+    optimizer.low_precision_copies[params[2]] = torch.zeros(2, dtype=bf16)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    kinds = {(fp32, fp32, None): 2, (bf16, bf16, None): 3, (fp32, fp32, bf16): 1}
+    assert dict(launched) == kinds and len(launched) == 3
+
+
+def test_blocks_of_tensors_beyond_32_bits() -> None:
+    """5B's flat partition at one process has 5.57e9 elements: its blocks and all after it."""
+    n = 5_570_000_000
+    counts, first = blocks_of([3, n, 0, BLOCK, n])
+    assert counts == [1, 5_439_454, 0, 1, 5_439_454]
+    assert first == [0, 1, 5_439_455, 5_439_455, 5_439_456]
+    assert counts[1] * BLOCK >= n > (counts[1] - 1) * BLOCK > 2**32
+
+
+def test_elements_beyond_32_bits(tmp_path: Path) -> None:
+    """The last blocks of a tensor of 2^31 + 1,500 elements, in files that are nearly all hole."""
+    n = 2**31 + 1500
+    first_block = 2**31 // BLOCK - 1  # the last that 32 bits hold
+    start = first_block * BLOCK
+
+    def sparse(name: str, dtype: torch.dtype) -> Tensor:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(n * dtype.itemsize)
+        return torch.from_file(str(tmp_path / name), shared=True, size=n, dtype=dtype)
+
+    (window,) = draw_streams([n - start], torch.bfloat16, has_copy=True)
+    whole = AdamStreams(
+        **{k: sparse(k, getattr(window, k).dtype) for k in ("p", "g", "m", "v", "shadow", "copy")},
+        step=window.step,
+    )
+    for name in ("p", "g", "m", "v", "shadow", "copy"):
+        getattr(whole, name)[start:] = getattr(window, name)
+    expected = expected_of(window)
+    table = TensorTable()
+    table.hold([whole])
+    assert table.num_blocks == first_block + 3
+    # The interpreter runs only these: the launch begins that much earlier in the tensor's count.
+    table.num_blocks = 3
+    table.table[0, ema_adam_kernel._FIRST_BLOCK.value] = -first_block
+    launch_ema_adam(table, **HYPER, **OPTIONS)
+    for actual, e in zip((whole.p, whole.m, whole.v, whole.shadow), expected, strict=True):
+        close(actual[start:], e)
+        assert not actual[start - 5000 : start].any() and not actual[:5000].any()
+
+
+def on_triton(params: list[Tensor]) -> FusedEmaAdam:
+    optimizer = FusedEmaAdam(params, **HYPER)
+    optimizer._update_on_cpu = optimizer._update_with_triton
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"found_inf": torch.zeros((), device="meta")}, r"FusedEmaAdam: found_inf .* on cpu"),
+        ({"gradient_scale": torch.ones((), device="meta")}, r"gradient_scale .* must be on cpu"),
+    ],
+)
+def test_scalars_of_another_device(attributes: dict[str, Tensor], message: str) -> None:
+    p = torch.zeros(4, requires_grad=True)
+    p.grad = torch.zeros(4)
+    optimizer = on_triton([p])
+    vars(optimizer).update(attributes)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+def test_copies_and_dtypes_that_do_not_fit() -> None:
+    p = torch.zeros(4, 2, requires_grad=True)
+    p.grad = torch.zeros(4, 2)
+    optimizer = on_triton([p])
+    optimizer.low_precision_copies[p] = torch.zeros(8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"FusedEmaAdam: a low precision copy is \[8\] bfloat16"):
+        optimizer.step()
+    optimizer.low_precision_copies[p] = torch.zeros(4, 3, dtype=torch.bfloat16)[:, :2]
+    with pytest.raises(ValueError, match=r"strides \[3, 1\]; it must be contiguous"):
+        optimizer.step()
+    q = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    q.grad = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"a parameter is \[4\] float64.*bfloat16, float16 or"):
+        on_triton([q]).step()
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@gpu
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_on_a_gpu(kernels: str, offset: int) -> None:
+    """bf16 gradients, a clip factor and a rounded copy, against float64."""
+    (t,) = draw_streams([1_000_003], torch.bfloat16, has_copy=True, offset=offset)
+    t = AdamStreams(**{k: getattr(t, k).cuda() for k in t.__dataclass_fields__})
+    expected = expected_of(t, scale=0.5)
+    p = t.p.requires_grad_()
+    optimizer = FusedEmaAdam([p], **HYPER, ema_decay=0.99, kernels=kernels)
+    optimizer.state[p] = {"step": t.step, "exp_avg": t.m, "exp_avg_sq": t.v, "shadow": t.shadow}
+    optimizer.low_precision_copies[p] = t.copy
+    optimizer.gradient_scale = torch.tensor(0.5, device="cuda")
+    p.grad_dtype = None
+    p.grad = t.g
+    optimizer.step()
+    for actual, e in zip((p.detach(), t.m, t.v, t.shadow), expected, strict=True):
+        close(actual, e)
+    assert torch.equal(t.copy, p.detach().bfloat16())
+
+
+@gpu
+def test_steps_do_not_wait_and_fit_a_cuda_graph() -> None:
+    """The learning rate, the clip factor and the flag change between replays of one graph."""
+    params = [torch.randn(n, device="cuda", requires_grad=True) for n in (1000, 77)]
+    twins = [p.detach().double().cpu() for p in params]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    grads = [p.grad.double().cpu() for p in params]
+    optimizer = FusedEmaAdam(params, **HYPER, ema_decay=0.99)
+    lr = torch.tensor(1e-3, device="cuda")
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.gradient_scale = torch.ones((), device="cuda")
+    optimizer.found_inf = torch.ones((), device="cuda")
+    optimizer.step()  # makes the state and the table, changes nothing
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    states = [[torch.zeros_like(w), torch.zeros_like(w), w.clone()] for w in twins]
+    for t, (rate, scale) in enumerate([(1e-3, 1.0), (2e-3, 0.5), (3e-3, 0.1)], 1):
+        lr.fill_(rate)
+        optimizer.gradient_scale.fill_(scale)
+        optimizer.found_inf.zero_()
+        graph.replay()
+        optimizer.found_inf.fill_(1)
+        graph.replay()
+        decay = min(0.99, (1 + t) / (10 + t))
+        options = {**HYPER, "lr": rate, "adam_w_mode": True, "step": t, "ema_decay": decay}
+        for w, g, state in zip(twins, grads, states, strict=True):
+            fused_ema_adam_reference(w, scale * g, *state, **options)
+    for p, w, state in zip(params, twins, states, strict=True):
+        close(p.detach().cpu(), w)
+        close(optimizer.state[p]["shadow"].cpu(), state[2])
