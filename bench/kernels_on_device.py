@@ -12,14 +12,14 @@ from pathlib import Path
 from bench.outcome import Outcome, Settings
 
 _ROOT = Path(__file__).resolve().parents[1]
-_FILES = (*("adaptive_layernorm", "qk_norm_rope3d", "gelu", "fused_ema_adam", "flash_attention"),)
+_OPS = ("adaptive_layernorm", "qk_norm_rope3d", "gelu", "fused_ema_adam", "flash_attention")
 _TIMEOUT_SECONDS = 300
 _LINES = 15  # of the end of what pytest says, where it could not run
 
 
 def run_kernel_tests(settings: Settings) -> Outcome:
     """Counts, and a problem for each test that fails; on a CPU all of them are skipped."""
-    paths = [f"tests/test_{name}.py" for name in _FILES]
+    paths = [f"tests/test_{name}.py" for name in _OPS]
     present = [path for path in paths if (_ROOT / path).is_file()]
     environment = dict(os.environ)
     if settings.device.type == "cuda":
@@ -52,7 +52,8 @@ def judge(report: str) -> Outcome:
         )
         if wrong is not None:
             row["failed"] += 1
-            problems.append(f"{file}::{name}: {(wrong.get('message') or '').splitlines()[:1]}")
+            message = (wrong.get("message") or "no message").splitlines()[0]
+            problems.append(f"{file}::{name}: {message}")
         else:
             row["passed" if case.find("skipped") is None else "skipped"] += 1
     rows = [{"file": file, **row} for file, row in counts.items()]

@@ -27,7 +27,7 @@ def measure_5b(settings: Settings) -> Outcome:
 
 
 def cases_2b(memory_gib: float) -> list[Case]:
-    fewer = None if memory_gib > _LARGE_GIB else 15
+    fewer = None if memory_gib > _LARGE_GIB else 20
     step, block = Case("2b"), Case("2b", what="block")
     lora = replace(step, mode="lora")
     return [
@@ -51,7 +51,7 @@ def cases_2b(memory_gib: float) -> list[Case]:
 def cases_5b(memory_gib: float) -> list[Case]:
     is_large = memory_gib > _LARGE_GIB
     with_full = replace(Case("5b"), checkpointing="full", num_layers=None if is_large else 20)
-    with_none = replace(Case("5b"), num_layers=14 if is_large else 8)
+    with_none = replace(Case("5b"), num_layers=16 if is_large else 10)
     lora, block = Case("5b", mode="lora"), Case("5b", what="block")
     return [
         with_full,

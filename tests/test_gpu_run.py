@@ -22,6 +22,7 @@ from bench.goldens_on_device import (
     compare_bf16,
     compare_float32,
 )
+from bench.kernels_on_device import judge as judge_tests
 from bench.outcome import Outcome, Settings
 from bench.timing import spread, time_calls
 from bench.training_on_device import judge
@@ -154,6 +155,99 @@ def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, c
     assert report["numbers"] == {"size": 3} and report["problems"] == ["the size is wrong"]
     assert read(tmp_path, "facts")["numbers"]["version_torch"]
     assert capsys.readouterr().out.splitlines()[-1] == "failed: rates, goldens"
+
+
+@pytest.mark.parametrize("piece", ["2b", "5b"])
+def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
+    words = [piece, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 0
+    report = read(tmp_path, piece)
+    assert report["is_complete"] and report["versions"]["diffusers"] and report["machine"]
+    kinds = {(r["what"], r["mode"], r["checkpointing"]) for r in report["rows"]}
+    steps = {("step", mode, policy) for mode in ("sft", "lora") for policy in ("none", "full")}
+    assert kinds == steps | {("block", "sft", "none"), ("block", "sft", "full")} | {
+        ("block", "lora", "none")
+    }
+    for row in report["rows"]:
+        assert row["ratio"] > 0 and row["dtype"] == "bfloat16"
+        assert row["model"] == f"{piece}-smallest" and row["num_gradients_compared"] >= 16
+        assert row["ours_attention_kernels"] and row["diffusers_attention_kernels"]
+    assert {(r["what"], r["mode"]) for r in report["numbers"]["best"]} >= {("step", "lora")}
+    assert (tmp_path / f"{piece}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{piece}.json", f"{piece}.png"]
+
+
+def test_without_diffusers_ours_alone_is_measured(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    words = ["5b", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 0
+    for row in read(tmp_path, "5b")["rows"]:
+        assert row["ours_median_ms"] > 0 and "ratio" not in row
+        assert "diffusers" in row["diffusers_unavailable"] and "diffusers" in row["not_compared"]
+
+
+def test_every_piece_of_a_part_is_there() -> None:
+    assert {piece for part in gpu_run.PARTS.values() for piece in part} <= gpu_run.PIECES.keys()
+    for pieces in gpu_run.PARTS.values():  # a JSON file each, and a plot for some
+        assert len(pieces) <= 6
+
+
+def test_what_there_was_stays_when_a_piece_ends_early(tmp_path: Path, monkeypatch) -> None:
+    def end(settings: Settings) -> Outcome:
+        settings.keep(Outcome(rows=[{"ms": 1.0}], shown=("ms",)))
+        raise error
+
+    monkeypatch.setitem(gpu_run.PIECES, "rates", end)
+    words = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    error: BaseException = ValueError("gone")
+    assert gpu_run.main(words) == 1
+    report = json.loads((tmp_path / "rates.json").read_text())
+    assert report["rows"] == [{"ms": 1.0}] and report["error"]["message"] == "gone"
+    assert not report["is_complete"]
+    error = KeyboardInterrupt()  # as good as killed
+    with pytest.raises(KeyboardInterrupt):
+        gpu_run.main(words)
+    report = json.loads((tmp_path / "rates.json").read_text())
+    assert report["rows"] == [{"ms": 1.0}] and not report["is_complete"] and "error" not in report
+
+
+def test_minutes_leave_out_what_would_end_later(tmp_path: Path, monkeypatch, capsys) -> None:
+    given: list[float] = []
+
+    def measure(settings: Settings) -> Outcome:
+        given.append(settings.seconds_left)
+        monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 1e9)  # as if it took them all
+        return Outcome({"size": 3})
+
+    monkeypatch.setitem(gpu_run.PIECES, "rates", measure)
+    monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "matmul", "facts"))
+    (tmp_path / "facts.json").write_text('{"of": "an earlier call"}')
+    words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
+    assert gpu_run.main(words) == 0
+    assert 90 < given[0] <= 100  # 2 minutes less the reserve
+    assert json.loads((tmp_path / "rates.json").read_text())["numbers"] == {"size": 3}
+    note = json.loads((tmp_path / "matmul.json").read_text())
+    assert note["piece"] == "matmul" and "run this piece alone" in note["skipped"]
+    assert (tmp_path / "facts.json").read_text() == '{"of": "an earlier call"}'
+    assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: matmul, facts", "all well"]
+
+
+def test_failures_among_the_tests_of_the_kernels_are_told() -> None:
+    case = '<testcase classname="tests.test_gelu" name="test_on_a_gpu[{}]" time="0.5">{}</testcase>'
+    cases = [
+        case.format("bf16", ""),
+        case.format("fp16", '<failure message="error 3e-2 &gt; 1e-2&#10;more">trace</failure>'),
+        case.format("fp32", '<skipped message="needs a CUDA GPU"/>'),
+        case.format("broken", '<error message="no such fixture"/>'),
+    ]
+    outcome = judge_tests(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert outcome.numbers == {"passed": 1, "failed": 2, "skipped": 1}
+    assert outcome.rows[0]["seconds"] == 2.0
+    assert [text.partition(": ")[0] for text in outcome.problems] == [
+        "tests.test_gelu::test_on_a_gpu[fp16]",
+        "tests.test_gelu::test_on_a_gpu[broken]",
+    ]
+    assert outcome.problems[0].endswith(": error 3e-2 > 1e-2")
 
 
 @pytest.mark.parametrize(
