@@ -14,9 +14,9 @@ from statistics import median
 from types import ModuleType
 from unittest.mock import patch
 
-from bench.op_bench import OURS, OpBench, time_contestant
+from bench.op_bench import OURS, Bench, OpBench, time_contestant
 from bench.op_cases import GELU, NORM, QK, RESIDUAL, RESIDUAL_NORM, SHAPES, TINY_SHAPES, Op
-from bench.optimizer_ops import OptimizerBench, sweep_bench
+from bench.optimizer_ops import sweep_bench
 from bench.outcome import Outcome, Row, Settings
 from bench.rates import copy_rate
 from cogfast.kernels import (
@@ -28,6 +28,7 @@ from cogfast.kernels import (
     qk_norm_rope3d_launch,
 )
 
+_LEAST_SECONDS = 15  # what the candidates of one op at one shape may take
 Swap = tuple[ModuleType, str, object]  # module, a name in it, and what it stands for meanwhile
 
 
@@ -106,49 +107,52 @@ def taking(swaps: Sequence[Swap]) -> Iterator[None]:
 
 def sweep_launches(settings: Settings) -> Outcome:
     """A row for every op, shape and way: the best candidate next to what is used."""
+    shapes = TINY_SHAPES if settings.is_tiny else SHAPES
+    todo: list[tuple[Bench, str, Sequence[object], Callable]] = [
+        (OpBench(settings, op, shape), choice.way, choice.candidates(shape.width), choice.swaps)
+        for choice in CHOICES
+        for op in choice.ops
+        for shape in shapes
+    ]
+    todo.append((sweep_bench(settings), "step", ADAM_CANDIDATES, swaps_of_adam))
     copy = copy_rate(settings)["gb_per_s"]
     rows: list[Row] = []
     problems: list[str] = []
-
-    def outcome() -> Outcome:
-        shown = ("op", "model", "way", "used_ms", "used_percent_of_copy", "best_ms")
-        return Outcome({"copy_gb_per_s": copy}, rows, (*shown, "best"), problems)
-
-    for choice in CHOICES:
-        for op in choice.ops:
-            for shape in TINY_SHAPES if settings.is_tiny else SHAPES:
-                bench = OpBench(settings, op, shape)
-                candidates = choice.candidates(shape.width)
-                rows.append(_sweep(bench, choice.way, candidates, choice.swaps, copy, problems))
-                settings.keep(outcome())
-    bench = sweep_bench(settings)
-    rows.append(_sweep(bench, "step", ADAM_CANDIDATES, swaps_of_adam, copy, problems))
-    return outcome()
+    shown = ("op", "model", "way", "status", "used_ms", "used_percent_of_copy", "best_ms")
+    outcome = Outcome({"copy_gb_per_s": copy}, rows, (*shown, "best"), problems)
+    for bench, way, candidates, swaps in todo:
+        start = {**bench.describe(), "way": way}
+        if settings.seconds_left < _LEAST_SECONDS:
+            rows.append({**start, "status": "left out: no time"})
+            continue
+        wrong = bench.check(at_small_shapes=False)
+        problems += wrong
+        figures = {"status": "FAILED"} if wrong else _sweep(bench, way, candidates, swaps, copy)
+        rows.append({**start, **figures})
+        settings.keep(outcome)
+    return outcome
 
 
 def _sweep(
-    bench: OpBench | OptimizerBench,
+    bench: Bench,
     way: str,
     candidates: Sequence[object],
     swaps: Callable[[object], Sequence[Swap]],
     copy_gb_per_s: float,
-    problems: list[str],
 ) -> Row:
     used = median(time_contestant(bench, OURS, (way,))[way])
-    timed: dict[str, object] = {}
+    timed: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for candidate in candidates:
         with taking(swaps(candidate)):
             wrong = bench.check(at_small_shapes=False)
-            if wrong:
-                problems += [f"{candidate}: {text}" for text in wrong]
-                timed[str(candidate)] = "FAILED"
+            if wrong:  # nobody uses it, so it is no problem of the run's
+                failed[str(candidate)] = wrong[0]
             else:
                 timed[str(candidate)] = median(time_contestant(bench, OURS, (way,))[way])
-    best = min(
-        (x for x in timed.items() if isinstance(x[1], float)), key=lambda x: x[1], default=None
-    )
     percent = 100 * bench.num_bytes(way) / used / 1e6 / copy_gb_per_s
-    row = {**bench.describe(), "way": way, "used_ms": used, "used_percent_of_copy": percent}
-    if best is not None:
-        row |= {"best": best[0], "best_ms": best[1]}
-    return {**row, "candidates_ms": timed}
+    row = {"status": "ok", "used_ms": used, "used_percent_of_copy": percent}
+    if timed:
+        best = min(timed, key=timed.__getitem__)
+        row |= {"best": best, "best_ms": timed[best]}
+    return {**row, "candidates_ms": timed, "candidates_that_fail": failed}

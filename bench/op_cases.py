@@ -1,4 +1,15 @@
-"""The fused ops of a block at the shapes that count: inputs, the op, its reference, bytes moved."""
+"""The fused ops of a block at the shapes that count: inputs, the op, its reference, bytes moved.
+
+What a perfect kernel reads and writes, in units of a tensor [B, S, M]; vectors are left out (1%):
+
+    op                                    forward              backward
+    adaptive_layernorm               2    h -> n               4    dn, dh', h -> dh
+    residual_adaptive_layernorm      4    h, y -> h', n        6    dn, dh', h', y -> dh, dy
+      modulation and norm frozen     4                         5    y is not read
+    gated_residual                   3    h, y -> h'           3    dh', y -> dy; dh is dh' itself
+    qk_norm_rope3d                   4    q, k -> q, k         8    dq, dk, dv, q, k -> dq, dk, dv
+    gelu, 4 M wide                   8    x -> y              12    x, dy -> dx
+"""
 
 from __future__ import annotations
 
@@ -63,12 +74,10 @@ def small(shape: TokenShape) -> TokenShape:
     return replace(shape, num_text=min(shape.num_text, 67), grid=(2, 5, 9), batch=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # each is itself alone
 class Op:
     """A fused op. inputs: as the function names them; frozen: those of them that have no gradient
     in the variant. exact: a reference for float32 and float64, where `reference` rounds by itself.
-
-    Units: what a perfect kernel moves, 1 being a tensor [B, S, M]; vectors are left out (1%).
     """
 
     name: str
@@ -79,7 +88,7 @@ class Op:
     reference: Callable[[TokenShape, Tensors], Sequence[Tensor]]
     exact: Callable[[TokenShape, Tensors], Sequence[Tensor]] | None = None
     frozen: Sequence[str] = ()
-    units: Mapping[str, int]  # by way: forward, backward
+    units: Mapping[str, int]  # by way, see the top of the file
     goals: Mapping[str, float]  # percent of the copy rate
 
     def __str__(self) -> str:
@@ -174,7 +183,6 @@ NORM = Op(
     reference=lambda shape, i: norm.adaptive_layernorm_reference(
         **i, num_text=shape.num_text, eps=EPS
     ),
-    # h -> n; back: dn, dh', h -> dh
     units={"forward": 2, "backward": 4},
     goals={"forward": 88, "backward": 80},
 )
@@ -187,7 +195,6 @@ RESIDUAL_NORM = Op(
     reference=lambda shape, i: norm.residual_adaptive_layernorm_reference(
         **i, num_text=shape.num_text, eps=EPS
     ),
-    # h, y -> h', n; back: dn, dh', h', y -> dh, dy
     units={"forward": 4, "backward": 6},
     goals={"forward": 88, "backward": 80},
 )
@@ -195,7 +202,7 @@ RESIDUAL_NORM_FROZEN = replace(
     RESIDUAL_NORM,
     variant="LoRA",
     frozen=("branch_bias", "gate", "weight", "bias", "shift", "scale"),
-    units={"forward": 4, "backward": 5},  # y is not read
+    units={"forward": 4, "backward": 5},
     goals={"forward": 88, "backward": 85},
 )
 RESIDUAL = Op(
@@ -205,7 +212,6 @@ RESIDUAL = Op(
     draw=_draw_residual,
     run=lambda shape, i: (norm.gated_residual(**i, num_text=shape.num_text),),
     reference=lambda shape, i: (norm.gated_residual_reference(**i, num_text=shape.num_text),),
-    # h, y -> h'; back: dh', y -> dy (dh is dh' itself)
     units={"forward": 3, "backward": 3},
     goals={"forward": 88, "backward": 80},
 )
@@ -218,7 +224,6 @@ QK = Op(
     reference=lambda shape, i: qk.qk_norm_rope3d_reference(*_split_qkv(shape, i)),
     exact=_qk_exact,
     frozen=("rotation_table",),
-    # q, k -> q, k; back: dq, dk, q, k -> dq, dk, and dv -> its place in the packed gradient (2)
     units={"forward": 4, "backward": 8},
     goals={"forward": 85, "backward": 75},
 )
@@ -229,7 +234,6 @@ GELU = Op(
     draw=_draw_mlp,
     run=lambda shape, i: (activation.gelu(**i),),
     reference=lambda shape, i: (activation.gelu_reference(**i),),
-    # 4 M wide: x -> y; back: x, dy -> dx
     units={"forward": 8, "backward": 12},
     goals={"forward": 88, "backward": 85},
 )

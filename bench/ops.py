@@ -31,14 +31,19 @@ from bench.peers import Unavailable
 from bench.rates import copy_rate
 from bench.timing import spread
 
-_LEAST_SECONDS = 20  # what a op with all its peers may take
+_LEAST_SECONDS = 20  # what an op with all its peers may take
 _NOT_FOUND = (ImportError, Unavailable)
 
 
 def benches(settings: Settings) -> list[Bench]:
-    shapes = TINY_SHAPES if settings.is_tiny else SHAPES
-    of_blocks = [OpBench(settings, op, shape) for op in OPS for shape in shapes]
-    return [*optimizer_benches(settings), *of_blocks]
+    """The largest shape last: it is what is left out where time is short."""
+    of_blocks = [
+        OpBench(settings, op, shape)
+        for shape in (TINY_SHAPES if settings.is_tiny else SHAPES)
+        for op in OPS
+    ]
+    num_first = 2 * len(OPS)
+    return [*of_blocks[:num_first], *optimizer_benches(settings), *of_blocks[num_first:]]
 
 
 @dataclass
@@ -49,7 +54,8 @@ class _Report:
     peers: Sequence[str]
     rows: list[dict[str, object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)  # by peer: why it has no figure
+    reasons: dict[str, str] = field(default_factory=dict)  # by peer: why a figure is missing
+    absent: dict[str, str] = field(default_factory=dict)  # by peer: why it can never run here
 
     def outcome(self) -> Outcome:
         drawn = [row for row in self.rows if "percent_of_copy" in row]
@@ -98,7 +104,7 @@ def _measure(bench: Bench, report: _Report) -> None:
         rows[way] |= {"percent_of_copy": 100 * rate / report.copy["gb_per_s"]}
         rows[way] |= {"goal_percent": bench.goal(way), "peers": {}}
     for name in bench.peers():
-        for way, times in _time_peer(bench, name).items():
+        for way, times in _time_peer(bench, name, report.absent).items():
             rows[way]["peers"][name] = times
             if "median_ms" in times:
                 rows[way][f"vs {name}"] = times["median_ms"] / rows[way]["median_ms"]
@@ -106,10 +112,14 @@ def _measure(bench: Bench, report: _Report) -> None:
                 report.reasons.setdefault(name, times["unavailable"])
 
 
-def _time_peer(bench: Bench, name: str) -> dict[str, Row]:
+def _time_peer(bench: Bench, name: str, absent: dict[str, str]) -> dict[str, Row]:
+    if name in absent:
+        return dict.fromkeys(bench.ways, {"unavailable": absent[name]})
     try:
         timed = time_contestant(bench, name, bench.ways)
     except Exception as error:  # whatever a peer does, it takes no other figure with it
+        if isinstance(error, _NOT_FOUND):
+            absent[name] = why(error)
         return dict.fromkeys(bench.ways, {"unavailable": why(error)})
     return {way: spread(times_ms) for way, times_ms in timed.items()}
 
