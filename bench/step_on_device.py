@@ -1,7 +1,7 @@
 """The block and the step of 2B and of 5B on one GPU, against diffusers', what counts most first.
 
-Neither side of a 5B, nor diffusers' 2B without checkpointing, fits whole into 78 GiB with float32
-masters, moments and EMA: those cases have fewer layers, and their rows say how many.
+With float32 masters, moments and EMA neither side of a whole 5B fits into 78 GiB, nor diffusers' 2B
+without checkpointing (on paper): those cases have fewer layers, and their rows say how many.
 """
 
 from __future__ import annotations
@@ -27,46 +27,34 @@ def measure_5b(settings: Settings) -> Outcome:
 
 
 def cases_2b(memory_gib: float) -> list[Case]:
-    fewer = None if memory_gib > _LARGE_GIB else 20
-    step, block = Case("2b"), Case("2b", what="block")
-    lora = replace(step, mode="lora")
+    """Whole, and without checkpointing also with as many layers as both sides have room for."""
+    block, none = Case("2b", what="block"), Case("2b")
+    full, lora = replace(none, checkpointing="full"), replace(none, mode="lora")
+    lora_full = replace(full, mode="lora")
+    fewer = [] if memory_gib > _LARGE_GIB else [replace(none, num_layers=20)]
     return [
-        replace(step, checkpointing="full"),
-        replace(block),
-        replace(step, checkpointing="full", engine="compiled"),
-        replace(step),
-        replace(lora, checkpointing="full"),
-        replace(block, engine="compiled"),
-        replace(lora),
-        replace(step, engine="compiled"),
-        *([replace(step, num_layers=fewer)] if fewer else []),
-        replace(lora, engine="compiled"),
-        replace(block, mode="lora"),
-        *([replace(step, num_layers=fewer, engine="compiled")] if fewer else []),
-        replace(lora, checkpointing="full", engine="compiled"),
-        replace(block, checkpointing="full"),
+        *(full, block, _compiled(full), none, lora_full, _compiled(block), *fewer, lora),
+        *(_compiled(none), *map(_compiled, fewer), _compiled(lora), _compiled(lora_full)),
+        *(replace(block, mode="lora"), replace(block, checkpointing="full")),
     ]
 
 
 def cases_5b(memory_gib: float) -> list[Case]:
+    """All weights with as many layers as both sides have room for, LoRA whole."""
     is_large = memory_gib > _LARGE_GIB
-    with_full = replace(Case("5b"), checkpointing="full", num_layers=None if is_large else 20)
-    with_none = replace(Case("5b"), num_layers=16 if is_large else 10)
-    lora, block = Case("5b", mode="lora"), Case("5b", what="block")
+    block, lora = Case("5b", what="block"), Case("5b", mode="lora")
+    none = Case("5b", num_layers=16 if is_large else 10)
+    full, lora_full = (replace(case, checkpointing="full") for case in (none, lora))
+    whole = [replace(full, num_layers=None)] if is_large else []
     return [
-        with_full,
-        replace(block),
-        replace(lora, checkpointing="full"),
-        replace(with_full, engine="compiled"),
-        replace(block, engine="compiled"),
-        replace(with_none),
-        replace(lora),
-        replace(lora, checkpointing="full", engine="compiled"),
-        replace(with_none, engine="compiled"),
-        replace(lora, engine="compiled"),
-        replace(block, mode="lora"),
-        replace(block, checkpointing="full"),
+        *(*whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora),
+        *(_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)),
+        *(replace(block, mode="lora"), replace(block, checkpointing="full")),
     ]
+
+
+def _compiled(case: Case) -> Case:
+    return replace(case, engine="compiled")
 
 
 def _measure(model: str, cases: list[Case], settings: Settings) -> Outcome:
