@@ -30,7 +30,7 @@ Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head no
 _OP = "qk_norm_rope3d"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: DeepSpeed asks for vars() of what a module returns
 class Rotation:
     """cos and sin of every axis: table [2, N] float32, row 0 the cosines, row 1 the sines, of
     t x D/8 angles of time, then h x 3D/16 of rows, then w x 3D/16 of columns, for t x h x w tokens.
