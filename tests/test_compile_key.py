@@ -78,12 +78,13 @@ def test_training_is_the_same_on_every_choice(
 
 def test_compiling_is_off_by_default_and_kernels_are_chosen(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data)
-    transformer = Trainer(load_config([base], [])).engine.transformer
-    assert all(block._compiled_call_impl is None for block in transformer.blocks)
-    assert {block.kernels.gelu.__name__ for block in transformer.blocks} == {"gelu"}
-    transformer = Trainer(load_config([base], ["args.kernels=torch"])).engine.transformer
-    assert {block.kernels.gelu.__name__ for block in transformer.blocks} == {"gelu_reference"}
-    assert {b.attention.kernels.gelu.__name__ for b in transformer.blocks} == {"gelu_reference"}
+    for words, gelu in (([], "gelu"), (["args.kernels=torch"], "gelu_reference")):
+        trainer = Trainer(load_config([base], words))
+        blocks = trainer.engine.transformer.blocks
+        assert all(block._compiled_call_impl is None for block in blocks)
+        assert {block.kernels.gelu.__name__ for block in blocks} == {gelu}
+        assert {block.attention.kernels.gelu.__name__ for block in blocks} == {gelu}
+        assert trainer.engine.optimizer.kernels == ("torch" if words else "triton")
 
 
 def check(base: Path, *words: str) -> None:

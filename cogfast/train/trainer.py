@@ -77,6 +77,7 @@ class Trainer:
         optimizer = build_optimizer(
             config.deepspeed.get("optimizer") or {},
             parameter_groups(transformer, args.weight_decay),
+            args.kernels,
         )
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args))
         self.evaluator = Evaluator(
