@@ -278,6 +278,33 @@ def test_norm_weights_and_modulation_of_their_own_dtypes() -> None:
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2e-2)
 
 
+@triton_only
+def test_rows_and_modulation_of_any_strides() -> None:
+    """Gradients arrive expanded or transposed, and rows may be part of something larger."""
+    shape = SHAPES["one"]
+    inputs = {k: single(v) for k, v in make_inputs(shape, VARIANTS["whole"]).items()}
+    padded = {k: torch.cat([v, v], dim=-1)[..., : shape[3]] for k, v in inputs.items()}
+    padded |= {k: inputs[k] for k in ("weight", "bias", "branch_bias")} | {
+        "scale": inputs["scale"].contiguous()
+    }
+    outputs = launch_forward(*inputs.values(), 1, EPS)
+    for got, want in zip(launch_forward(*padded.values(), 1, EPS), outputs, strict=True):
+        assert torch.equal(got, want)
+
+    out, n, mean, rstd = outputs
+    ones, mixed = torch.ones_like(n), draw(*n.shape, seed=8).float()
+
+    def run(dn: Tensor, dout: Tensor, out: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        vectors = (x["weight"], x["bias"], x["scale"], x["branch"], x["branch_bias"], x["gate"])
+        return launch_backward(Backward(dn, dout, out, mean, rstd, *vectors, 1, True, True))
+
+    expanded, transposed = ones[:1, :1, :1].expand_as(n), mixed.mT.contiguous().mT
+    wide_out = torch.cat([out, out], dim=-1)[..., : shape[3]]
+    wanted = run(ones, mixed, out, inputs)
+    for got, want in zip(run(expanded, transposed, wide_out, padded), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("num_programs", [1, 2, 7, 132, 264])
 @pytest.mark.parametrize("rows", [(0, 5), (5, 0), (1, 16), (226, 17550), (224, 44880)])
 def test_every_row_has_one_program_of_its_segment(rows: tuple[int, int], num_programs: int) -> None:

@@ -11,10 +11,10 @@ in front (the order of SAT's modulation layer).
 h' is rounded to the dtype of h before it is normed, so that the backward
 (adaptive_layernorm_backward.py) sees what was normed; mean and rstd are kept in float32, 8 bytes a
 row. Bytes, in units of one bf16 [B, S, M]: h, y in, h', n out = 4; without the residual 2, without
-the norm 3. One row per program, 16 columns a thread at 1920 and 24 at 3072, so that 8 or more rows
-are in flight on a multiprocessor; the row's segment is an offset of its program's, not a slice or a
-join. The rows are marked evict-first: what stays in the cache are the vectors that all rows share.
-On a GPU: not measured.
+the norm 3. One row per program and 4 warps: 48 registers at 1920 columns, 60 at 3072, so that 10 and
+8 rows are on a multiprocessor, whose memory's latency asks for two. A row's segment is an offset of
+its program's vectors, not a slice or a join. Rows are marked evict-first: what should stay in the
+cache are the vectors that all rows share. On a GPU: not measured.
 """
 
 import torch

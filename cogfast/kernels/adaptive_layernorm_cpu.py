@@ -42,7 +42,7 @@ def forward_cpu(
         weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
         n, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         for segment, rows in _segments(num_text):
-            factor, summand = (v[:, segment, None].to(wide) for v in (1 + scale, shift))
+            factor, summand = 1 + scale[:, segment, None].to(wide), shift[:, segment, None].to(wide)
             torch.addcmul(summand, n[:, rows], factor, out=n[:, rows])
         n, mean, rstd = n.to(hidden.dtype), mean.squeeze(-1), rstd.squeeze(-1)
     return out, n, mean, rstd
@@ -81,7 +81,8 @@ def backward_cpu(
             dshift, dscale = b.to(scale.dtype), a
             if weight is not None:
                 dscale = a * weight + b * bias
-                dweight, dbias = (((1 + scale) * x).sum((0, 1)).to(weight.dtype) for x in (a, b))
+                factor = 1 + scale.to(wide)
+                dweight, dbias = ((factor * x).sum((0, 1)).to(weight.dtype) for x in (a, b))
             dscale = dscale.to(scale.dtype)
     if gate is not None:
         dbranch = torch.empty_like(total, memory_format=torch.contiguous_format)
@@ -114,7 +115,7 @@ def _through_norm(
     scale: Tensor,
     num_text: int,
     has_norm_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dh [B, S, M], and the sums A and B [B, 2, M].
 
     LayerNorm with weight * (1 + scale) for its weight is, for the rows of one (batch, segment), the
@@ -122,27 +123,25 @@ def _through_norm(
     """
     factor = 1 + scale if weight is None else weight * (1 + scale)
     total = torch.empty_like(out, memory_format=torch.contiguous_format)
-    a, b = out.new_zeros(scale.shape), out.new_zeros(scale.shape)
-    for batch in range(out.shape[0]):
-        for segment, rows in _segments(num_text):
-            x = out[batch, rows]
-            if not x.numel():
-                continue
-            dx, da, db = torch.ops.aten.native_layer_norm_backward(
-                *(
-                    dn[batch, rows],
-                    x,
-                    x.shape[-1:],
-                    mean[batch, rows, None],
-                    rstd[batch, rows, None],
-                ),
-                *(factor[batch, segment], factor[batch, segment]),
+    sums = []
+    for segment, rows in _segments(num_text):
+        tensors = (dn, out, mean.unsqueeze(-1), rstd.unsqueeze(-1), total)
+        for dn_rows, x, *statistics, total_rows, vector in zip(
+            *(tensor[:, rows].unbind() for tensor in tensors),
+            factor[:, segment].unbind(),
+            strict=True,
+        ):
+            dx, *both = torch.ops.aten.native_layer_norm_backward(
+                *(dn_rows, x, x.shape[-1:], *statistics, vector, vector),
                 [True, has_norm_sums, has_norm_sums],
             )
-            if dout is None:
-                total[batch, rows] = dx
-            else:
-                torch.add(dx, dout[batch, rows], out=total[batch, rows])
-            if has_norm_sums:
-                a[batch, segment], b[batch, segment] = da, db
+            total_rows.copy_(dx)
+            sums += both
+    if dout is not None:
+        total += dout
+    if not has_norm_sums:
+        return total, None, None
+    # A, B, A, B, .. of every batch's video rows, then of its text rows; apart, as an op's results are
+    by_segment = lambda parts: torch.stack(parts).view(2, -1, out.shape[-1])
+    a, b = (by_segment(sums[i::2]).transpose(0, 1).contiguous() for i in (0, 1))
     return total, a, b
