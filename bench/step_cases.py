@@ -36,6 +36,7 @@ Engine = Literal["eager", "compiled"]
 _ROUNDS = ("ours", "diffusers", "diffusers", "ours")  # a drift of the clocks slows both
 _MIN_SAMPLES = 3
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
+_BACKWARD = re.compile(r"backward|bwd|bprop", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,21 +282,21 @@ def _make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable
 
 
 def name_attention(call: Callable[[], object], device: torch.device) -> list[str]:
-    """The two kernels (on a CPU: operators) of attention that a call spends most time in, by a trace:
-    the forward's and the backward's."""
+    """The kernels (on a CPU: operators) of attention that a call spends most time in, by a trace: the
+    forward's, then the backward's."""
     is_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     with profile(activities=activities) as trace:
         call()
         wait_for(device)
     kind = DeviceType.CUDA if is_gpu else DeviceType.CPU
-    cost = (lambda e: e.self_device_time_total) if is_gpu else (lambda e: e.self_cpu_time_total)
-    named = [
-        event
+    costs = {
+        event.key: event.self_device_time_total if is_gpu else event.self_cpu_time_total
         for event in trace.key_averages()
-        if event.device_type == kind and _ATTENTION.search(event.key) and cost(event) > 0
-    ]
-    return [event.key for event in sorted(named, key=cost, reverse=True)[:2]]
+        if event.device_type == kind and _ATTENTION.search(event.key)
+    }
+    ways = ([n for n in costs if bool(_BACKWARD.search(n)) is back] for back in (False, True))
+    return [max(names, key=costs.__getitem__) for names in ways if names]
 
 
 def best_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
