@@ -29,13 +29,12 @@ def forward_cpu(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     x, out, n, mean, rstd = hidden.to(wide), *(hidden.new_empty(0) for _ in range(4))
     if branch is not None:
-        branch = branch.to(wide)
-        if branch_bias is not None:
-            branch = branch + branch_bias
-        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        branch, total = branch.to(wide), torch.empty(x.shape, dtype=wide)
         for segment, rows in _segments(num_text):
             factor = gate[:, segment, None].to(wide)  # [B, 1, M]
             torch.addcmul(x[:, rows], branch[:, rows], factor, out=total[:, rows])
+            if branch_bias is not None:
+                total[:, rows] += factor * branch_bias
         out = total.to(hidden.dtype)
         x = out.to(wide)
     if scale is not None:
