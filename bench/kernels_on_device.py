@@ -1,4 +1,4 @@
-"""The tests of the kernels that need a GPU, in a process of their own: pytest -k gpu."""
+"""The tests of the kernels that need a GPU, in a process of their own: pytest -k 'gpu or cuda'."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_kernel_tests(settings: Settings) -> Outcome:
         environment["COGFAST_TEST_ON_GPU"] = "1"  # tests/conftest.py hides the GPU otherwise
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = [sys.executable, "-m", "pytest", "-q", "-k", "gpu", f"--junitxml={report}"]
+        words = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda", f"--junitxml={report}"]
         words += ["-p", "no:cacheprovider", *present]
         # a limit of its own: what there is then is lost, and the pieces that follow are not
         limit = max(1.0, min(_TIMEOUT_SECONDS, settings.seconds_left))
