@@ -15,7 +15,17 @@ from types import ModuleType
 from unittest.mock import patch
 
 from bench.op_bench import OURS, Bench, OpBench, time_contestant
-from bench.op_cases import GELU, NORM, QK, RESIDUAL, RESIDUAL_NORM, SHAPES, TINY_SHAPES, Op
+from bench.op_cases import (
+    GELU,
+    NORM,
+    QK,
+    RESIDUAL,
+    RESIDUAL_NORM,
+    RESIDUAL_NORM_FROZEN,
+    SHAPES,
+    TINY_SHAPES,
+    Op,
+)
 from bench.optimizer_ops import sweep_bench
 from bench.outcome import Outcome, Row, Settings
 from bench.rates import copy_rate
@@ -57,13 +67,19 @@ CHOICES = (
     Choice(
         (NORM, RESIDUAL_NORM, RESIDUAL),
         "forward",
-        lambda width: (2, 4, 8),
+        lambda width: _of_width(adaptive_layernorm.NUM_WARPS_CANDIDATES, width),
         lambda warps: ((adaptive_layernorm, "choose_num_warps", lambda *_: warps),),
     ),
     Choice(
         (NORM, RESIDUAL_NORM, RESIDUAL),
         "backward",
         lambda width: _of_width(adaptive_layernorm_backward.LAUNCH_CANDIDATES, width),
+        lambda launch: ((adaptive_layernorm_backward, "choose_launch", lambda *_: launch),),
+    ),
+    Choice(
+        (RESIDUAL_NORM_FROZEN,),
+        "backward",
+        lambda width: _of_width(adaptive_layernorm_backward.FROZEN_CANDIDATES, width),
         lambda launch: ((adaptive_layernorm_backward, "choose_launch", lambda *_: launch),),
     ),
     Choice(
