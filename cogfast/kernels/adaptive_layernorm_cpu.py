@@ -1,7 +1,9 @@
 """Gated residual, LayerNorm and modulation for CPU tensors, forward and backward, in PyTorch's own
 fused functions; the formulas are in adaptive_layernorm.py and adaptive_layernorm_backward.py.
 
-Everything is computed in float32 (or float64) and rounded where the GPU's kernels round.
+All but the norm's backward is in the dtype of the rows: PyTorch's functions compute in float32 inside
+and round what they write, and copies of bfloat16 rows in float32 cost time. The norm's backward would
+add up its sums in bfloat16, so its rows are copied.
 """
 
 import torch
@@ -26,24 +28,29 @@ def forward_cpu(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> h', n [B, S, M], mean, rstd [B, S]; what is not asked for is empty."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    x, out, n, mean, rstd = hidden.to(wide), *(hidden.new_empty(0) for _ in range(4))
+    dtype = hidden.dtype
+    out, n, mean, rstd = (hidden.new_empty(0) for _ in range(4))
     if branch is not None:
-        branch, total = branch.to(wide), torch.empty(x.shape, dtype=wide)
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         for segment, rows in _segments(num_text):
-            factor = gate[:, segment, None].to(wide)  # [B, 1, M]
-            torch.addcmul(x[:, rows], branch[:, rows], factor, out=total[:, rows])
+            factor = gate[:, segment, None].to(dtype)  # [B, 1, M]
+            summand = branch[:, rows]
             if branch_bias is not None:
-                total[:, rows] += factor * branch_bias
-        out = total.to(hidden.dtype)
-        x = out.to(wide)
+                summand = summand + branch_bias.to(dtype)
+            torch.addcmul(hidden[:, rows], summand, factor, out=out[:, rows])
+        hidden = out
     if scale is not None:
-        weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
-        n, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        # float32 vectors give float32 statistics and sums, whatever the rows are
+        wide = torch.promote_types(dtype, torch.float32)
+        weight = torch.ones(hidden.shape[-1]) if weight is None else weight
+        bias = torch.zeros(hidden.shape[-1]) if bias is None else bias
+        weight, bias = weight.to(wide), bias.to(wide)
+        n, mean, rstd = torch.native_layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
         for segment, rows in _segments(num_text):
-            factor, summand = 1 + scale[:, segment, None].to(wide), shift[:, segment, None].to(wide)
+            factor = 1 + scale[:, segment, None].to(dtype)
+            summand = shift[:, segment, None].to(dtype)
             torch.addcmul(summand, n[:, rows], factor, out=n[:, rows])
-        n, mean, rstd = n.to(hidden.dtype), mean.squeeze(-1), rstd.squeeze(-1)
+        mean, rstd = mean.squeeze(-1), rstd.squeeze(-1)
     return out, n, mean, rstd
 
 
@@ -67,34 +74,33 @@ def backward_cpu(
     asked for is empty."""
     rows = dout if dn is None else dn
     wide = torch.promote_types(rows.dtype, torch.float32)
-    to_wide = lambda x: None if x is None else x.to(wide)
+    cast = lambda x: None if x is None else x.to(wide)
     dhidden = dbranch = dbranch_bias = dgate = dweight = dbias = dshift = dscale = None
 
-    total = to_wide(dout)  # dh of the formulas
+    total = dout  # dh of the formulas
     if dn is not None:
         total, a, b = _through_norm(
-            *map(to_wide, (dn, total, out, mean, rstd, weight, scale)), num_text, has_norm_sums
+            *map(cast, (dn, dout, out, mean, rstd, weight, scale)), num_text, has_norm_sums
         )
-        dhidden = total.to(rows.dtype)
+        total = dhidden = total.to(rows.dtype)
         if has_norm_sums:
             dshift, dscale = b.to(scale.dtype), a
             if weight is not None:
                 dscale = a * weight + b * bias
-                factor = 1 + scale.to(wide)
+                factor = 1 + cast(scale)
                 dweight, dbias = ((factor * x).sum((0, 1)).to(weight.dtype) for x in (a, b))
             dscale = dscale.to(scale.dtype)
     if gate is not None:
         dbranch = torch.empty_like(total, memory_format=torch.contiguous_format)
-        g, c = total.new_empty(gate.shape), total.new_empty(gate.shape)
+        g, c = (torch.empty(gate.shape, dtype=wide) for _ in range(2))
         for segment, span in _segments(num_text):
             if branch is not None:  # dbranch is scratch until it is written
-                products = torch.mul(total[:, span], to_wide(branch)[:, span], out=dbranch[:, span])
-                torch.sum(products, 1, out=g[:, segment])
+                products = torch.mul(total[:, span], branch[:, span], out=dbranch[:, span])
+                g[:, segment] = products.sum(1, dtype=wide)
             if has_branch_sum:
-                torch.sum(total[:, span], 1, out=c[:, segment])
-            factor = gate[:, segment, None].to(wide)
+                c[:, segment] = total[:, span].sum(1, dtype=wide)
+            factor = gate[:, segment, None].to(rows.dtype)
             torch.mul(total[:, span], factor, out=dbranch[:, span])
-        dbranch = dbranch.to(rows.dtype)
         if has_branch_sum:
             dbranch_bias = (gate * c).sum((0, 1)).to(branch_bias.dtype)
             g = g + branch_bias * c
