@@ -1,9 +1,9 @@
 """Gated residual, LayerNorm and modulation for CPU tensors, forward and backward, in PyTorch's own
 fused functions; the formulas are in adaptive_layernorm.py and adaptive_layernorm_backward.py.
 
-All but the norm's backward is in the dtype of the rows: PyTorch's functions compute in float32 inside
-and round what they write, and copies of bfloat16 rows in float32 cost time. The norm's backward would
-add up its sums in bfloat16, so its rows are copied.
+Everything is in the dtype of the rows: PyTorch's functions compute in float32 inside and round what
+they write, and a copy of bfloat16 rows in float32 would cost more than it gains. Sums over rows are
+float32, statistics too.
 """
 
 import torch
@@ -80,9 +80,9 @@ def backward_cpu(
     total = dout  # dh of the formulas
     if dn is not None:
         total, a, b = _through_norm(
-            *map(cast, (dn, dout, out, mean, rstd, weight, scale)), num_text, has_norm_sums
+            dn, dout, out, mean, rstd, cast(weight), cast(scale), num_text, has_norm_sums
         )
-        total = dhidden = total.to(rows.dtype)
+        dhidden = total
         if has_norm_sums:
             dshift, dscale = b.to(scale.dtype), a
             if weight is not None:
@@ -121,32 +121,23 @@ def _through_norm(
     num_text: int,
     has_norm_sums: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dh [B, S, M], and the sums A and B [B, 2, M].
-
-    LayerNorm with weight * (1 + scale) for its weight is, for the rows of one (batch, segment), the
-    whole op: its weight's gradient is A, its bias's is B.
-    """
+    """dh [B, S, M], and the sums A and B [B, 2, M] in float32."""
     factor = 1 + scale if weight is None else weight * (1 + scale)
     total = torch.empty_like(out, memory_format=torch.contiguous_format)
-    sums = []
     for segment, rows in _segments(num_text):
-        tensors = (dn, out, mean.unsqueeze(-1), rstd.unsqueeze(-1), total)
-        for dn_rows, x, *statistics, total_rows, vector in zip(
-            *(tensor[:, rows].unbind() for tensor in tensors),
-            factor[:, segment].unbind(),
-            strict=True,
-        ):
-            dx, *both = torch.ops.aten.native_layer_norm_backward(
-                *(dn_rows, x, x.shape[-1:], *statistics, vector, vector),
-                [True, has_norm_sums, has_norm_sums],
-            )
-            total_rows.copy_(dx)
-            sums += both
+        torch.mul(dn[:, rows], factor[:, segment, None].to(dn.dtype), out=total[:, rows])
+    mean, rstd = mean.unsqueeze(-1), rstd.unsqueeze(-1)
+    one = mean.new_ones(out.shape[-1])
+    total, _, _ = torch.ops.aten.native_layer_norm_backward(
+        total, out, out.shape[-1:], mean, rstd, one, one, [True, False, False]
+    )
     if dout is not None:
         total += dout
     if not has_norm_sums:
         return total, None, None
-    # A, B, A, B, .. of every batch's video rows, then of its text rows; apart, as an op's results are
-    by_segment = lambda parts: torch.stack(parts).view(2, -1, out.shape[-1])
-    a, b = (by_segment(sums[i::2]).transpose(0, 1).contiguous() for i in (0, 1))
+    products = torch.sub(out, mean).mul_(rstd).mul_(dn)  # float32
+    a, b = torch.empty_like(factor), torch.empty_like(factor)
+    for segment, rows in _segments(num_text):
+        torch.sum(products[:, rows], 1, out=a[:, segment])
+        b[:, segment] = dn[:, rows].sum(1, dtype=b.dtype)
     return total, a, b
