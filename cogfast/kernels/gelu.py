@@ -238,20 +238,24 @@ def launch_gelu_backward(
 
 
 @torch.library.custom_op("cogfast::gelu", mutates_args=(), device_types="cuda")
-def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    return launch_gelu(x, bias)
+def _gelu(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """y, and x + bias where backward would add it up slower than read it: on a CPU; else [0]."""
+    return launch_gelu(x, bias), x.new_empty(0)
 
 
 @_gelu.register_kernel("cpu")
-def _(x: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
     if bias is None:
-        return F.gelu(x.contiguous(), approximate="tanh")
-    return torch.ops.aten.gelu_(x.contiguous() + bias, approximate="tanh")
+        return F.gelu(x, approximate="tanh"), x.new_empty(0)
+    u = x + bias
+    return F.gelu(u, approximate="tanh"), u
 
 
 @_gelu.register_fake
-def _(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape)
+def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    has_sum = bias is not None and x.device.type == "cpu"
+    return x.new_empty(x.shape), x.new_empty(x.shape if has_sum else 0)
 
 
 @torch.library.custom_op("cogfast::gelu_backward", mutates_args=(), device_types="cuda")
@@ -263,12 +267,8 @@ def _gelu_backward(
 
 @_gelu_backward.register_kernel("cpu")
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool) -> tuple[Tensor, Tensor]:
-    dy, x = dy.contiguous(), x.contiguous()
-    if bias is None:
-        dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
-    else:
-        dx = x + bias  # u, overwritten by its gradient
-        torch.ops.aten.gelu_backward(dy, dx, approximate="tanh", grad_input=dx)
+    u = x.contiguous() if bias is None else x + bias
+    dx = torch.ops.aten.gelu_backward(dy.contiguous(), u, approximate="tanh")
     return dx, dx.flatten(0, -2).sum(0) if needs_dbias else x.new_empty(0)
 
 
@@ -277,18 +277,20 @@ def _(dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool) -> tuple[Te
     return x.new_empty(x.shape), x.new_empty(x.shape[-1] if needs_dbias else 0)
 
 
-def _save_inputs(ctx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx, inputs: tuple, output: tuple) -> None:
+    x, bias = inputs
+    u = output[1]
+    ctx.set_materialize_grads(False)  # of u, which gets none
+    ctx.needs_dbias = bias is not None and ctx.needs_input_grad[1]
+    ctx.save_for_backward(*((u, None) if u.numel() else (x, bias)))
 
 
-def _backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    x, bias = ctx.saved_tensors
-    needs_dbias = bias is not None and ctx.needs_input_grad[1]
-    dx, dbias = _gelu_backward(dy, x, bias, needs_dbias)
-    return dx, dbias if needs_dbias else None
+def _backward(ctx, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    dx, dbias = _gelu_backward(dy, *ctx.saved_tensors, ctx.needs_dbias)
+    return dx, dbias if ctx.needs_dbias else None
 
 
-_gelu.register_autograd(_backward, setup_context=_save_inputs)
+_gelu.register_autograd(_backward, setup_context=_keep)
 
 
 def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -296,7 +298,7 @@ def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     check_tensor("gelu", "x", x, x.shape)
     if bias is not None:
         check_tensor("gelu", "bias", bias, x.shape[-1:], like=x)
-    return _gelu(x, bias)
+    return _gelu(x, bias)[0]
 
 
 def compile_cases() -> list[CompileCase]:
