@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +17,8 @@ from cogfast.model.block import Block
 from cogfast.model.lora import add_lora
 from cogfast.model.positions import RotaryPositions
 from cogfast.shapes import TokenGrid
+from tests.tiny_run import ROOT
+from tests.triton_on_cpu import launchers_on_cpu
 
 WIDTH, HEADS, CONDITIONING, NUM_TEXT = 64, 2, 48, 5
 GRID = TokenGrid(2, 3, 4)
@@ -75,16 +82,41 @@ def test_a_compiled_block_gives_the_eager_numbers(has_lora: bool) -> None:
     assert_same(run(block, *inputs), want)
 
 
-@pytest.mark.parametrize("is_rotary", [True, False], ids=["rotary", "not rotary"])
-@pytest.mark.parametrize("has_qk_norm", [True, False], ids=["qk norm", "no qk norm"])
-@pytest.mark.parametrize("has_affine_norms", [True, False], ids=["affine", "plain norms"])
-def test_kernels_give_the_numbers_of_plain_pytorch(
-    is_rotary: bool, has_qk_norm: bool, has_affine_norms: bool
-) -> None:
+# has a rotation, head norms, weights of the norms
+VARIANTS = {
+    "5b": (True, True, True),
+    "2b": (False, True, True),
+    "no head norms": (True, False, True),
+    "norms without weights": (True, True, False),
+    "neither": (False, False, False),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("where", ["cpu", "triton, interpreted"])
+def test_kernels_give_the_numbers_of_plain_pytorch(where: str, variant: str) -> None:
+    is_rotary, has_qk_norm, has_affine_norms = VARIANTS[variant]
     block = make_block(has_qk_norm=has_qk_norm, has_affine_norms=has_affine_norms)
     *inputs, rotation = draw_inputs()
     inputs.append(rotation if is_rotary else None)
-    got = run(block, *inputs)
+    with nullcontext() if where == "cpu" else launchers_on_cpu():
+        got = run(block, *inputs)
     block.kernels = block.attention.kernels = choose_kernels("torch")
     double = (x.double() if isinstance(x, Tensor) else x for x in inputs)
     assert_same(got, run(block.double(), *double))
+
+
+@pytest.mark.slow  # a hundred compilations
+def test_every_launch_compiles() -> None:
+    """Arguments that are 1, or multiples of 16, become constants and hints on a GPU, which the
+    interpreter does not show."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    words = [sys.executable, "-m", "tests.triton_on_cpu"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {
+        *("_fwd_kernel", "_bwd_kernel", "_sum_kernel"),
+        *("qk_norm_rope3d_fwd_kernel", "qk_norm_rope3d_bwd_kernel"),
+        *("_gelu_fwd_kernel", "_gelu_bwd_kernel", "_gelu_dbias_kernel"),
+        *("_factors_kernel", "_ema_adam_kernel"),
+    }
