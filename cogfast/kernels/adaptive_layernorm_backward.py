@@ -41,7 +41,14 @@ from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm_cpu import backward_cpu
 from cogfast.kernels.adaptive_layernorm_sums import launch_sums
-from cogfast.kernels.launch import CompileCase, jit, num_multiprocessors, tl, triton
+from cogfast.kernels.launch import (
+    CompileCase,
+    jit,
+    num_multiprocessors,
+    shared_bytes_per_multiprocessor,
+    tl,
+    triton,
+)
 
 # 16 warps leave 128 registers a thread for the sums and a row; what rows wait in for their turn.
 _WARPS_PER_MULTIPROCESSOR, _SHARED_BYTES_PER_MULTIPROCESSOR = 16, 128 * 1024
@@ -85,15 +92,22 @@ FROZEN_CANDIDATES = {
 }
 
 
-def choose_launch(width: int, itemsize: int, has_sums: bool) -> BackwardLaunch:
-    """8 columns a thread, and as many rows ahead as shared memory holds; without sums 4 warps."""
+def choose_launch(
+    width: int,
+    itemsize: int,
+    has_sums: bool,
+    shared_bytes: int = _SHARED_BYTES_PER_MULTIPROCESSOR,
+) -> BackwardLaunch:
+    """8 columns a thread, and as many rows ahead as shared memory holds; without sums 4 warps.
+    shared_bytes: a multiprocessor's, of which no more is taken than serves."""
     block = triton.next_power_of_2(width)
     num_warps = min(max(block // 256, 1), _WARPS_PER_MULTIPROCESSOR)
     if not has_sums:
         return BackwardLaunch(min(num_warps, max(block // 1024, 4)), 1, None)
     num_programs = _WARPS_PER_MULTIPROCESSOR // num_warps
     row_bytes = 4 * block * itemsize  # dn, dh', h' and y
-    rows_ahead = _SHARED_BYTES_PER_MULTIPROCESSOR // (num_programs * row_bytes)
+    shared_bytes = min(shared_bytes, _SHARED_BYTES_PER_MULTIPROCESSOR)
+    rows_ahead = shared_bytes // (num_programs * row_bytes)
     return BackwardLaunch(num_warps, min(1 + rows_ahead, _MOST_STAGES), num_programs)
 
 
@@ -261,7 +275,9 @@ def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) ->
     rows = dout if dn is None else dn
     num_batches, num_rows, width = rows.shape
     has_sums = backward.has_norm_sums or backward.has_branch_sum or branch is not None
-    launch = launch or choose_launch(width, rows.element_size(), has_sums)
+    launch = launch or choose_launch(
+        width, rows.element_size(), has_sums, shared_bytes_per_multiprocessor(rows.device)
+    )
     num_programs = num_rows
     if launch.programs_per_multiprocessor is not None:
         total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor

@@ -24,7 +24,8 @@ except ImportError:  # no wheel for this platform; the references run
 
 HAS_TRITON = triton is not None
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTERPRETED_PROGRAMS = 5  # what stands for a GPU's multiprocessors where the interpreter runs
+# What stands for a GPU where the interpreter runs.
+_INTERPRETED_PROGRAMS, _INTERPRETED_SHARED_BYTES = 5, 99 * 1024
 
 
 def jit(kernel: Callable) -> Callable:
@@ -38,6 +39,14 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes_per_multiprocessor(device: torch.device) -> int:
+    """What programs may share out among them: of H100 227 KB, A100 163 KB, RTX 4090 99 KB."""
+    if device.type != "cuda":
+        return _INTERPRETED_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
 
 
 def refuse(op: str, argument: str, value: object, rule: str) -> None:

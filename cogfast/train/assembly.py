@@ -20,7 +20,6 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
-from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_transformer
 from cogfast.slot_random import random_bits
@@ -87,7 +86,6 @@ def assemble_transformer(
         logger.info("args.load is not set: the weights are random")
     if report is not None:
         logger.info("%s", report)
-    transformer.use_kernels(choose_kernels(args.kernels))
     if args.compile:
         compile_blocks(transformer)
     return transformer.to(device, DTYPES[args.precision])
