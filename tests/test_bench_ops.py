@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import math
 import subprocess
 import sys
@@ -353,11 +354,14 @@ def test_what_the_sweep_swaps_is_looked_up_at_every_launch() -> None:
 )
 def test_pytest_benchmark_keeps_the_same_figures(tmp_path: Path) -> None:
     out = tmp_path / "ops.json"
+    # xdist's mark on its workers would keep pytest-benchmark from measuring
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:xdist", "-rs"]
         + ["-p", "no:cacheprovider", f"--benchmark-json={out}"]
         + ["-k", "adaptive_layernorm and not residual and 2B and backward"],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=120,
