@@ -9,6 +9,14 @@ from cogfast.kernels.qk_norm_rope3d import EPS, Affine, Rotation
 from cogfast.model.linear import DeferredBiasLinear
 
 
+class HeadNorm(nn.LayerNorm):
+    """Of every head of the queries, or of the keys: a kernel norms them with the weights here."""
+
+    def affine(self) -> Affine:
+        """Weight and bias [D], or twice None."""
+        return self.weight, self.bias
+
+
 class Attention(nn.Module):
     """QKV linear, norm and rotation of queries and keys, attention, output linear."""
 
@@ -28,19 +36,16 @@ class Attention(nn.Module):
         self.out = DeferredBiasLinear(width, width)
         self.query_norm = self.key_norm = None
         if has_qk_norm:
-            make = lambda: nn.LayerNorm(self.head_width, EPS, elementwise_affine=has_affine_norms)
+            make = lambda: HeadNorm(self.head_width, EPS, elementwise_affine=has_affine_norms)
             self.query_norm, self.key_norm = make(), make()
 
     def forward(self, x: Tensor, num_text: int, rotation: Rotation | None) -> Tensor:
         """x [B, S, M] with num_text text rows in front -> [B, S, M] without the bias of `out`."""
         # the head count is taken from the data: a slice of the heads runs the same code
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, S, 3, H, D]
-        query_norm, key_norm = _affine(self.query_norm), _affine(self.key_norm)
+        norms = (self.query_norm, self.key_norm)
+        query_norm, key_norm = (None if n is None else n.affine() for n in norms)
         q, k, v = self.kernels.qk_norm_rope3d(
             qkv, query_norm, key_norm, rotation, num_text
         )  # [B, S, H, D]
         return self.out(self.kernels.flash_attention(q, k, v).flatten(2))
-
-
-def _affine(norm: nn.LayerNorm | None) -> Affine | None:
-    return None if norm is None else (norm.weight, norm.bias)

@@ -4,41 +4,48 @@ construction changes them."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from cogfast.model.positions import PositionTable
+from cogfast.model.weights.shard import Shard
 from cogfast.slot_random import random_bits
 
 STD = 0.02  # of the linears in SAT's transformer layers (sat/model/transformer.py)
 
 
 @torch.no_grad()
-def initialize(transformer: nn.Module, seed: int) -> None:
+def initialize(
+    transformer: nn.Module, seed: int, shards: Mapping[str, Shard] | None = None
+) -> None:
     """Set every parameter of a DiffusionTransformer as at the start of a run from scratch.
 
     Linears: normal with std 0.02, biases zero. Patch embedding: Xavier, as upstream. Modulation
     layers and the output layer: zero, so that every block starts as the identity and the first
     prediction is zero (upstream zeroes them when a checkpoint lacks them). LayerNorms: one and
     zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. The position tables are reset.
+
+    shards: the parameters of which the transformer holds a part, by name; they get that part of
+    what the whole one would get. Numbers are drawn on the CPU, a parameter at a time.
     """
     for module in transformer.modules():
         if isinstance(module, PositionTable):
             module.reset()
     for name, parameter in transformer.named_parameters():
-        _initialize_parameter(name, parameter, _generator(seed, name, parameter.device))
+        if name.startswith("position_table."):
+            continue
+        shard = (shards or {}).get(name)
+        shape = parameter.shape if shard is None else shard.shape
+        whole = torch.empty(shape, dtype=parameter.dtype, device="cpu")
+        _draw(name, whole, torch.Generator().manual_seed(random_bits(seed, "weights", name)))
+        parameter.copy_(whole if shard is None else shard.of(whole))
 
 
-def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(random_bits(seed, "weights", name))
-
-
-def _initialize_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     module, _, kind = name.rpartition(".")
     owner = module.rpartition(".")[2]
-    if owner == "position_table":
-        return
     if owner == "matrix_A":
         bound = 1 / math.sqrt(parameter.shape[1])
         parameter.uniform_(-bound, bound, generator=generator)

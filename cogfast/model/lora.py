@@ -7,6 +7,8 @@ with one pair (A, B) per equal part of the output: q, k and v each have their ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -37,11 +39,14 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] -> [B, S, out]."""
-        # the A's side by side: one matmul reads x once; scaled here, where the tensor is small
-        low = nn.functional.linear(self.dropout(x), torch.cat(list(self.matrix_A))) * self.scaling
+        return self.original(x) + self.delta(x, torch.cat(list(self.matrix_A)), self.matrix_B)
+
+    def delta(self, x: Tensor, a: Tensor, b: Iterable[Tensor]) -> Tensor:
+        """What the adapters add, [B, S, out]; a: the A's side by side, so that one matmul reads x."""
+        low = nn.functional.linear(self.dropout(x), a) * self.scaling  # here, where it is small
         parts = low.chunk(len(self.matrix_A), dim=-1)  # of [B, S, r]
-        deltas = [nn.functional.linear(p, b) for p, b in zip(parts, self.matrix_B, strict=True)]
-        return self.original(x) + torch.cat(deltas, dim=-1)
+        deltas = [nn.functional.linear(p, each) for p, each in zip(parts, b, strict=True)]
+        return torch.cat(deltas, dim=-1)
 
     def merged_weight(self) -> Tensor:
         """W + (alpha / r) B A, [out, in], computed in float32, in the dtype of W."""

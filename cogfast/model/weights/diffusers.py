@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
 # ours -> diffusers', {i} the block; `.weight` or `.bias` goes on the same
@@ -79,8 +80,21 @@ def open_diffusers(folder: Path, our_names: list[str]) -> WeightSource:
         with safe_open(files[key], framework="pt") as opened:
             return opened.get_tensor(key)
 
-    def read(name: str) -> Tensor:
-        return from_diffusers(name, [read_raw(key) for key in diffusers_names(name)])
+    def read(name: str, shard: Shard | None) -> Tensor:
+        keys = diffusers_names(name)
+        if shard is not None and ".modulation." not in name:
+            return torch.cat([read_stretch(keys, shard, *r) for r in shard.ranges], shard.dim)
+        whole = from_diffusers(name, [read_raw(key) for key in keys])
+        return whole if shard is None else shard.of(whole)
+
+    def read_stretch(keys: list[str], shard: Shard, start: int, stop: int) -> Tensor:
+        # q, k and v are a tensor each, and no stretch goes over two
+        length = shard.shape[shard.dim] // len(keys)
+        which, start = divmod(start, length)
+        stop -= which * length
+        with safe_open(files[keys[which]], framework="pt") as opened:
+            found = opened.get_slice(keys[which])
+            return found[start:stop] if shard.dim == 0 else found[:, start:stop]
 
     def shape(name: str) -> tuple[int, ...]:
         sizes = []

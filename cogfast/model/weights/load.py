@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from cogfast.model.weights.diffusers import open_diffusers
 from cogfast.model.weights.family import Family, check_family, check_size
 from cogfast.model.weights.run import find_run_checkpoint, open_run
 from cogfast.model.weights.sat_files import find_sat_files, open_sat
+from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
 if TYPE_CHECKING:
@@ -49,17 +50,21 @@ def load_transformer(
     path: str | Path,
     ema: bool = False,
     allow_missing: bool = False,
+    shards: Mapping[str, Shard] | None = None,
 ) -> LoadReport:
     """Copy the weights at `path` into the transformer and say what was found.
 
     path: a SAT folder (with `latest`), one iteration of it or its .pt file; a diffusers pipeline or
     transformer folder; a run of ours or one of its checkpoints. ema: the moving average, where the
     folder has one. A checkpoint without adapters loads into a model with LoRA, whose adapters stay
-    as they are. allow_missing: accept a checkpoint that lacks other tensors too.
+    as they are. allow_missing: accept a checkpoint that lacks other tensors too. shards: the
+    parameters of which the transformer holds a part, by name; only that part is read where the
+    files allow it.
     ValueError for a checkpoint of another member of the family, or one that is damaged.
     """
     source = _open(transformer, Path(path), ema)
-    parameters = dict(transformer.named_parameters())
+    parameters, shards = dict(transformer.named_parameters()), shards or {}
+    wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
     if not source.is_partial:
         is_rotary = source.is_rotary
         if is_rotary is None:
@@ -76,14 +81,14 @@ def load_transformer(
     for name, target in targets.items():
         if target is None:
             unexpected.append(name)
-        elif _fits(source.shapes[name], parameters[target].shape):
+        elif _fits(source.shapes[name], wanted[target]):
             loaded.append((name, target))
         elif name == "position_table.weight" and transformer.config.position == "sincos":
             ignored.append(name)  # computed for another size than the checkpoint's
         else:
             raise ValueError(
                 f"{path}: {name} is {list(source.shapes[name])} in the checkpoint and "
-                f"{list(parameters[target].shape)} in the model; {_fix(name)}"
+                f"{list(wanted[target])} in the model; {_fix(name)}"
             )
     missing = sorted(parameters.keys() - {target for _, target in loaded})
     required = [name for name in missing if not _may_be_missing(name, transformer)]
@@ -95,7 +100,8 @@ def load_transformer(
     with torch.no_grad():
         for name, target in loaded:
             parameter = parameters[target]
-            parameter.copy_(source.read(name).reshape(parameter.shape))
+            values = source.read(name, shards.get(target))
+            parameter.copy_(values.reshape(parameter.shape))
     lacking = required if source.is_partial else []
     return LoadReport(source.description, len(loaded), missing, unexpected, ignored, lacking)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
 FORMAT = "cogfast-checkpoint-1"
@@ -51,7 +52,7 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
         name: (sum(p[1] for p in found),) for (name, k), found in pieces.items() if k == "frozen"
     }
 
-    def read(name: str) -> Tensor:
+    def read(name: str, shard: Shard | None) -> Tensor:
         shape = trained.get(name) or frozen[name]
         found = sorted(pieces.get((name, kind if name in trained else "frozen"), []))
         end, parts = 0, []
@@ -72,7 +73,8 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
                 f"{checkpoint_dir}: its slices of {name} end at element {end} of "
                 f"{torch.Size(shape).numel()}; use an older checkpoint of the run"
             )
-        return torch.cat(parts).view(shape)
+        whole = torch.cat(parts).view(shape)
+        return whole if shard is None else shard.of(whole)
 
     which = "EMA weights" if ema else "weights"
     return WeightSource(
@@ -88,7 +90,7 @@ def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[
     frozen ones, whose shape the checkpoint does not note, come flat."""
     source = open_run(Path(checkpoint_dir), ema)
     for name in source.shapes:
-        yield name, source.read(name)
+        yield name, source.read(name, None)
 
 
 def _read_manifest(checkpoint_dir: Path) -> dict:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cogfast.model.weights.sat import PREFIX, ROTARY_BUFFERS, from_sat_name, merge_model_parallel
+from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
 
@@ -52,8 +53,9 @@ def open_sat(files: list[Path]) -> WeightSource:
             "trainer"
         )
 
-    def read(name: str) -> Tensor:
-        return merge_model_parallel(name, [s[ours[name]] for s in shards])
+    def read(name: str, shard: Shard | None) -> Tensor:
+        whole = merge_model_parallel(name, [s[ours[name]] for s in shards])
+        return whole if shard is None else shard.of(whole)
 
     def shape(name: str) -> tuple[int, ...]:
         pieces = [s[ours[name]].to("meta") for s in shards]

@@ -1,0 +1,44 @@
+"""The part of a parameter that a model holds where it holds a part only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Share `index` of `count` equal ones of a parameter of `shape`: `dim` is `num_parts` equal
+    parts one after the other (q, k and v: three), and the share has its stretch of each."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int
+    num_parts: int
+    index: int
+    count: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of each stretch along `dim`."""
+        part = self.shape[self.dim] // self.num_parts
+        width = part // self.count
+        starts = [i * part + self.index * width for i in range(self.num_parts)]
+        return [(start, start + width) for start in starts]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The share of a tensor with the whole parameter's numbers; a view where it is one stretch."""
+        whole = whole.reshape(self.shape)
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(start, numel) of the runs of the flattened whole parameter that make up the flattened
+        share, in its order."""
+        length, inner = self.shape[self.dim], math.prod(self.shape[self.dim + 1 :])
+        for row in range(math.prod(self.shape[: self.dim])):
+            for start, stop in self.ranges:
+                yield (row * length + start) * inner, (stop - start) * inner
