@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import math
+import os
 import subprocess
 import sys
 import types
