@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from cogfast.config import load_config
-from cogfast.train import checkpoint
+from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.encode import Encoder
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.generate import VideoMaker
@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[object, str]] = {
     "condition": (VideoMaker, "condition"),
     "frames": (VideoMaker, "frames"),
     "write": (safetensors.torch, "save_file"),
-    "complete": (checkpoint, "_complete"),
+    "complete": (CheckpointWriter, "_complete"),
     "first batch": (Encoder, "__call__"),  # in training: it ends the run
 }
 ON_RANK_0 = ("prompts", "complete")

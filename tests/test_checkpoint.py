@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
+import safetensors.torch
 import torch
 
 from cogfast.config import load_config
 from cogfast.model.weights.run import read_run_weights
+from cogfast.train import checkpoint_writer
 from cogfast.train.checkpoint import newest_checkpoint, read_manifest
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import ROOT, losses, run_folder, write_clips, write_config
@@ -60,6 +63,98 @@ def test_what_a_killed_run_left_unfinished_goes(tmp_path: Path, base: Path) -> N
     (run / "checkpoints" / "00000003.incomplete").mkdir()
     train(base, tmp_path, "args.train_iters=4", "args.resume=latest")
     assert not list((run / "checkpoints").glob("*.incomplete*"))
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path, base: Path) -> None:
+    """A checkpoint that replaces one of its step: the old one goes by another name meanwhile."""
+    run = train(base, tmp_path, "args.train_iters=2")
+    newest = newest_checkpoint(run)
+    newest.rename(newest.with_name("00000002.incomplete.old"))
+    train(base, tmp_path, "args.train_iters=4", "args.resume=latest")
+    assert len(losses(run)) == 4
+    assert saved_steps(run) == [4]
+
+
+class SlowDisk:
+    """safetensors' save_file that waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.is_free, self.calls, self.write = Event(), [], safetensors.torch.save_file
+
+    def __call__(self, tensors: dict, path: Path) -> None:
+        self.calls.append(str(path))
+        assert self.is_free.wait(60)
+        self.write(tensors, path)
+
+
+class Watching(Trainer):
+    """Notes the step at which each micro-batch's loss is computed and frees the disk at step 3."""
+
+    disk: SlowDisk
+    steps: list[int]
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        self.steps.append(self.step)
+        if self.step == 3:
+            assert len(self.disk.calls) == 1  # the checkpoint of step 2 is being written
+            assert newest_checkpoint(self.folder) is None
+            self.disk.is_free.set()
+        return super().compute_loss(batch)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 runs before the files of step 2 are written, which still hold step 2's state."""
+    disk = SlowDisk()
+    monkeypatch.setattr(safetensors.torch, "save_file", disk)
+    trainer = Watching(load_config([base], [f"args.save={tmp_path}/slow", "args.keep_last=0"]))
+    trainer.disk, trainer.steps = disk, []
+    trainer.train()
+    assert trainer.steps == [0, 1, 2, 3]
+    monkeypatch.undo()
+    whole = train(base, tmp_path / "whole", "args.keep_last=0")
+    for step in ("00000002", "00000004"):
+        one, other = (
+            safetensors.torch.load_file(run / "checkpoints" / step / "rank-00000.safetensors")
+            for run in (trainer.folder, whole)
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_buffers_are_used_again(tmp_path: Path, base: Path) -> None:
+    """One host copy of the partitions, however many saves; a second save waits for the first."""
+    trainer = Trainer(load_config([base], [f"args.save={tmp_path}", "args.train_iters=2"]))
+    trainer.train()
+    writer = trainer.writer
+    buffers = writer._snapshot.partitions
+    before = {key: buffer.data_ptr() for key, buffer in buffers.items()}
+    live = sum(part.nbytes for part in trainer.engine.parts) * 4  # weights, two moments, EMA
+    assert sum(buffer.nbytes for buffer in buffers.values()) == live
+    for step in (3, 4):
+        writer.save(step, {})
+    writer.wait()
+    assert writer.saved_step == 4
+    assert saved_steps(trainer.folder) == [3, 4]
+    assert {key: buffer.data_ptr() for key, buffer in buffers.items()} == before
+
+
+def test_no_memory_for_the_copy_leaves_the_run_alone(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, calls = checkpoint_writer._host_buffer, []
+
+    def host_buffer(like: torch.Tensor) -> torch.Tensor:
+        calls.append(like)
+        if len(calls) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return make(like)
+
+    monkeypatch.setattr(checkpoint_writer, "_host_buffer", host_buffer)
+    run = train(base, tmp_path, "args.train_iters=4")
+    assert saved_steps(run) == [4]
+    assert "checkpoint of step 2 failed: DefaultCPUAllocator" in caplog.text
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path, base: Path) -> None:

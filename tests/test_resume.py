@@ -144,16 +144,60 @@ def test_resuming_in_the_middle_forgets_what_came_after(
     assert losses(copy)[:8] == losses(short_run)
 
 
+DAMAGES = {
+    "truncated file": "has 720966 bytes instead of 720976",
+    "missing rank file": "rank-00000.safetensors is missing",
+    "bad manifest": "manifest.json is damaged",
+    "no manifest": "it has no manifest.json",
+    "another format": "says format other, not cogfast-checkpoint-1",
+    "no folder": "no such folder",
+}
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    weights, manifest = checkpoint / "rank-00000.safetensors", checkpoint / "manifest.json"
+    if how == "truncated file":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif how == "missing rank file":
+        weights.unlink()
+    elif how == "bad manifest":
+        manifest.write_bytes(manifest.read_bytes()[:-10])
+    elif how == "no manifest":
+        manifest.unlink()
+    elif how == "another format":
+        manifest.write_text('{"format": "other"}')
+    else:
+        shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
 def test_damaged_checkpoint_names_the_last_good_one(
-    tmp_path: Path, base: Path, short_run: Path
+    tmp_path: Path, base: Path, short_run: Path, how: str
 ) -> None:
+    """And the folder that it names is one to go on from; a damaged one before is not named."""
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
-    weights = copy / "checkpoints" / "00000008" / "rank-00000.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    wanted = r"rank-00000\.safetensors is missing or cut short; the last good one may be .*00000004"
-    with pytest.raises(ValueError, match=wanted):
+    checkpoints = copy / "checkpoints"
+    shutil.copytree(checkpoints / "00000004", checkpoints / "00000006")
+    damage(checkpoints / "00000006", "truncated file")
+    damage(checkpoints / "00000008", how)
+    with pytest.raises(ValueError, match=re.escape(DAMAGES[how])) as refused:
         resume_copy(short_run, tmp_path, base, "args.resume=latest")
+    where = str(refused.value).rpartition("the last good one is that of step 4: --resume ")[2]
+    if how == "truncated file":
+        resume_copy(short_run, tmp_path, base, f"args.resume={where}")
+        assert (checkpoints / "latest").read_text() == "00000012"
+    else:
+        assert where == str(checkpoints / "00000004")
+
+
+def test_no_good_checkpoint_is_told(tmp_path: Path, base: Path, short_run: Path) -> None:
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    for path in (copy / "checkpoints").glob("0*"):
+        damage(path, "missing rank file")
+    with pytest.raises(ValueError, match="there is no other one in its folder"):
+        resume_copy(short_run, tmp_path, base, "args.resume=auto")
 
 
 def test_another_model_is_refused(tmp_path: Path, base: Path, short_run: Path) -> None:

@@ -13,18 +13,12 @@ fine-tune), not where they are the larger (the base of a LoRA run).
 from __future__ import annotations
 
 import json
-import logging
-import os
-import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cogfast.train.process_groups import OtherRankError, ProcessGroups
-from cogfast.train.zero_engine import Slice, ZeroEngine
-
-logger = logging.getLogger(__name__)
+from cogfast.train.zero_engine import ZeroEngine
 
 FORMAT = "cogfast-checkpoint-1"
 
@@ -34,169 +28,20 @@ def newest_checkpoint(run: Path) -> Path | None:
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
         return None
-    return run / "checkpoints" / latest.read_text().strip()
+    checkpoint = run / "checkpoints" / latest.read_text().strip()
+    replaced = replaced_name(checkpoint)
+    # A run was killed between the two renames that put a new checkpoint in an old one's place.
+    return replaced if replaced.is_dir() and not checkpoint.is_dir() else checkpoint
 
 
-def save_checkpoint(
-    folder: Path, step: int, engine: ZeroEngine, groups: ProcessGroups, extra: dict, keep_last: int
-) -> Path | None:
-    """Write checkpoint `<folder>/<step>`, move `latest`, remove all but the last `keep_last`.
-
-    Every rank calls it. Returns the path, or None where writing failed (a full disk): the
-    checkpoints before stay as they were and training can go on. keep_last = 0 keeps all.
-    """
-    from safetensors import SafetensorError  # what save_file raises on a full disk
-
-    try:
-        return _save(folder, step, engine, groups, extra, keep_last)
-    except (OSError, SafetensorError, OtherRankError) as error:
-        if groups.is_main:
-            shutil.rmtree(_draft(folder, step), ignore_errors=True)
-            logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)
-        return None
+def replaced_name(checkpoint: Path) -> Path:
+    """What a checkpoint is called while another of its step takes its place."""
+    return checkpoint.with_name(f"{checkpoint.name}.incomplete.old")
 
 
-def _save(
-    folder: Path, step: int, engine: ZeroEngine, groups: ProcessGroups, extra: dict, keep_last: int
-) -> Path:
-    """save_checkpoint without its way out: an error of one rank is raised on all."""
-    draft, final = _draft(folder, step), folder / f"{step:08d}"
-    groups.on_main(lambda: _make_empty(draft))
-    name, slices, error = f"rank-{groups.rank:05d}.safetensors", {}, None
-    try:
-        slices = _write_rank(draft / name, engine, groups)
-    except Exception as caught:
-        error = caught
-    groups.agree(error)
-    reports = groups.gather((name, slices, _counters(engine)))
-    groups.on_main(lambda: _complete(draft, final, engine, step, reports, extra))
-    if groups.is_main:
-        _prune(folder, step, keep_last)
-    return final
-
-
-def _draft(folder: Path, step: int) -> Path:
-    return folder / f"{step:08d}.incomplete"
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _write_rank(path: Path, engine: ZeroEngine, groups: ProcessGroups) -> dict:
-    """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}."""
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-    slices: dict[str, dict] = {}
-
-    def add(kind: str, piece: Slice, values: Tensor) -> None:
-        key = f"{kind}/{piece.parameter}/{piece.start}"
-        tensors[key] = values.cpu().clone() if values.device.type == "cpu" else values.cpu()
-        slices[key] = {"parameter": piece.parameter, "kind": kind, "start": piece.start}
-        slices[key]["numel"] = piece.numel
-
-    for kind in ("master", *engine.state_kinds()):
-        for piece in engine.slices:
-            add(kind, piece, engine.view(piece, kind))
-    for name, parameter in _frozen_to_keep(engine).items():
-        with engine.whole(parameter) as values:
-            if groups.is_main:
-                add("frozen", Slice(name, 0, values.numel(), 0, 0), values.flatten())
-    save_file(tensors, path)
-    _sync(path)
-    return slices
-
-
-def _frozen_to_keep(engine: ZeroEngine) -> dict[str, nn.Parameter]:
-    parameters = dict(engine.transformer.named_parameters())
-    frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
-    num_frozen = sum(_numel(p) for p in frozen.values())
-    num_trained = sum(_numel(p) for p in parameters.values()) - num_frozen
-    return frozen if num_frozen < num_trained else {}
-
-
-def _numel(parameter: Tensor) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties what it partitions
-
-
-def _shape(parameter: Tensor) -> list[int]:
+def parameter_shape(parameter: Tensor) -> list[int]:
+    """The whole parameter's, which ZeRO-3 empties."""
     return list(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _counters(engine: ZeroEngine) -> dict[str, dict[str, float]]:
-    """{parameter: the optimizer's counters}, such as its number of steps."""
-    out = {}
-    for piece in engine.slices:
-        state = engine.state(piece.part)
-        out[piece.parameter] = {
-            key: float(value)
-            for key, value in state.items()
-            if not isinstance(value, Tensor) or value.ndim == 0
-        }
-    return out
-
-
-def _complete(
-    draft: Path, final: Path, engine: ZeroEngine, step: int, reports: list, extra: dict
-) -> None:
-    """Write the manifest, give the folder its name, then move `latest`: in this order."""
-    counters: dict[str, dict[str, float]] = {}
-    for report in reports:
-        counters.update(report[2])
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "parameters": {
-            name: {"shape": _shape(p), "dtype": str(p.dtype).removeprefix("torch.")}
-            for name, p in engine.transformer.named_parameters()
-            if p.requires_grad
-        },
-        "slices": {name: slices for name, slices, _ in reports},
-        "bytes": {name: (draft / name).stat().st_size for name, _, _ in reports},
-        "optimizer": type(engine.optimizer).__name__,
-        "counters": counters,
-        "loss_scaler": engine.loss_scaler_state(),
-        **extra,
-    }
-    (draft / "manifest.json").write_text(json.dumps(manifest))
-    _sync(draft / "manifest.json")
-    _sync(draft)
-    if final.exists():  # of a run that goes on from a step before; never gone while it is needed
-        replaced = final.with_suffix(".incomplete.old")
-        final.rename(replaced)
-        draft.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        draft.rename(final)
-    latest = final.parent / "latest"
-    (final.parent / "latest.incomplete").write_text(final.name)
-    _sync(final.parent / "latest.incomplete")
-    (final.parent / "latest.incomplete").replace(latest)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _prune(folder: Path, step: int, keep_last: int) -> None:
-    """Remove old checkpoints and what killed runs left unfinished.
-
-    Steps after `step` stay: the run went on from a checkpoint before them, which it was asked to.
-    """
-    for path in folder.glob("*.incomplete*"):
-        shutil.rmtree(path, ignore_errors=True)
-    complete = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdigit())
-    done = [path for path in complete if int(path.name) <= step]
-    for path in done[:-keep_last] if keep_last > 0 else []:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_manifest(path: Path) -> dict:
@@ -204,26 +49,49 @@ def read_manifest(path: Path) -> dict:
 
     ValueError where the folder is missing, incomplete or damaged; it names the last good one.
     """
-    reason = None
-    manifest: dict = {}
+    try:
+        return _intact_manifest(path)
+    except _DamageError as error:
+        raise ValueError(_refusal(path, error)) from None
+
+
+class _DamageError(Exception):
+    """What is wrong with a checkpoint."""
+
+
+def _intact_manifest(path: Path) -> dict:
     if not path.is_dir():
-        reason = "no such folder"
-    elif not (path / "manifest.json").is_file():
-        reason = "it has no manifest.json"
-    else:
-        try:
-            manifest = json.loads((path / "manifest.json").read_text())
-        except json.JSONDecodeError as error:
-            reason = f"its manifest.json is damaged ({error})"
-        for name, size in manifest.get("bytes", {}).items():
-            if not (path / name).is_file() or (path / name).stat().st_size != size:
-                reason = f"{name} is missing or cut short"
-    if reason is None:
-        return manifest
+        raise _DamageError("no such folder")
+    if not (path / "manifest.json").is_file():
+        raise _DamageError("it has no manifest.json")
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _DamageError(f"its manifest.json is damaged ({error})") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise _DamageError(f"its manifest.json says format {found}, not {FORMAT}")
+    for name, size in manifest["bytes"].items():
+        if not (path / name).is_file():
+            raise _DamageError(f"{name} is missing")
+        if (path / name).stat().st_size != size:
+            wrong = (path / name).stat().st_size
+            raise _DamageError(f"{name} has {wrong} bytes instead of {size}")
+    return manifest
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    """The line that says what is wrong, and where the run can go on instead."""
     siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-    good = [p for p in sorted(siblings) if p.name.isdigit() and p != path and p.is_dir()]
-    hint = f"; the last good one may be {good[-1]}" if good else ""
-    raise ValueError(f"args.resume={path}: cannot resume from it: {reason}{hint}")
+    hint = "there is no other one in its folder"
+    for other in sorted((p for p in siblings if p.name.isdigit() and p != path), reverse=True):
+        try:
+            _intact_manifest(other)
+        except _DamageError:
+            continue
+        hint = f"the last good one is that of step {int(other.name)}: --resume {other}"
+        break
+    return f"args.resume={path}: cannot resume from it: {error}; {hint}"
 
 
 def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
@@ -267,7 +135,9 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
             f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
             f"args.load={path}"
         )
-    have = {n: _shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad}
+    have = {
+        n: parameter_shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad
+    }
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     if have == saved:
         return

@@ -7,6 +7,7 @@ between CPUs, and a second gloo group carries decisions, so that agreeing never 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -89,6 +90,13 @@ class ProcessGroups:
         for rank, text in enumerate(texts):
             if text is not None:
                 raise OtherRankError(f"rank {rank} failed: {text}")
+
+    def with_own_control(self) -> ProcessGroups:
+        """The same ranks with a control group of its own, for a thread that agrees by itself."""
+        if self.control is None:
+            return self
+        group = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
+        return dataclasses.replace(self, control=group)
 
     def on_main(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank; its error ends all of them."""

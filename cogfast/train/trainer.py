@@ -25,7 +25,8 @@ from cogfast.train.assembly import (
     assemble_transformer,
 )
 from cogfast.train.attention_choice import choose_for_training
-from cogfast.train.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from cogfast.train.checkpoint import load_checkpoint, read_manifest
+from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.gradient_check import GradientCheck
@@ -89,11 +90,14 @@ class Trainer:
             self.groups,
             self.folder,
         )
-        self.step = self.saved_step = 0  # optimizer steps done, and in the last checkpoint
+        self.step = 0  # optimizer steps done
         # The model's own until a batch tells the data's; a subclass's compute_loss need not.
         self.latent_size = LatentSize.of_model(transformer.config)
         self.num_tokens = self.latent_size.num_tokens(transformer.config)  # per sample
         self.is_size_known = False
+        self.writer = CheckpointWriter(
+            self.folder / "checkpoints", self.engine, self.groups, args.keep_last
+        )
         if self.checkpoint is not None:
             self._resume()
 
@@ -104,7 +108,13 @@ class Trainer:
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
         self._announce()
-        with StopRequest(self.groups) as stop, self._open_metrics() as metrics, batches, profiler:
+        with (
+            StopRequest(self.groups) as stop,
+            self._open_metrics() as metrics,
+            batches,
+            profiler,
+            self.writer,
+        ):
             engine.transformer.train()
             while self.step < self.num_steps and not stop.is_agreed():
                 lr = self.learning_rate(self.step)
@@ -133,13 +143,14 @@ class Trainer:
                     self._save(metrics)
                 if self._is_due(args.exit_interval):
                     break
-            if self.step > self.saved_step:
+            self.writer.wait()
+            if self.step > self.writer.saved_step:
                 self._save(metrics)
             metrics.draw_loss()
-        if self.step > self.saved_step:
+        if self.step > self.writer.saved_step:
             raise RuntimeError(
                 f"step {self.step} could not be saved (the error stands above); the last checkpoint "
-                f"in {self.folder} is that of step {self.saved_step}"
+                f"in {self.folder} is that of step {self.writer.saved_step}"
             )
         if self.step < self.num_steps:
             logger.info("stopped at step %d of %d; --resume goes on", self.step, self.num_steps)
@@ -250,17 +261,14 @@ class Trainer:
             )
 
     def _save(self, metrics: Metrics) -> None:
-        """Write a checkpoint; where that fails, the run goes on without it."""
+        """Start to write a checkpoint; where that fails, the run goes on without it."""
         state = {
             "global_batch": self.global_batch,
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
             "attention_backend": self.attention_backend,
         }
-        folder = self.folder / "checkpoints"
-        keep_last = self.args.keep_last
-        if save_checkpoint(folder, self.step, self.engine, self.groups, state, keep_last):
-            self.saved_step = self.step
+        self.writer.save(self.step, state)
         metrics.restart_clock()
 
     def _choose_attention(self, transformer: DiffusionTransformer) -> str | None:
@@ -285,5 +293,5 @@ class Trainer:
                 num_samples,
                 manifest["num_samples"],
             )
-        self.step = self.saved_step = manifest["step"]
+        self.step = self.writer.saved_step = manifest["step"]
         logger.info("resumed %s at step %d", self.checkpoint, self.step)

@@ -1,0 +1,313 @@
+"""Writes checkpoints beside the training: one copy to host memory, the rest in a thread.
+
+Training waits for the copy alone. On a GPU it is queued behind the step like a kernel, into pinned
+memory, so that the host does not wait at all; the thread waits for its event. The buffers are one
+host copy of this rank's partitions (16 bytes per element that it owns with FusedEmaAdam: weights,
+two moments, EMA), made at the first save and used again by each later one, which therefore waits
+until the one before is complete.
+
+The ranks' threads agree through a control group of their own: every rank starts the same saves in
+the same order, one at a time, and no other thread uses that group, so its collectives always meet
+their like, whatever the training does meanwhile. `latest` moves when all files are on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import weakref
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.train.checkpoint import FORMAT, parameter_shape, replaced_name
+from cogfast.train.process_groups import OtherRankError, ProcessGroups
+from cogfast.train.zero_engine import ZeroEngine
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+_LEAST_REGISTERED = 2**20  # bytes; what is registered must not share a page
+
+
+class CheckpointWriter:
+    """The checkpoints of a run, `<folder>/<step>`, of which the newest `keep_last` stay (0: all).
+
+    Every rank makes it and calls its methods at the same steps. saved_step: of the newest complete
+    checkpoint, once `wait` has returned.
+    """
+
+    def __init__(
+        self, folder: Path, engine: ZeroEngine, groups: ProcessGroups, keep_last: int
+    ) -> None:
+        self.folder, self.engine, self.keep_last = folder, engine, keep_last
+        self.groups = groups.with_own_control()
+        self.saved_step = 0
+        self._snapshot: _Snapshot | None = None
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Complete the save under way, whatever ends the run."""
+        try:
+            self.wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            logger.error("the last checkpoint is not complete: %s", error)
+
+    def save(self, step: int, extra: dict) -> None:
+        """Copy the state of `step` and start to write it; `extra` goes into the manifest.
+
+        Where the disk is full the log says so, the checkpoints before stay, and training goes on.
+        """
+        self.wait()
+        try:
+            if self._snapshot is None:
+                self._snapshot = self._allocate()
+        except (MemoryError, RuntimeError) as error:
+            self._report_failure(step, error)
+            return
+        self._snapshot.take()
+        about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
+        self._thread = Thread(
+            target=self._write, args=(about,), name=f"checkpoint {step}", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise what ended the thread, if anything did."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _allocate(self) -> _Snapshot:
+        """The host buffers; where one rank has no memory for them, all hear of it."""
+        snapshot, error = None, None
+        try:
+            snapshot = _Snapshot(self.engine, self.groups.is_main)
+        except (MemoryError, RuntimeError) as caught:
+            error = caught
+        self.groups.agree(error)
+        return snapshot
+
+    def _write(self, about: dict) -> None:
+        """What the thread does. Errors that a user can mend are logged; `wait` raises others."""
+        from safetensors import SafetensorError  # what save_file raises on a full disk
+
+        try:
+            self._write_all(about)
+            self.saved_step = about["step"]
+        except (OSError, SafetensorError, OtherRankError) as error:
+            self._report_failure(about["step"], error)
+        except Exception as error:
+            self._error = error
+
+    def _write_all(self, about: dict) -> None:
+        """Files of all ranks, manifest, `latest`; an error of one rank is raised on all."""
+        draft, groups = self._draft(about["step"]), self.groups
+        groups.on_main(lambda: _make_empty(draft))
+        name, slices, error = f"rank-{groups.rank:05d}.safetensors", {}, None
+        try:
+            slices = self._snapshot.write(draft / name)
+        except Exception as caught:
+            error = caught
+        groups.agree(error)
+        reports = groups.gather((name, slices, self._snapshot.counters()))
+        groups.on_main(lambda: self._complete(draft, reports, about))
+
+    def _complete(self, draft: Path, reports: list, about: dict) -> None:
+        """Write the manifest, make the checkpoint the newest, and remove old ones."""
+        counters: dict[str, dict[str, float]] = {}
+        for report in reports:
+            counters.update(report[2])
+        manifest = {
+            "format": FORMAT,
+            "parameters": {
+                name: {
+                    "shape": parameter_shape(p),
+                    "dtype": str(p.dtype).removeprefix("torch."),
+                }
+                for name, p in self.engine.transformer.named_parameters()
+                if p.requires_grad
+            },
+            "slices": {name: slices for name, slices, _ in reports},
+            "bytes": {name: (draft / name).stat().st_size for name, _, _ in reports},
+            "optimizer": type(self.engine.optimizer).__name__,
+            "counters": counters,
+            **about,
+        }
+        (draft / "manifest.json").write_text(json.dumps(manifest))
+        _sync(draft / "manifest.json")
+        _sync(draft)
+        _publish(draft, self.folder / f"{about['step']:08d}")
+        _prune(self.folder, about["step"], self.keep_last)
+
+    def _draft(self, step: int) -> Path:
+        return self.folder / f"{step:08d}.incomplete"
+
+    def _report_failure(self, step: int, error: Exception) -> None:
+        if self.groups.is_main:
+            shutil.rmtree(self._draft(step), ignore_errors=True)
+            logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)
+
+
+class _Snapshot:
+    """Host copies of what this rank saves: partitions, counters and, on rank 0, frozen weights."""
+
+    def __init__(self, engine: ZeroEngine, is_main: bool) -> None:
+        self.engine, self.is_main = engine, is_main
+        self.kinds = ("master", *engine.state_kinds())
+        self.frozen = _frozen_to_keep(engine)
+        self.partitions = {key: _host_buffer(x) for key, x in self._live_partitions().items()}
+        self.numbers = {key: _host_buffer(x) for key, x in self._live_numbers().items()}
+        self.frozen_values: dict[str, Tensor] = {}
+        self.copied: torch.cuda.Event | None = None
+
+    def _live_partitions(self) -> dict[tuple[str, int], Tensor]:
+        """{(kind, part): flat tensor}, as the optimizer holds them now."""
+        engine = self.engine
+        return {
+            (kind, part): (whole if kind == "master" else engine.state(part)[kind]).detach()
+            for part, whole in enumerate(engine.parts)
+            for kind in self.kinds
+        }
+
+    def _live_numbers(self) -> dict[tuple[int, str], Tensor]:
+        """{(part, key): scalar} of the optimizer's counters, such as its number of steps."""
+        return {
+            (part, key): torch.as_tensor(value)
+            for part in range(len(self.engine.parts))
+            for key, value in self.engine.state(part).items()
+            if not isinstance(value, Tensor) or value.ndim == 0
+        }
+
+    def take(self) -> None:
+        """Copy the state of this moment. Under ZeRO-3 every rank must call it."""
+        for name, parameter in self.frozen.items():
+            with self.engine.whole(parameter) as values:
+                if self.is_main:
+                    self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
+        self.frozen = {}  # they never change
+        live = {**self._live_partitions(), **self._live_numbers()}
+        buffers = {**self.partitions, **self.numbers}
+        for key, buffer in buffers.items():
+            buffer.copy_(live[key], non_blocking=True)
+        if any(x.is_cuda for x in live.values()):
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def write(self, path: Path) -> dict[str, dict]:
+        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}."""
+        from safetensors.torch import save_file  # releases the interpreter while it writes
+
+        if self.copied is not None:
+            self.copied.synchronize()  # in the writer's thread: training goes on
+        tensors: dict[str, Tensor] = {}
+        slices: dict[str, dict] = {}
+
+        def add(kind: str, parameter: str, start: int, values: Tensor) -> None:
+            key = f"{kind}/{parameter}/{start}"
+            tensors[key] = values
+            slices[key] = {"parameter": parameter, "kind": kind, "start": start}
+            slices[key]["numel"] = values.numel()
+
+        for kind in self.kinds:
+            for piece in self.engine.slices:
+                whole = self.partitions[kind, piece.part]
+                values = whole.narrow(0, piece.offset, piece.numel)
+                add(kind, piece.parameter, piece.start, values)
+        for name, values in self.frozen_values.items():
+            add("frozen", name, 0, values)
+        save_file(tensors, path)
+        _sync(path)
+        return slices
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """{parameter: {counter: value}}; after `write`, which waits for the copies."""
+        of_part: dict[int, dict[str, float]] = {}
+        for (part, key), value in self.numbers.items():
+            of_part.setdefault(part, {})[key] = float(value)
+        return {piece.parameter: of_part.get(piece.part, {}) for piece in self.engine.slices}
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    """Host memory of the shape and dtype; page-locked where the source is on a GPU.
+
+    Large ones are registered: torch's pinned allocator would round them up to a power of two.
+    """
+    is_small = like.nbytes < _LEAST_REGISTERED
+    buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda and is_small)
+    if like.is_cuda and not is_small:
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        if int(runtime.cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
+        else:
+            logger.warning("cannot lock %d bytes of host memory: saves take longer", buffer.nbytes)
+    return buffer
+
+
+def _frozen_to_keep(engine: ZeroEngine) -> dict[str, nn.Parameter]:
+    parameters = dict(engine.transformer.named_parameters())
+    frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+    num_frozen = sum(_numel(p) for p in frozen.values())
+    num_trained = sum(_numel(p) for p in parameters.values()) - num_frozen
+    return frozen if num_frozen < num_trained else {}
+
+
+def _numel(parameter: Tensor) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties what it partitions
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(draft: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, then move `latest`: in this order on the disk, too."""
+    if final.exists():  # of a run that goes on from a step before; never gone while it is needed
+        replaced = replaced_name(final)
+        final.rename(replaced)
+        draft.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        draft.rename(final)
+    _sync(final.parent)
+    name = final.parent / "latest.incomplete"
+    name.write_text(final.name)
+    _sync(name)
+    name.replace(final.parent / "latest")
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Remove old checkpoints and what killed runs left unfinished.
+
+    Steps after `step` stay: the run went on from a checkpoint before them, which it was asked to.
+    """
+    for path in folder.glob("*.incomplete*"):
+        shutil.rmtree(path, ignore_errors=True)
+    complete = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdigit())
+    done = [path for path in complete if int(path.name) <= step]
+    for path in done[:-keep_last] if keep_last > 0 else []:
+        shutil.rmtree(path, ignore_errors=True)
