@@ -1,0 +1,64 @@
+"""The models that tensor-parallel processes and one process both run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
+from cogfast.model.weights.sat import freeze
+from tests.tiny_transformers import FAMILY, inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A member of the family with four heads of 32."""
+
+    family: str
+    lora_rank: int | None = None
+    trains_lora_only: bool = False
+    has_affine_norms: bool = True
+    dtype: torch.dtype = torch.float32
+    is_compiled: bool = False
+
+    @property
+    def config(self) -> TransformerConfig:
+        return replace(
+            FAMILY[self.family],
+            num_attention_heads=4,
+            lora_rank=self.lora_rank,
+            lora_alpha=2.0,
+            elementwise_affine=self.has_affine_norms,
+        )
+
+    def freeze(self, transformer: DiffusionTransformer) -> None:
+        freeze(transformer, ["all"] if self.trains_lora_only else [], is_lora_only=False)
+
+
+CASES = {
+    **{family: Case(family) for family in FAMILY},
+    "lora": Case("5b", lora_rank=4),  # everything trains: the adapters' input has a gradient
+    "frozen": Case("5b", lora_rank=4, trains_lora_only=True),
+    "norms without weights": Case("5b", has_affine_norms=False),
+    "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
+    "compiled": Case("5b", is_compiled=True),
+    "compiled lora": Case("5b", lora_rank=4, is_compiled=True),
+}
+
+
+def case_inputs(name: str) -> dict[str, Tensor]:
+    return inputs(CASES[name].family)
+
+
+def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> dict:
+    """Of the mean square of the output: output, loss, {name: gradient}, those of latents and text
+    included."""
+    leaves = {name: given[name].clone().requires_grad_() for name in ("latents", "text")}
+    output = transformer(**{**given, **leaves})
+    loss = output.float().square().mean()
+    loss.backward()
+    parameters = {**dict(transformer.named_parameters()), **leaves}
+    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    return {"output": output.detach(), "loss": loss.detach(), "gradients": gradients}

@@ -1,0 +1,71 @@
+"""What each process of a tensor-parallel group computes: `torchrun ... tests/tensor_parallel_ranks.py
+FOLDER CASE...`. FOLDER/<case>/ holds the whole model's weights as SAT saves them; each process leaves
+FOLDER/<case>/rank-<n>.pt there. The case "golden=PATH" is a model of the golden files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
+from cogfast.model.weights.load import load_transformer
+from cogfast.train.parallelize import find_shards, materialize, parallelize
+from cogfast.train.tensor_parallel import TensorParallelGroup
+from tests.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients
+
+
+def share_of(transformer: DiffusionTransformer, group: TensorParallelGroup, weights: Path) -> dict:
+    """In memory with `weights`, from a transformer on the meta device; returns its shards."""
+    parallelize(transformer, group)
+    materialize(transformer, torch.device("cpu"), seed=3)
+    shards = find_shards(transformer)
+    report = load_transformer(transformer, weights, shards=shards)
+    assert not report.missing and not report.unexpected, report
+    return shards
+
+
+def run_case(name: str, group: TensorParallelGroup, folder: Path) -> dict:
+    case = CASES[name]
+    with torch.device("meta"):
+        transformer = assemble_transformer(case.config)
+    shards = share_of(transformer, group, folder)
+    case.freeze(transformer)
+    transformer.to(case.dtype)
+    if case.is_compiled:
+        for block in transformer.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+    return {"shards": shards, **loss_and_gradients(transformer, case_inputs(name))}
+
+
+def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:
+    """The output of SAT's files of two ranks, read by each of ours for its share."""
+    with torch.device("meta"):
+        transformer = build_transformer(load_config([golden / "t2v_5b" / "config.yaml"]).model)
+    share_of(transformer, group, golden / "t2v_5b_mp2")
+    io = load_file(golden / "t2v_5b" / "io.safetensors")
+    with torch.no_grad():
+        output = transformer(io["x"].transpose(1, 2), io["timesteps"], io["context"])
+    return {"output": output.transpose(1, 2)}
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    dist.init_process_group("gloo")
+    group = TensorParallelGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    for case in cases:
+        name, _, golden = case.partition("=")
+        found = run_golden(Path(golden), group) if golden else run_case(name, group, folder / name)
+        (folder / name).mkdir(exist_ok=True)
+        torch.save(found, folder / name / f"rank-{group.rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
