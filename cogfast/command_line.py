@@ -60,8 +60,13 @@ def parse_train(words: Sequence[str]) -> Request:
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
     parser.add_argument("--resume", metavar="WHAT", help="auto, latest, or a run's folder")
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume though the configuration is not the checkpoint's (as args.accept_changes=true)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.train_iters=100")
-    found = _parse(parser, words, visible=("seed", "resume"))
+    found = _parse(parser, words, visible=("seed", "resume", "accept_changes"))
     if not found.base:
         raise ValueError("--base is missing; give model.yaml and sft.yaml")
     base, moved = _split_overrides(found.base)
@@ -182,6 +187,8 @@ def _flag_overrides(found: argparse.Namespace) -> list[str]:
     overrides = [] if found.seed is None else [f"args.seed={found.seed}"]
     if values.get("resume") is not None:
         overrides.append(f"args.resume={json.dumps(values['resume'])}")
+    if values.get("accept_changes"):
+        overrides.append("args.accept_changes=true")
     for key, value in values.items():
         if not key.startswith("args.") or value is None:
             continue

@@ -184,7 +184,8 @@ def test_another_optimizer_is_refused(tmp_path: Path, base: Path) -> None:
     train(base, tmp_path, "args.train_iters=2")
     wanted = "its optimizer is FusedEmaAdam, whose state does not fit AdamW; resume with"
     with pytest.raises(ValueError, match=wanted):
-        train(base, tmp_path, "args.resume=latest", "deepspeed.optimizer.type=AdamW")
+        words = ("deepspeed.optimizer.type=AdamW", "args.accept_changes=true")
+        train(base, tmp_path, "args.resume=latest", *words)
 
 
 def test_another_number_of_samples_is_told(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -207,22 +208,77 @@ def test_another_model_is_refused(tmp_path: Path, base: Path, short_run: Path) -
             tmp_path,
             base,
             "args.resume=latest",
+            "args.accept_changes=true",
             "model.network_config.params.num_layers=3",
         )
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("args.seed=5", "seed=1234, this one 5"),
-        ("deepspeed.train_micro_batch_size_per_gpu=2", "global_batch=4, this one 2"),
-    ],
-)
-def test_another_batch_or_seed_is_refused(
-    tmp_path: Path, base: Path, short_run: Path, override: str, named: str
+DECISIVE = {
+    "args.seed=5": "args.seed: 1234 -> 5",
+    "deepspeed.train_micro_batch_size_per_gpu=2": "global batch: 4 -> 2",
+    "model.network_config.params.num_layers=3": "num_layers: 2 -> 3",
+    "model.scale_factor=0.5": "model.scale_factor: 0.7 -> 0.5",
+    "data.params.fps=4": "data.params.fps: 8 -> 4",
+    "deepspeed.optimizer.params.lr=0.5": "deepspeed.optimizer.params.lr: 0.002 -> 0.5",
+    "deepspeed.gradient_clipping=2.0": "deepspeed.gradient_clipping: 1.0 -> 2.0",
+    "deepspeed.bf16={enabled: true}": "deepspeed.bf16.enabled: None -> True",
+    "args.lr_schedule=linear": "args.lr_schedule: constant -> linear",
+    "model.conditioner_config.params.emb_models.0.ucg_rate=0.5": (
+        "emb_models.0.ucg_rate: 0.1 -> 0.5"
+    ),
+}
+
+
+@pytest.mark.parametrize("override", DECISIVE)
+def test_a_change_of_what_is_trained_is_refused(
+    tmp_path: Path, base: Path, short_run: Path, override: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(named)):
+    """Before the run's folder is written to."""
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    wanted = re.escape(f"{DECISIVE[override]}; set it back, or go on all the same with --accept-")
+    with pytest.raises(ValueError, match=wanted):
         resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
+    assert {path.name for path in copy.iterdir()} == {path.name for path in short_run.iterdir()}
+
+
+def test_changes_go_on_where_they_are_accepted_or_free(
+    tmp_path: Path, base: Path, short_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wavelet = tmp_path / "moved.safetensors"
+    shutil.copy(base.parent / "data" / "wavelet.safetensors", wavelet)
+    free = (
+        f"model.first_stage_config.params.ckpt_path={wavelet}",
+        "model.sampler_config.params.num_steps=2",
+        "args.log_interval=2",
+        "deepspeed.zero_optimization.stage=1",
+        "deepspeed.train_micro_batch_size_per_gpu=2",
+        "deepspeed.gradient_accumulation_steps=2",
+    )
+    copy = resume_copy(short_run, tmp_path, base, "args.resume=latest", *free)
+    assert len(losses(copy)) == 8 + 2
+    lr = "deepspeed.optimizer.params.lr=0.001"
+    words = ("args.resume=latest", "args.accept_changes=true", lr)
+    finish(base, tmp_path, "args.train_iters=13", "args.num_workers=0", *words)
+    assert (copy / "checkpoints" / "latest").read_text() == "00000013"
+    assert "deepspeed.optimizer.params.lr: 0.002 -> 0.001" in caplog.text
+
+
+def test_the_time_limit_saves_and_ends(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit counts from the start of the process, which here has run other tests."""
+    caplog.set_level("INFO", logger="cogfast")
+    seconds = time.time() - psutil.Process().create_time() + 4
+    words = ("args.num_workers=0", "args.save_interval=null")
+    finish(base, tmp_path, f"args.max_hours={seconds / 3600}", "args.train_iters=100000", *words)
+    run = run_folder(tmp_path)
+    step = int((run / "checkpoints" / "latest").read_text())
+    assert 0 < step < 100_000
+    assert len(losses(run)) == step
+    assert f"stopped at step {step} of 100000; --resume goes on" in caplog.text
+    with pytest.raises(ValueError, match=r"args\.max_hours=0\.0 must be more than 0"):
+        finish(base, tmp_path, "args.max_hours=0.0")
 
 
 def test_full_disk_keeps_the_run_and_the_last_checkpoint(

@@ -23,10 +23,12 @@ class TrainArguments:
     load: str | None = None  # folder of the weights to start from
     save: str | None = None  # folder that run folders are made in; none: runs
     resume: str | None = None  # auto, latest, or a run or checkpoint folder
+    accept_changes: bool = False  # resume though keys that decide what is trained are other ones
     seed: int = 1234
     train_iters: int | None = None
     epochs: int | None = None
     exit_interval: int | None = None  # stop at a multiple of this many steps
+    max_hours: float | None = None  # since the process began: save at the next step, and end
     save_interval: int | None = 5000  # null: only at the end
     keep_last: int = 2  # the newest checkpoints that are kept; 0 keeps all
     log_interval: int = 20

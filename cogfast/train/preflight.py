@@ -175,6 +175,9 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             value = getattr(args, name)
             if value is not None and value < least:
                 refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
+    if args.max_hours is not None and args.max_hours <= 0:
+        text = f"args.max_hours={args.max_hours} must be more than 0; null sets no limit"
+        refuse(config, "args.max_hours", text)
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
         text = f"args.profiling={args.profiling}: the run ends at step {args.train_iters}; use less"
         refuse(config, "args.profiling", text)

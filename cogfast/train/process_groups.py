@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -159,15 +161,21 @@ def _end_lone_process() -> None:
 
 
 class StopRequest:
-    """SIGTERM or SIGUSR1 on any rank stops every rank at the same step boundary.
+    """SIGTERM or SIGUSR1 on any rank stops every rank at the same step boundary; so does the end of
+    `max_hours`, counted from the start of the process.
 
     Within `with` it listens. Each step starts a reduction of "was I told to stop?" and reads the one of the step before,
     which has long arrived: nobody waits, and all ranks read the same answer.
     """
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    def __init__(self, groups: ProcessGroups, max_hours: float | None = None) -> None:
+        import psutil
+
         self.groups = groups
-        self.is_asked = False
+        self.is_signalled = False
+        self.deadline = math.inf
+        if max_hours is not None:
+            self.deadline = psutil.Process().create_time() + 3600 * max_hours
         self._pending: tuple[dist.Work, Tensor] | None = None
         self._before: dict[int, object] = {}
 
@@ -185,7 +193,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
-        self.is_asked = True
+        self.is_signalled = True
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank was told to stop."""
+        return self.is_signalled or time.time() >= self.deadline
 
     def is_agreed(self) -> bool:
         """Whether all ranks stop now; to be called once per step by every rank."""

@@ -9,16 +9,31 @@ import re
 import subprocess
 import time
 from datetime import datetime
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
-from cogfast.train.checkpoint import newest_checkpoint
+from cogfast.config import Config
+from cogfast.train.checkpoint import newest_checkpoint, read_manifest
 from cogfast.train.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 
+# Keys that decide what is trained: a resumed run must have its checkpoint's. Paths, intervals,
+# logging, evaluation, the number of steps, and how ranks share the work may differ freely.
+_DECISIVE = (
+    *("model.*", "data.*", "args.seed", "args.mode"),
+    *("deepspeed.optimizer.*", "deepspeed.gradient_clipping", "args.weight_decay"),
+    *("deepspeed.bf16.enabled", "deepspeed.fp16.enabled", "args.bf16", "args.fp16"),
+    *("args.lr", "args.lr_*", "args.warmup*", "args.min_lr_ratio"),
+)
+# Of these, what only says where files are, how samples are made, or how memory is saved.
+_FREE = (
+    *("*_path", "*_dir", "*_folder", "model.sampler_config.*"),
+    *("*.checkpoint_activations", "model.en_and_decode_n_samples_a_time"),
+)
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
@@ -78,6 +93,27 @@ def _named(path: Path) -> tuple[Path, Path]:
     return path, checkpoint
 
 
+def check_changes(checkpoint: Path, config: Config, global_batch: int) -> None:
+    """ValueError where the run would not go on with what its checkpoint was trained with, unless
+    args.accept_changes is set; it lists the keys."""
+    manifest = read_manifest(checkpoint)
+    before = manifest.get("config", {})
+    after = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
+    found = [] if not before else list(_changes(before, after).items())
+    changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
+    if manifest["global_batch"] != global_batch:
+        changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
+    if changes and not config.args.get("accept_changes"):
+        raise ValueError(
+            f"args.resume={checkpoint}: the configuration is not the checkpoint's: "
+            f"{'; '.join(changes)}; set it back, or go on all the same with --accept-changes"
+        )
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(key, pattern) for pattern in patterns)
+
+
 def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_size: int) -> None:
     """Write down what runs: the merged config, versions, devices, git commit and changes.
 
@@ -100,12 +136,21 @@ def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_
 
 def _changed_keys(before: str, after: str) -> list[str]:
     """`key: value -> value` of every key that differs between two configurations."""
-    old, new = (_leaves(OmegaConf.to_container(OmegaConf.create(text))) for text in (before, after))
-    keys = [k for k in {**old, **new} if old.get(k) != new.get(k) and k != "args.resume"]
-    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+    changes = _changes(*(OmegaConf.to_container(OmegaConf.create(t)) for t in (before, after)))
+    of_resume = ("args.resume", "args.accept_changes")
+    return [text for key, text in changes.items() if key not in of_resume]
+
+
+def _changes(before: dict, after: dict) -> dict[str, str]:
+    """{key: "key: value -> value"} of what differs between two plain configurations."""
+    old, new = _leaves(before), _leaves(after)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
 
 
 def _leaves(node: object, key: str = "") -> dict[str, object]:
+    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        node = {str(i): item for i, item in enumerate(node)}
     if not isinstance(node, dict):
         return {key: node}
     dot = "." if key else ""

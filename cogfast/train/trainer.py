@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config
@@ -36,7 +37,7 @@ from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.preflight import check_train
 from cogfast.train.process_groups import StopRequest, start_processes
 from cogfast.train.profiling import Profiler
-from cogfast.train.run_folder import describe_run, open_run_folder
+from cogfast.train.run_folder import check_changes, describe_run, open_run_folder
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Trainer:
         self.folder, self.checkpoint = open_run_folder(
             args.save or "runs", args.experiment_name, args.resume, self.groups
         )
+        if self.checkpoint is not None:
+            check_changes(self.checkpoint, config, self.global_batch)
         if self.groups.is_main:
             describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
 
@@ -109,7 +112,7 @@ class Trainer:
         )
         self._announce()
         with (
-            StopRequest(self.groups) as stop,
+            StopRequest(self.groups, args.max_hours) as stop,
             self._open_metrics() as metrics,
             batches,
             profiler,
@@ -267,6 +270,9 @@ class Trainer:
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
             "attention_backend": self.attention_backend,
+            "config": OmegaConf.to_container(
+                OmegaConf.create(self.config.sections()), resolve=True
+            ),
         }
         self.writer.save(self.step, state)
         metrics.restart_clock()
@@ -280,12 +286,6 @@ class Trainer:
 
     def _resume(self) -> None:
         manifest = load_checkpoint(self.checkpoint, self.engine)
-        for key, value in (("global_batch", self.global_batch), ("seed", self.args.seed)):
-            if manifest[key] != value:
-                raise ValueError(
-                    f"args.resume={self.checkpoint}: that run has {key}={manifest[key]}, this one "
-                    f"{value}, so data and noise would not go on where they were; use the same"
-                )
         num_samples = len(self.datasets.train)
         if manifest.get("num_samples", num_samples) != num_samples:
             logger.warning(
