@@ -75,8 +75,8 @@ LENGTHS = [1, 0, 1021, BLOCK, BLOCK + 1, 3 * BLOCK + 8]
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize(
     ("g_dtype", "has_copy"),
-    [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)],
-    ids=["fp32", "bf16-copy", "fp16-copy"],
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.float16, True)],
+    ids=["fp32", "fp32-copy", "bf16-copy", "fp16-copy"],
 )
 def test_many_tensors_in_one_launch(g_dtype: torch.dtype, has_copy: bool, offset: int) -> None:
     """Every tensor with its own count; neighbours in memory stay as they are."""

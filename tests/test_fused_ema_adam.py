@@ -319,7 +319,9 @@ def test_gradient_scale_and_learning_rate_as_tensors(build):
     assert all(torch.equal(p.grad, g) for p, g in zip(params, grads[-1], strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 def test_low_precision_copies(build, dtype):
     """Of those parameters that have one; a skipped step leaves them, too."""
     params, grads = random_case([(40,), (3, 7), (6, 5)])

@@ -79,8 +79,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     Attributes to assign, if any:
     initial_shadow: {parameter: tensor}; before the first step. The EMA goes on from there.
-    low_precision_copies: {parameter: bfloat16 or float16 tensor of its shape}, which receive the
-        new weights in the same pass.
+    low_precision_copies: {parameter: tensor of its shape}, which receive the new weights in the
+        same pass, rounded to their dtype.
     gradient_scale: one number, what gradients are multiplied by first, such as a clip factor.
     found_inf: one number that is not 0 where the gradients overflowed: step() then changes
         nothing, counts and copies included.

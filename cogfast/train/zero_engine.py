@@ -3,7 +3,8 @@
 ZeRO flattens the trainable parameters into a few float32 vectors, of which every rank owns a part
 ("partition"). `ZeroEngine` names what lies where: each `Slice` says which elements of which
 parameter a rank owns and where they stand in its partition. Checkpoints, EMA evaluation and resume
-need nothing else of DeepSpeed. Private names of DeepSpeed 0.19 are used in this file alone.
+need nothing else of DeepSpeed. Private names of DeepSpeed 0.19 are used here and in fused_step.py
+alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.arguments import TrainArguments
+from cogfast.train.fused_step import FusedStep, gather_weights, own_weights, why_stock
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +70,17 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
 class ZeroEngine:
     """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
 
-    transformer: on the device, in its training dtype. groups: the optimizer's parameter groups.
-    config: from `deepspeed_config`.
+    transformer: on the device, in its training dtype. optimizer: over its parameter groups.
+    config: from `deepspeed_config`. use_stock_step: DeepSpeed's own step of stages 1 and 2 even
+    where FusedStep could take its place.
     """
 
     def __init__(
-        self, transformer: nn.Module, optimizer: torch.optim.Optimizer, config: dict
+        self,
+        transformer: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: dict,
+        use_stock_step: bool = False,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of our own optimizer
         import deepspeed
@@ -101,7 +108,8 @@ class ZeroEngine:
         else:
             self.parts = self.zero.single_partition_of_fp32_groups
             self.slices = list(self._stage12_slices(names))
-        if self.stage < 3 and not self.engine.fp16_enabled():
+        self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
+        if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()
 
     def __call__(self, *inputs: Tensor, **named: Tensor | None) -> Tensor:
@@ -128,12 +136,27 @@ class ZeroEngine:
             group["lr"] = lr
         is_update = self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
-        if is_update and (self.stage == 3 or self.engine.fp16_enabled()):
+        if not is_update:
+            return
+        if self.is_step_fused:
+            self._count_skipped(self.optimizer.found_inf)
+        elif self.stage == 3 or self.engine.fp16_enabled():
             self._count_skipped(float(self.zero.overflow))  # on the host already
 
     def _count_skipped(self, is_skipped: Tensor | float) -> None:
         self.num_skipped += is_skipped
         self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
+
+    def _fuse_step(self) -> bool:
+        """Put FusedStep in the place of DeepSpeed's step, or say why that stays."""
+        import deepspeed
+
+        reason = why_stock(self.zero, self.optimizer, deepspeed.__version__)
+        if reason is None:
+            FusedStep(self.zero)
+        else:
+            logger.info("ZeRO-%d takes DeepSpeed's own step: %s", self.stage, reason)
+        return reason is None
 
     def _guard_non_finite_steps(self) -> None:
         """Tell the optimizer through a device scalar to skip a step whose gradient is not finite.
@@ -231,22 +254,9 @@ class ZeroEngine:
                 first = self.zero.persistent_parameters[0]
                 first.all_gather(self.zero.persistent_parameters)
             return
-        from deepspeed.runtime.utils import all_gather_dp_groups
-
-        for groups, process_group, source in zip(
-            self.zero.parallel_partitioned_bit16_groups,
-            self.zero.real_dp_process_group,
-            sources,
-            strict=True,
-        ):
-            groups[torch.distributed.get_rank(group=process_group)].data.copy_(source)
-        all_gather_dp_groups(
-            groups_flat=self.zero.bit16_groups_flat,
-            partitioned_param_groups=self.zero.parallel_partitioned_bit16_groups,
-            dp_process_group=self.zero.real_dp_process_group,
-            start_alignment_factor=self.zero.nccl_start_alignment_factor,
-            allgather_bucket_size=self.zero.allgather_bucket_size,
-        )
+        for weights, source in zip(own_weights(self.zero), sources, strict=True):
+            weights.data.copy_(source)
+        gather_weights(self.zero)
 
     @contextmanager
     def weights(self, kind: str) -> Iterator[None]:
