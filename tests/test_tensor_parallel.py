@@ -235,7 +235,11 @@ def test_only_our_part_is_read_from_safetensors(tmp_path: Path, monkeypatch) -> 
 
 @pytest.mark.parametrize(
     ("heads", "size", "sizes"),
-    [(30, 4, "1, 2, 3, 5, 6, 10, 15, 30"), (48, 5, "1, 2, 3, 4, 6, 8, 12, 16, 24, 48")],
+    [
+        (30, 4, "1, 2, 3, 5, 6, 10, 15, 30"),
+        (2, 0, "1, 2"),
+        (48, 5, "1, 2, 3, 4, 6, 8, 12, 16, 24, 48"),
+    ],
 )
 def test_sizes_divide_the_heads(heads: int, size: int, sizes: str) -> None:
     config = replace(FAMILY["5b"], hidden_size=64 * heads, num_attention_heads=heads)

@@ -1,7 +1,7 @@
 """Tensor parallelism applied to a finished transformer: each process keeps its share of the blocks.
 
 Of the modulation layers each process has a share too, and gathers their few rows: whole, they are
-12 M x 512 weights per block, 793 of 5B's 5570 million, and two processes would hold 397 million
+12 M x 512 weights per block, 793 of 5B's 5570 million, and two processes would hold 396 million
 each for nothing (7.9 GB with gradients, master weights, moments and EMA at 20 bytes). A gather
 moves 12 M numbers per sample and block: 74 kB of 5B in bf16, where a block's activations that are
 summed have 109 MB each.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from cogfast.model.attention import Attention
+from cogfast.model.attention import Attention, HeadNorm
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
@@ -31,7 +31,7 @@ from cogfast.train.tensor_parallel import (
 def check_model_parallel_size(size: int, config: TransformerConfig) -> None:
     """ValueError for a size that the heads cannot be dealt out to, or that dropout forbids."""
     heads = config.num_attention_heads
-    if heads % size:
+    if size < 1 or heads % size:
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
             f"args.model_parallel_size={size} must divide num_attention_heads={heads}; use {sizes}"
@@ -63,17 +63,18 @@ def parallelize(transformer: DiffusionTransformer, group: TensorParallelGroup) -
 def _parallelize_attention(attention: Attention, group: TensorParallelGroup) -> None:
     qkv, out = attention.qkv, attention.out
     if isinstance(qkv, LoraLinear):
-        attention.qkv = ColumnParallelLora(
-            qkv, ColumnParallelLinear(qkv.original, group, num_parts=3), group
-        )
-        attention.out = RowParallelLora(out, RowParallelLinear(out.original, group), group)
+        attention.qkv = ColumnParallelLora(qkv, group, num_parts=3)
+        attention.out = RowParallelLora(out, group)
     else:
         attention.qkv = ColumnParallelLinear(qkv, group, num_parts=3)
         attention.out = RowParallelLinear(out, group)
-    for name in ("query_norm", "key_norm"):
-        norm = getattr(attention, name)
-        if norm is not None and norm.elementwise_affine:
-            setattr(attention, name, SharedHeadNorm(norm, group))
+    attention.query_norm = _shared(attention.query_norm, group)
+    attention.key_norm = _shared(attention.key_norm, group)
+
+
+def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | None:
+    has_weights = norm is not None and norm.elementwise_affine
+    return SharedHeadNorm(norm, group) if has_weights else norm
 
 
 def find_shards(transformer: DiffusionTransformer) -> dict[str, Shard]:

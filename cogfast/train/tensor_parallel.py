@@ -84,7 +84,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # as autograd does: a frozen weight's input is not kept
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.name = name
         return F.linear(x, weight, bias)
 
@@ -188,16 +189,20 @@ class ParallelLora(LoraLinear):
         self.group, self.original = group, original
         self.scaling, self.dropout = whole.scaling, whole.dropout
         self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
-        is_column = isinstance(original, ColumnParallelLinear)
-        cut, dim = ("matrix_B", 0) if is_column else ("matrix_A", 1)
-        matrices = getattr(whole, cut)
-        self.shards = {f"{cut}.{i}": group.shard(m.shape, dim) for i, m in enumerate(matrices)}
-        shares = zip(matrices, self.shards.values(), strict=True)
-        setattr(self, cut, nn.ParameterList(take_share(m, shard) for m, shard in shares))
+        self.shards: dict[str, Shard] = {}
+
+    def _cut(self, name: str, matrices: nn.ParameterList, dim: int) -> nn.ParameterList:
+        shards = [self.group.shard(matrix.shape, dim) for matrix in matrices]
+        self.shards |= {f"{name}.{i}": shard for i, shard in enumerate(shards)}
+        return nn.ParameterList(map(take_share, matrices, shards))
 
 
 class ColumnParallelLora(ParallelLora):
     """One sum of the input's gradient for linear and adapters."""
+
+    def __init__(self, whole: LoraLinear, group: TensorParallelGroup, num_parts: int) -> None:
+        super().__init__(whole, ColumnParallelLinear(whole.original, group, num_parts), group)
+        self.matrix_B = self._cut("matrix_B", whole.matrix_B, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = copy_to_group(x, self.group)
@@ -207,6 +212,10 @@ class ColumnParallelLora(ParallelLora):
 
 class RowParallelLora(ParallelLora):
     """One sum of the products of linear and adapters."""
+
+    def __init__(self, whole: LoraLinear, group: TensorParallelGroup) -> None:
+        super().__init__(whole, RowParallelLinear(whole.original, group), group)
+        self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B]
@@ -226,9 +235,6 @@ class SharedHeadNorm(HeadNorm):
     def affine(self) -> tuple[Tensor, Tensor]:
         # one sum for both, in float32: the kernel's gradients come so, and they are few numbers
         both = torch.stack([self.weight, self.bias])
-        weight, bias = copy_to_group(both.to(_at_least_float32(both)), self.group).unbind()
+        both = both.to(torch.promote_types(both.dtype, torch.float32))
+        weight, bias = copy_to_group(both, self.group).unbind()
         return weight, bias
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
