@@ -37,10 +37,12 @@ class Case:
     accumulation: int = 1
     zero: dict = field(default_factory=dict)
     data_types: dict = field(default_factory=dict)
+    is_model_shared: bool = False  # by the two ranks; of `first` each has its own part
 
     @property
     def name(self) -> str:
         words = [f"zero-{self.stage}", self.dtype, f"clip {self.clip}", f"x{self.accumulation}"]
+        words += ["tensor parallel"] * self.is_model_shared
         return ", ".join(
             [*words, *(f"{k}={v}" for k, v in {**self.zero, **self.data_types}.items())]
         )
@@ -56,7 +58,39 @@ CASES = [
     Case(zero={"round_robin_gradients": True}),
     Case(zero={"parameter_alignment": True}),
     Case(data_types={"grad_accum_dtype": "fp32"}, accumulation=3),
+    # Last: DeepSpeed remembers the mpu.
+    *(Case(stage, dtype="fp32", clip=0.05, is_model_shared=True) for stage in (1, 2)),
 ]
+
+
+class SharedModel:
+    """What DeepSpeed asks of its mpu: two ranks that hold one model together."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.alone = [torch.distributed.new_group([r]) for r in range(self.size)][self.rank]
+
+    def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
+        return self.alone
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
+        return torch.distributed.group.WORLD
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_model_parallel_rank(self) -> int:
+        return self.rank
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
 class Network(nn.Module):
@@ -90,7 +124,12 @@ def make(case: Case, use_stock_step: bool) -> ZeroEngine:
         "data_types": case.data_types,
     }
     optimizer = FusedEmaAdam(parameter_groups(network, 0.1), lr=1e-2)
-    return ZeroEngine(network, optimizer, config, use_stock_step)
+    mpu = None
+    if case.is_model_shared:
+        mpu = SharedModel()
+        for p in network.first.parameters():
+            p.tensor_model_parallel = True
+    return ZeroEngine(network, optimizer, config, mpu, use_stock_step)
 
 
 def micro_batch(engine: ZeroEngine, step: int, i: int, is_bad: bool = False) -> Tensor:
@@ -146,7 +185,8 @@ def trajectory(case: Case, use_stock_step: bool) -> dict:
 def run_cases(out: Path) -> None:
     """Save every case's run with our step and with DeepSpeed's, {(case's name, is stock): ...}."""
     groups = start_processes()
-    found = {(c.name, stock): trajectory(c, stock) for c in CASES for stock in (False, True)}
+    cases = [c for c in CASES if groups.world_size > 1 or not c.is_model_shared]
+    found = {(c.name, stock): trajectory(c, stock) for c in cases for stock in (False, True)}
     torch.save(found, out / f"{groups.rank}-of-{groups.world_size}.pt")
     groups.close()
 
@@ -171,18 +211,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    places = ((1, 0), (2, 0), (2, 1))
-    return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in places}
+    return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
 
 
-RANKS = pytest.mark.parametrize(
-    "place", [(1, 0), (2, 0), (2, 1)], ids=["one process", "two, rank 0", "two, rank 1"]
+PLACES = {"one process": (1, 0), "two, rank 0": (2, 0), "two, rank 1": (2, 1)}
+EVERYWHERE = pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        pytest.param(case, place, id=f"{case.name}, {where}")
+        for case in CASES
+        for where, place in PLACES.items()
+        if place[0] > 1 or not case.is_model_shared
+    ],
 )
 
 
 @pytest.mark.slow
-@RANKS
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@EVERYWHERE
 def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) -> None:
     ours, stock = (runs[place][case.name, is_stock] for is_stock in (False, True))
     # Where the clip factor's last bit differs, a bf16 weight may be rounded the other way.
@@ -205,8 +250,7 @@ def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) 
 
 
 @pytest.mark.slow
-@RANKS
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@EVERYWHERE
 def test_a_gradient_that_is_not_finite_changes_nothing(
     runs: dict, case: Case, place: tuple[int, int]
 ) -> None:

@@ -71,8 +71,9 @@ class ZeroEngine:
     """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
 
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
-    config: from `deepspeed_config`. use_stock_step: DeepSpeed's own step of stages 1 and 2 even
-    where FusedStep could take its place.
+    config: from `deepspeed_config`. mpu: who shares a model and who shares its data, as DeepSpeed
+    asks (Megatron's model parallel unit); without one every rank has a model of its own.
+    use_stock_step: DeepSpeed's own step of stages 1 and 2 even where FusedStep could take its place.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ZeroEngine:
         transformer: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: dict,
+        mpu: object | None = None,
         use_stock_step: bool = False,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of our own optimizer
@@ -93,7 +95,11 @@ class ZeroEngine:
         self.transformer, self.optimizer = transformer, optimizer
         self.num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
         self.engine, _, _, _ = deepspeed.initialize(
-            model=transformer, optimizer=optimizer, config=config, dist_init_required=False
+            model=transformer,
+            optimizer=optimizer,
+            config=config,
+            mpu=mpu,
+            dist_init_required=False,
         )
         self.zero = self.engine.optimizer
         self.stage = config["zero_optimization"]["stage"]
@@ -201,7 +207,7 @@ class ZeroEngine:
                     yield Slice(names[id(parameter)], at.start, at.numel, part, where.start)
 
     def _stage3_slices(self, names: dict[int, str]) -> Iterator[Slice]:
-        rank = torch.distributed.get_rank()
+        rank = torch.distributed.get_rank(group=self.zero.dp_process_group)
         for parameter in self.transformer.parameters():
             place = self.zero.grad_position.get(self.zero.get_param_id(parameter))
             if place is None:  # frozen
