@@ -48,8 +48,9 @@ CASES = {
 }
 
 
-def case_inputs(name: str) -> dict[str, Tensor]:
-    return inputs(CASES[name].family)
+def case_inputs(name: str, number: int) -> dict[str, Tensor]:
+    """Of the group of this number."""
+    return inputs(CASES[name].family, seed=1 + number)
 
 
 def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> dict:

@@ -1,6 +1,7 @@
 """What each process of a tensor-parallel group computes: `torchrun ... tests/tensor_parallel_ranks.py
-FOLDER CASE...`. FOLDER/<case>/ holds the whole model's weights as SAT saves them; each process leaves
-FOLDER/<case>/rank-<n>.pt there. The case "golden=PATH" is a model of the golden files."""
+FOLDER SIZE CASE...`, in groups of SIZE neighbours, each group with other inputs. FOLDER/<case>/ holds
+the whole model's weights as SAT saves them; each process leaves FOLDER/<case>/<group>-<rank>.pt there.
+The case "golden=PATH" is a model of the golden files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def share_of(transformer: DiffusionTransformer, group: TensorParallelGroup, weig
     return shards
 
 
-def run_case(name: str, group: TensorParallelGroup, folder: Path) -> dict:
+def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -> dict:
     case = CASES[name]
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
@@ -40,7 +41,7 @@ def run_case(name: str, group: TensorParallelGroup, folder: Path) -> dict:
     if case.is_compiled:
         for block in transformer.blocks:
             block.compile(fullgraph=True, backend="aot_eager")
-    return {"shards": shards, **loss_and_gradients(transformer, case_inputs(name))}
+    return {"shards": shards, **loss_and_gradients(transformer, case_inputs(name, number))}
 
 
 def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:
@@ -55,14 +56,19 @@ def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    folder, size, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     dist.init_process_group("gloo")
-    group = TensorParallelGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    number, rank = divmod(dist.get_rank(), size)
+    starts = range(0, dist.get_world_size(), size)
+    process_groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+    group = TensorParallelGroup(rank, size, process_groups[number])
     for case in cases:
         name, _, golden = case.partition("=")
-        found = run_golden(Path(golden), group) if golden else run_case(name, group, folder / name)
-        (folder / name).mkdir(exist_ok=True)
-        torch.save(found, folder / name / f"rank-{group.rank}.pt")
+        if golden:
+            found = run_golden(Path(golden), group)
+        else:
+            found = run_case(name, group, folder / name, number)
+        torch.save(found, folder / name / f"{number}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

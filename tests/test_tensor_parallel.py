@@ -38,11 +38,11 @@ def whole_model(name: str) -> DiffusionTransformer:
     return transformer
 
 
-def launch(folder: Path, size: int, cases: list[str]) -> None:
-    """One launch of `size` processes for all cases."""
+def launch(folder: Path, num_processes: int, size: int, cases: list[str]) -> None:
+    """One launch of processes in groups of `size` for all cases."""
     for name in cases:
+        (folder / name.partition("=")[0]).mkdir()
         if name in CASES:
-            (folder / name).mkdir()
             state = {k: v.clone() for k, v in to_sat_state_dict(whole_model(name)).items()}
             torch.save({"module": state}, folder / name / "mp_rank_00_model_states.pt")
     with socket.socket() as probe:
@@ -50,8 +50,9 @@ def launch(folder: Path, size: int, cases: list[str]) -> None:
         port = probe.getsockname()[1]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"),
-            *(f"--master_port={port}", "tests/tensor_parallel_ranks.py", str(folder), *cases),
+            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"),
+            *(f"--master_port={port}", "tests/tensor_parallel_ranks.py", str(folder), str(size)),
+            *cases,
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -62,30 +63,31 @@ def launch(folder: Path, size: int, cases: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def read(folder: Path, name: str, size: int) -> list[dict]:
+def read(folder: Path, name: str, size: int, number: int = 0) -> list[dict]:
+    """What the processes of a group found."""
     with torch.serialization.safe_globals([Shard]):
-        return [torch.load(folder / name / f"rank-{i}.pt") for i in range(size)]
+        return [torch.load(folder / name / f"{number}-{rank}.pt") for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    launch(folder, 2, [*EVERY_CASE, f"golden={golden}"])
+    launch(folder, 2, 2, [*EVERY_CASE, f"golden={golden}"])
     return folder
 
 
-def check_case(name: str, ranks: list[dict]) -> None:
+def check_case(name: str, ranks: list[dict], number: int = 0) -> None:
     case, transformer = CASES[name], whole_model(name)
     case.freeze(transformer)
     transformer.to(case.dtype)
-    one = loss_and_gradients(transformer, case_inputs(name))
+    one = loss_and_gradients(transformer, case_inputs(name, number))
     if case.dtype == torch.float32:
         error = 1e-6
     else:
         # bf16 itself is off by about this much: what it gives against float32
         reference = whole_model(name)
         case.freeze(reference)
-        exact = loss_and_gradients(reference, case_inputs(name))
+        exact = loss_and_gradients(reference, case_inputs(name, number))
         error = 2.0 * max(
             ((one["gradients"][n].float() - g).abs().max() / g.abs().max()).item()
             for n, g in exact["gradients"].items()
@@ -123,10 +125,13 @@ def test_sats_two_files_give_what_its_one_file_gives(pair: Path, golden: Path) -
 
 
 @pytest.mark.soak
-def test_four_processes_equal_one(tmp_path: Path) -> None:
-    launch(tmp_path, 4, [*CASES])
+@pytest.mark.parametrize("size", [2, 4])
+def test_four_processes_equal_one(tmp_path: Path, size: int) -> None:
+    """As one group, and as two, each with a batch of its own."""
+    launch(tmp_path, 4, size, [*CASES])
     for name in CASES:
-        check_case(name, read(tmp_path, name, 4))
+        for number in range(4 // size):
+            check_case(name, read(tmp_path, name, size, number), number)
 
 
 def share(name: str, rank: int, size: int, seed: int = 0) -> DiffusionTransformer:
