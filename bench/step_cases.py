@@ -26,11 +26,11 @@ from bench.step_sides import SIDES, Side, free_memory
 from bench.timing import spread, wait_for
 from cogfast.kernels.attention_backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
+from cogfast.train.memory_plan import Policy
 from cogfast.train.throughput import peak_flops, train_flops
 
 What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]
-Checkpointing = Literal["none", "full"]
 Engine = Literal["eager", "compiled"]
 
 _ROUNDS = ("ours", "diffusers", "diffusers", "ours")  # a drift of the clocks slows both
@@ -46,7 +46,7 @@ class Case:
     model: str
     what: What = "step"
     mode: Mode = "sft"
-    checkpointing: Checkpointing = "none"
+    checkpointing: Policy = "none"
     engine: Engine = "eager"
     num_layers: int | None = None
 
@@ -243,11 +243,13 @@ def _prepare(
 
 def _build(
     side: str, case: Case, plan: Plan, variant: Variant, seen: dict[str, object] | None
-) -> _Prepared:
+) -> _Prepared | dict[str, object]:
     is_gpu = plan.device.type == "cuda"
     before = torch.cuda.memory_allocated(plan.device) if is_gpu else 0
     built = SIDES[side](variant)
-    built.use_checkpointing(case.checkpointing == "full")
+    if case.checkpointing not in built.policies:
+        return {"unavailable": f"checkpointing is one of {', '.join(built.policies)}"}
+    built.use_checkpointing(case.checkpointing)
     if case.engine == "compiled":
         built.compile_blocks()
     call = _make_call(side, built, case, variant)

@@ -16,6 +16,7 @@ from bench.step_cases import Case, Plan
 
 _LARGE_GIB = 120.0  # an H200 has more
 _PAIRS, _SECONDS = 20, 6.0
+_OURS = ("attention_kept", "pointwise")  # diffusers' model has neither
 
 
 def measure_2b(settings: Settings) -> Outcome:
@@ -32,10 +33,11 @@ def cases_2b(memory_gib: float) -> list[Case]:
     full, lora = replace(none, checkpointing="full"), replace(none, mode="lora")
     lora_full = replace(full, mode="lora")
     fewer = [] if memory_gib > _LARGE_GIB else [replace(none, num_layers=20)]
+    ours = [replace(none, checkpointing=policy) for policy in _OURS]
     return [
         *(full, block, _compiled(full), none, lora_full, _compiled(block), *fewer, lora),
         *(_compiled(none), *map(_compiled, fewer), _compiled(lora), _compiled(lora_full)),
-        *(replace(block, mode="lora"), replace(block, checkpointing="full")),
+        *(replace(block, mode="lora"), replace(block, checkpointing="full"), *ours),
     ]
 
 
@@ -46,10 +48,11 @@ def cases_5b(memory_gib: float) -> list[Case]:
     none = Case("5b", num_layers=16 if is_large else 10)
     full, lora_full = (replace(case, checkpointing="full") for case in (none, lora))
     whole = [replace(full, num_layers=None)] if is_large else []
+    ours = [replace(case, checkpointing=p) for case in (lora, *whole) for p in _OURS]
     return [
         *(*whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora),
         *(_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)),
-        *(replace(block, mode="lora"), replace(block, checkpointing="full")),
+        *(replace(block, mode="lora"), replace(block, checkpointing="full"), *ours),
     ]
 
 

@@ -8,8 +8,7 @@ attention, adapters by peft, checkpointing by the function that it has for that.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,18 +21,21 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
 from cogfast.model.weights.diffusers import diffusers_names
+from cogfast.train.activation_checkpointing import apply_policies
+from cogfast.train.memory_plan import LADDER, Policy
 
 
 class Side(Protocol):
     """What is measured of a model: a whole forward pass, and one block forward and backward."""
 
     network: nn.Module
+    policies: Collection[Policy]  # of checkpointing, that it has
 
     def forward(self, batch: Batch) -> Tensor:
         """-> [B, C, T, h, w]."""
 
-    def use_checkpointing(self, is_on: bool) -> None:
-        """Run each block again in the backward pass instead of keeping its activations."""
+    def use_checkpointing(self, policy: Policy) -> None:
+        """Run a part of each block again in the backward pass instead of keeping its activations."""
 
     def compile_blocks(self) -> None:
         """torch.compile on every block."""
@@ -48,8 +50,11 @@ class Side(Protocol):
 class Ours:
     """cogfast's DiffusionTransformer."""
 
+    policies: Collection[Policy] = LADDER
+
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
+        self.policy: Policy = "none"
         with torch.device(variant.device):
             network = assemble_transformer(variant.config)
         randomize(network, seed=0)
@@ -64,21 +69,22 @@ class Ours:
     def forward(self, batch: Batch) -> Tensor:
         return self.network(batch.latents, batch.timesteps, batch.text)
 
-    def use_checkpointing(self, is_on: bool) -> None:
-        self.network.config = replace(self.network.config, checkpoint_activations=is_on)
+    def use_checkpointing(self, policy: Policy) -> None:
+        self.policy = policy
+        apply_policies(self.network, [policy] * len(self.network.blocks))
 
     def compile_blocks(self) -> None:
         # as cogfast.train.compilers does, which needs the packages that read a configuration
         for block in self.network.blocks:
             block.compile(fullgraph=True)
+        policies = [self.policy] * len(self.network.blocks)
+        apply_policies(self.network, policies, is_compiled=True)
 
     def block_call(self, given: BlockInput) -> Callable[[], None]:
         block, hidden = self.network.blocks[0], given.hidden.clone().requires_grad_()
+        run, *_ = self.network.training_calls or (block,)
         conditioning = nn.functional.silu(given.conditioning)
         num_text, rotation = self.variant.config.text_length, self.network.rotary(self.variant.grid)
-        run: Callable[..., Tensor] = block
-        if self.network.config.checkpoint_activations:
-            run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
 
         def call() -> None:
             output = run(hidden, conditioning, num_text, rotation)
@@ -95,6 +101,8 @@ class Ours:
 class Theirs:
     """diffusers' model with the weights that `Ours(variant)` starts with; its rotary table is made
     once."""
+
+    policies: Collection[Policy] = ("none", "full")
 
     def __init__(self, variant: Variant, dtype: torch.dtype | None = None) -> None:
         """dtype: another than the variant's; the weights are rounded to the variant's all the same.
@@ -159,8 +167,8 @@ class Theirs:
         )
         return output[0].transpose(1, 2)
 
-    def use_checkpointing(self, is_on: bool) -> None:
-        if is_on:
+    def use_checkpointing(self, policy: Policy) -> None:
+        if policy == "full":
             self.network.enable_gradient_checkpointing()
         else:
             self.network.disable_gradient_checkpointing()

@@ -122,6 +122,7 @@ def transformer_arguments(
     fields |= _read(
         args, _TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
     )
+    fields.pop("checkpoint_activations", None)  # the trainer's: args.activation_checkpointing
     _require_positive(fields, ["max_sequence_length"], where_args)
     where_modules = join(where, "modules")
     modules = check_mapping(where_modules, params.get("modules"))

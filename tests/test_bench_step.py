@@ -156,14 +156,25 @@ def test_checkpointing_runs_each_block_twice(side: str) -> None:
     seen = []
     for module in inner:
         module.register_forward_hook(lambda module, inputs, output: seen.append(module))
-    for is_on, times in ((False, 1), (True, 2), (False, 1)):
-        built.use_checkpointing(is_on)
+    for policy, times in (("none", 1), ("full", 2), ("none", 1)):
+        built.use_checkpointing(policy)
         built.forward(draw_batch(given)).square().mean().backward()
         assert [seen.count(module) for module in inner] == [times] * 2
         seen.clear()
         built.block_call(draw_block_input(given))()
         assert seen == [inner[0]] * times
         seen.clear()
+
+
+def test_policies_that_one_side_has_count_among_the_best() -> None:
+    cases = [Case("2b-smallest", what=w, checkpointing="pointwise") for w in ("block", "step")]
+    for case in cases:
+        row, problems = measure_case(case, PLAN)
+        assert problems == [] and row["ours_median_ms"] > 0 and "ratio" not in row
+        assert row["diffusers_unavailable"] == "checkpointing is one of none, full"
+    ours, both = timed(replace(cases[1], model="2b"), 1.0, None), timed(Case("2b"))
+    best, _ = best_rows([ours, both, timed(replace(Case("2b"), engine="compiled"))])
+    assert best["ours_policy"] == "checkpointing pointwise, eager" and best["ratio"] == 1 / 3
 
 
 def test_figures_follow_from_times_and_sizes(monkeypatch) -> None:

@@ -53,13 +53,11 @@ def sampled(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow  # Inductor compiles C++
-def test_training_is_the_same_on_every_choice(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@torch._dynamo.config.patch(recompile_limit=1)  # a run sets its own
+def test_training_is_the_same_on_every_choice(tmp_path: Path, data: Path) -> None:
     """Losses, gradient norms, held-out losses and samples of one run, three ways. The compiled run
     recomputes activations, and meets another batch size, one sample beside its guidance copy, and
     no gradients while it evaluates."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)  # a run sets its own
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()

@@ -73,7 +73,6 @@ def facts(config: Config) -> dict:
     """What a config's model section says, after defaults, however it says it."""
     model = config.model
     network = TransformerConfig(**transformer_arguments(model.network_config.params))
-    network = {k: v for k, v in asdict(network).items() if k != "checkpoint_activations"}
     denoiser, loss, sampler = (
         instantiate(model[f"{part}_config"]) for part in ("denoiser", "loss_fn", "sampler")
     )
@@ -83,7 +82,7 @@ def facts(config: Config) -> dict:
     )
     sizes = ("z_channels", "ch", "ch_mult", "num_res_blocks")
     return {
-        "network": network,
+        "network": asdict(network),
         "section": {
             **asdict(ModelArguments.from_config(config)),
             "latent_input": None,  # true in upstream's 1.5-5B, which its data sets cannot feed

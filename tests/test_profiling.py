@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, data: Path, *words: str, **args: object) -> tuple[Path, Trainer]:
-    args = {"train_iters": 4, "checkpoint_activations": True, **args}
+    args = {"train_iters": 4, "activation_checkpointing": "full", **args}
     base = write_config(folder / "base.yaml", data, **args)
     trainer = Trainer(load_config([base], words))
     trainer.train()

@@ -18,6 +18,7 @@ from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import PREFIX, sat_name
+from cogfast.train.activation_checkpointing import apply_policies
 
 CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 
@@ -124,16 +125,13 @@ def test_loss_and_every_gradient(case) -> None:
 
 def test_checkpointed_blocks_give_the_same_gradients(case) -> None:
     """Against upstream's numbers again, so that a recomputation with other inputs would show."""
-    from dataclasses import replace
-
     _, transformer, io = case
-    before = transformer.config
-    transformer.config = replace(before, checkpoint_activations=True)
+    apply_policies(transformer, ["full"] * len(transformer.blocks))
     transformer.train()
     weight = transformer.blocks[1].attention_norm.weight
     transformer.zero_grad()
     run(transformer, io).square().mean().backward()
-    transformer.config = before
+    transformer.training_calls = None
     expected = io[f"grad.{PREFIX}transformer.layers.1.input_layernorm.weight"]
     atol = 1e-5 * expected.abs().max().item()
     torch.testing.assert_close(weight.grad, expected, atol=atol, rtol=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
@@ -58,7 +57,6 @@ class TransformerConfig:
     qk_norm: bool = True
     elementwise_affine: bool = True
     max_sequence_length: int = 64  # rows of a table that SAT's rotary models carry and never read
-    checkpoint_activations: bool = False
     lora_rank: int | None = None
     lora_alpha: float = 1.0
     lora_dropout: float = 0.0
@@ -132,6 +130,9 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
+        # What runs in each block's place while the model trains, such as a function that keeps less
+        # for the backward pass; None: the blocks.
+        self.training_calls: Sequence[Callable[..., Tensor]] | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
         self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
         self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
@@ -211,16 +212,10 @@ class DiffusionTransformer(nn.Module):
     def run_blocks(
         self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
     ) -> Tensor:
-        """hidden [B, S, M] -> [B, S, M]; with checkpoint_activations each block runs again in the
-        backward pass instead of keeping its activations."""
-        if self.training and self.config.checkpoint_activations:
-            # only LoRA's dropout draws inside a block
-            keep_rng = self.config.lora_dropout > 0
-            run = partial(checkpoint, use_reentrant=False, preserve_rng_state=keep_rng)
-        else:
-            run = _call
-        for block in self.blocks:
-            hidden = run(block, hidden, conditioning, num_text, rotation)
+        """hidden [B, S, M] -> [B, S, M]."""
+        calls = self.training_calls if self.training else None
+        for call in self.blocks if calls is None else calls:
+            hidden = call(hidden, conditioning, num_text, rotation)
         return hidden
 
     def unembed(self, hidden: Tensor, conditioning: Tensor, grid: TokenGrid) -> Tensor:
@@ -229,10 +224,6 @@ class DiffusionTransformer(nn.Module):
         shift, scale = self.output_modulation(conditioning)[:, None].chunk(2, dim=-1)
         rows = self.output(torch.addcmul(shift, hidden, 1 + scale))
         return unpatchify(rows, grid, self.patch_size)
-
-
-def _call(block: Block, *inputs: Any) -> Tensor:
-    return block(*inputs)
 
 
 def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cogfast.config import Config
 
 Precision = Literal["bf16", "fp16", "fp32"]
+PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,8 @@ class TrainArguments:
     attention_backend: Literal[
         "auto", "fa4", "fa3", "fa2", "cudnn", "flash", "efficient", "math"
     ] = "auto"
+    # none: transformer_args' checkpoint_activations decides, true is auto and false is "none"
+    activation_checkpointing: PolicyChoice | None = None
     checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
     force_train: bool = False  # train even where the weights of args.load lack some
     bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
@@ -122,6 +125,8 @@ class TrainArguments:
         values["zero_stage"] = values.get("zero_stage", 2) if stage is None else stage
         optimizer = (deepspeed.get("optimizer") or {}).get("params") or {}
         values |= {name: optimizer[name] for name in ("lr", "weight_decay") if name in optimizer}
+        if values.get("activation_checkpointing") is None:
+            values["activation_checkpointing"] = "auto" if _asks_to_recompute(config) else "none"
         if values.get("train_iters") is None and values.get("epochs") is None:
             values["train_iters"] = 10000  # SAT's
         return cls(**values)
@@ -152,6 +157,12 @@ class ModelArguments:
     def from_config(cls, config: Config) -> ModelArguments:
         known = {f.name for f in fields(cls)}
         return cls(**{k: v for k, v in _plain(config.model).items() if k in known})
+
+
+def _asks_to_recompute(config: Config) -> bool:
+    """SAT's key of the network, which args.checkpoint_activations has replaced where it is set."""
+    key = "network_config.params.transformer_args.checkpoint_activations"
+    return bool(OmegaConf.select(config.model, key, default=False))
 
 
 def _plain(section: DictConfig) -> dict[str, Any]:

@@ -67,10 +67,6 @@ def assemble_transformer(
     base); ema: their averaged kind. allow_missing: accept `args.load` where it lacks tensors.
     """
     transformer = build_transformer(config.model, seed=args.seed)
-    if args.checkpoint_activations is not None:
-        transformer.config = dataclasses.replace(
-            transformer.config, checkpoint_activations=args.checkpoint_activations
-        )
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     report = None if weights is None else load_transformer(transformer, weights, ema=ema)

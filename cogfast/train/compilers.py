@@ -29,7 +29,8 @@ def compile_blocks(transformer: DiffusionTransformer) -> None:
 
     All blocks share their graphs. The first shape, the training batch's, gets one of its own; one
     with sizes left open serves the later ones. fullgraph: what torch.compile cannot see through is
-    an error, not a slow block. Activation checkpointing calls the compiled block once more.
+    an error, not a slow block. A block that recomputes a part of itself is compiled once more, with
+    the checkpoint inside (activation_checkpointing.py).
     """
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)

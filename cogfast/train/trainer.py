@@ -17,6 +17,7 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
+from cogfast.train.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import (
     assemble_batches,
@@ -84,6 +85,13 @@ class Trainer:
             args.kernels,
         )
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args))
+        self.checkpointing = ActivationCheckpointing(
+            transformer,
+            args.activation_checkpointing,
+            self.groups,
+            num_parts=args.model_parallel_size,
+            is_compiled=args.compile,
+        )
         self.evaluator = Evaluator(
             self.engine,
             self.diffusion,
@@ -107,6 +115,7 @@ class Trainer:
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""
         args, engine, profiler = self.args, self.engine, self.profiler
+        checkpointing = self.checkpointing
         batches = assemble_batches(
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
@@ -116,6 +125,7 @@ class Trainer:
             self._open_metrics() as metrics,
             batches,
             profiler,
+            checkpointing,
             self.writer,
         ):
             engine.transformer.train()
@@ -128,10 +138,12 @@ class Trainer:
                     loss = self.compute_loss(batch)
                     with profiler.backward():
                         engine.backward(loss)
+                    checkpointing.after_backward()
                     with profiler.range("optimizer"):
                         engine.step(lr)  # updates weights and EMA where accumulation is complete
                     metrics.add_loss(loss)
                 self.step += 1
+                checkpointing.after_step()
                 metrics.end_step(self.step)
                 self.gradient_check.after_step(self.step)
 
