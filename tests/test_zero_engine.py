@@ -114,11 +114,15 @@ class Waits:
 def test_steps_between_logging_never_wait_for_the_device(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """DeepSpeed's own step and what is on the CPU by design (readers, FusedEmaAdam's CPU branch)
-    left out, our code reads no tensor's value in a step; one line reads once."""
+    """What is on the CPU by design (readers, FusedEmaAdam's CPU branch) left out, neither our code
+    nor DeepSpeed's reads a tensor's value in a step or waits for the device; one line reads once."""
+    import deepspeed
+
     words = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
     trainer = make(tmp_path, data, *words, family=family, train_iters=6, log_interval=1000)
     waits = Waits(monkeypatch)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    monkeypatch.setattr(accelerator, "synchronize", lambda *_: waits.seen.append("synchronize"))
     trainer.train()
     first = "__float__ in trainer.py _note_size"  # the frame rate of the first batch
     assert waits.seen.count(first) == 1

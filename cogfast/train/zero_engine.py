@@ -51,6 +51,8 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     section["train_micro_batch_size_per_gpu"] = args.batch_size
     section["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     section.setdefault("steps_per_print", _NEVER)
+    # Its throughput is never printed, and to measure it the host would wait twice per micro-batch.
+    section.setdefault("timers", {"throughput": {"enabled": False}})
     section.setdefault("gradient_clipping", 0.0)  # left out, DeepSpeed clips at 1.0
     section["zero_allow_untested_optimizer"] = True
     section["zero_force_ds_cpu_optimizer"] = False
