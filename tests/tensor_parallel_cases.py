@@ -22,6 +22,8 @@ class Case:
     has_affine_norms: bool = True
     dtype: torch.dtype = torch.float32
     is_compiled: bool = False
+    splits_rows: bool = False
+    text_length: int = 10
 
     @property
     def config(self) -> TransformerConfig:
@@ -31,6 +33,7 @@ class Case:
             lora_rank=self.lora_rank,
             lora_alpha=2.0,
             elementwise_affine=self.has_affine_norms,
+            text_length=self.text_length,
         )
 
     def freeze(self, transformer: DiffusionTransformer) -> None:
@@ -44,13 +47,37 @@ CASES = {
     "norms without weights": Case("5b", has_affine_norms=False),
     "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
     "compiled": Case("5b", is_compiled=True),
+    "long text": Case("5b", text_length=60),
     "compiled lora": Case("5b", lora_rank=4, is_compiled=True),
+}
+# 156 tokens, or 108: four processes have 39, or 27, of which the second has text and video
+CASES |= {
+    f"rows {name}": replace(CASES[name], splits_rows=True, text_length=60)
+    for name in (*FAMILY, "lora", "frozen", "norms without weights", "bf16", "compiled")
 }
 
 
 def case_inputs(name: str, number: int) -> dict[str, Tensor]:
     """Of the group of this number."""
-    return inputs(CASES[name].family, seed=1 + number)
+    given = inputs(CASES[name].family, seed=1 + number)
+    generator = torch.Generator().manual_seed(number)
+    given["text"] = torch.randn(2, CASES[name].text_length, 32, generator=generator)
+    return given
+
+
+def kept_bytes(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> int:
+    """What a forward pass keeps for backward beside parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in transformer.parameters()}
+    storages = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = transformer(**given)
+    del output
+    return sum(n for pointer, n in storages.items() if pointer not in parameters)
 
 
 def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> dict:

@@ -18,12 +18,17 @@ from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.parallelize import find_shards, materialize, parallelize
 from cogfast.train.tensor_parallel import TensorParallelGroup
-from tests.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients
+from tests.tensor_parallel_cases import CASES, case_inputs, kept_bytes, loss_and_gradients
 
 
-def share_of(transformer: DiffusionTransformer, group: TensorParallelGroup, weights: Path) -> dict:
+def share_of(
+    transformer: DiffusionTransformer,
+    group: TensorParallelGroup,
+    weights: Path,
+    splits_rows: bool = False,
+) -> dict:
     """In memory with `weights`, from a transformer on the meta device; returns its shards."""
-    parallelize(transformer, group)
+    parallelize(transformer, group, splits_rows)
     materialize(transformer, torch.device("cpu"), seed=3)
     shards = find_shards(transformer)
     report = load_transformer(transformer, weights, shards=shards)
@@ -35,13 +40,15 @@ def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -
     case = CASES[name]
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
-    shards = share_of(transformer, group, folder)
+    shards = share_of(transformer, group, folder, case.splits_rows)
     case.freeze(transformer)
     transformer.to(case.dtype)
     if case.is_compiled:
         for block in transformer.blocks:
             block.compile(fullgraph=True, backend="aot_eager")
-    return {"shards": shards, **loss_and_gradients(transformer, case_inputs(name, number))}
+    given = case_inputs(name, number)
+    found = {"shards": shards, **loss_and_gradients(transformer, given)}
+    return found if case.is_compiled else {**found, "kept": kept_bytes(transformer, given)}
 
 
 def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:

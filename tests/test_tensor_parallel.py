@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
@@ -116,6 +117,37 @@ def compare(key: str, found: torch.Tensor, wanted: torch.Tensor, error: float) -
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_two_processes_equal_one(pair: Path, name: str) -> None:
     check_case(name, read(pair, name, 2))
+
+
+def test_rows_apart_keep_less_for_backward(pair: Path) -> None:
+    """Half of six activations [B, S, M] per block: its input, what its middle adds up, both norms'
+    results, which the linears read, and the two products that the gates' gradients need."""
+    apart, together = (read(pair, name, 2)[1]["kept"] for name in ("rows 5b", "long text"))
+    activation = 2 * 156 * 128 * 4  # [B, S, M] float32
+    assert together - apart == pytest.approx(2 * 6 * activation / 2, rel=0.05)
+
+
+def test_rows_must_be_dealt_out_evenly() -> None:
+    with torch.device("meta"):
+        transformer = assemble_transformer(CASES["5b"].config)
+    parallelize(transformer, TensorParallelGroup(0, 4, None), splits_rows=True)
+    materialize(transformer, torch.device("cpu"), seed=0)
+    with pytest.raises(ValueError, match=r"^106 tokens .* to args.model_parallel_size=4 processes"):
+        transformer(**case_inputs("5b", 0))
+
+
+def test_kernels_chosen_later_are_of_own_rows_too() -> None:
+    transformer = whole_model("5b")
+    parallelize(transformer, TensorParallelGroup(1, 2, None), splits_rows=True)
+    transformer.use_kernels(choose_kernels("torch"))
+    block = transformer.blocks[0]
+    assert block.kernels.gelu is block.attention.kernels.gelu is choose_kernels("torch").gelu
+    hidden = torch.randn(1, 4, 128)
+    shift, scale = torch.randn(2, 1, 2, 128)
+    # 5 text rows in front of 8 in all: the second process has one of them
+    _, x = block.kernels.adaptive_layernorm(hidden, None, None, shift, scale, 5, 1e-5)
+    wanted = choose_kernels().adaptive_layernorm(hidden, None, None, shift, scale, 1, 1e-5)
+    torch.testing.assert_close(x, wanted[1])
 
 
 def test_sats_two_files_give_what_its_one_file_gives(pair: Path, golden: Path) -> None:

@@ -16,9 +16,15 @@ from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
 from cogfast.model.weights.shard import Shard
+from cogfast.train.sequence_parallel import (
+    RowGatheringLinear,
+    RowScatteringLinear,
+    SequenceParallelBlock,
+)
 from cogfast.train.tensor_parallel import (
     ColumnParallelLinear,
     ColumnParallelLora,
+    GatheredLinear,
     ParallelLinear,
     ParallelLora,
     RowParallelLinear,
@@ -43,31 +49,45 @@ def check_model_parallel_size(size: int, config: TransformerConfig) -> None:
         )
 
 
-def parallelize(transformer: DiffusionTransformer, group: TensorParallelGroup) -> None:
+def parallelize(
+    transformer: DiffusionTransformer, group: TensorParallelGroup, splits_rows: bool = False
+) -> None:
     """Replace the linears of every block by our shares of them, in place; names of parameters stay.
 
-    A transformer on the meta device stays there: nothing whole is ever in memory.
+    A transformer on the meta device stays there: nothing whole is ever in memory. splits_rows: each
+    process has rows of its own between the linears (sequence_parallel.py).
     """
     check_model_parallel_size(group.size, transformer.config)
     if group.size == 1:
         return
-    for block in transformer.blocks:
-        _parallelize_attention(block.attention, group)
-        block.fc1 = ColumnParallelLinear(block.fc1, group)
-        block.fc2 = RowParallelLinear(block.fc2, group)
+    column, row = ColumnParallelLinear, RowParallelLinear
+    if splits_rows:
+        column, row = RowGatheringLinear, RowScatteringLinear
+    last = len(transformer.blocks) - 1
+    for i, block in enumerate(transformer.blocks):
+        _parallelize_attention(block.attention, group, column, row)
+        block.fc1 = column(block.fc1, group)
+        block.fc2 = row(block.fc2, group)
         modulation = block.modulation
-        modulation.linear = ColumnParallelLinear(modulation.linear, group, gathers=True)
+        modulation.linear = GatheredLinear(modulation.linear, group, sums_gradient=splits_rows)
+        if splits_rows:
+            transformer.blocks[i] = SequenceParallelBlock(block, group, i == 0, i == last)
     _mark(transformer)
 
 
-def _parallelize_attention(attention: Attention, group: TensorParallelGroup) -> None:
+def _parallelize_attention(
+    attention: Attention,
+    group: TensorParallelGroup,
+    column: type[ColumnParallelLinear],
+    row: type[RowParallelLinear],
+) -> None:
     qkv, out = attention.qkv, attention.out
     if isinstance(qkv, LoraLinear):
-        attention.qkv = ColumnParallelLora(qkv, group, num_parts=3)
-        attention.out = RowParallelLora(out, group)
+        attention.qkv = ColumnParallelLora(qkv, column(qkv.original, group, num_parts=3))
+        attention.out = RowParallelLora(out, row(out.original, group))
     else:
-        attention.qkv = ColumnParallelLinear(qkv, group, num_parts=3)
-        attention.out = RowParallelLinear(out, group)
+        attention.qkv = column(qkv, group, num_parts=3)
+        attention.out = row(out, group)
     attention.query_norm = _shared(attention.query_norm, group)
     attention.key_norm = _shared(attention.key_norm, group)
 

@@ -12,6 +12,7 @@ ops like any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,14 +70,19 @@ class _SumOverGroup(torch.autograd.Function):
 
 class _GatherColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, rank: int, size: int, name: str) -> Tensor:
-        ctx.rank, ctx.size = rank, size
-        pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x, size, name))
-        return pieces.unflatten(0, (size, -1)).movedim(0, -2).flatten(-2)
+    def forward(ctx, x: Tensor, group: TensorParallelGroup, sums_gradient: bool) -> Tensor:
+        ctx.group, ctx.sums_gradient = group, sums_gradient
+        pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
+        return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.chunk(ctx.size, -1)[ctx.rank], None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        if not ctx.sums_gradient:
+            return grad.chunk(group.size, -1)[group.rank], None, None
+        pieces = grad.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
+        scattered = _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
+        return _ops.wait_tensor(scattered), None, None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -115,9 +121,17 @@ def sum_over_group(x: Tensor, group: TensorParallelGroup) -> Tensor:
     return _SumOverGroup.apply(x, group.name)
 
 
-def gather_columns(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    """[.., N / size] of each -> [.., N] on all, whose gradient must be the same on all."""
-    return _GatherColumns.apply(x, group.rank, group.size, group.name)
+def gather_columns(x: Tensor, group: TensorParallelGroup, sums_gradient: bool = False) -> Tensor:
+    """[B, N / size] of each -> [B, N] on all, whose gradient is the same on all, or summed."""
+    return _GatherColumns.apply(x, group, sums_gradient)
+
+
+def share_vectors(vectors: Sequence[Tensor], group: TensorParallelGroup) -> Sequence[Tensor]:
+    """Parameters [N], which all have, in float32, for work that each does a share of: one sum of
+    all their gradients."""
+    both = torch.stack(tuple(vectors))
+    both = both.to(torch.promote_types(both.dtype, torch.float32))
+    return copy_to_group(both, group).unbind()
 
 
 def take_share(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
@@ -149,22 +163,32 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """[.., in], the same on all -> our share of [.., out], or all of it where `gathers`."""
+    """[.., in], the same on all -> our share of [.., out]."""
 
-    def __init__(
-        self,
-        whole: nn.Linear,
-        group: TensorParallelGroup,
-        num_parts: int = 1,
-        gathers: bool = False,
-    ) -> None:
+    def __init__(self, whole: nn.Linear, group: TensorParallelGroup, num_parts: int = 1) -> None:
         super().__init__(whole, group, 0, num_parts)
-        self.gathers = gathers
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input of `product`, also where that is not all that reads it."""
+        return copy_to_group(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
-        y = _ColumnLinear.apply(x, self.weight, bias, self.group.name)
-        return gather_columns(y, self.group) if self.gathers else y
+        return _ColumnLinear.apply(x, self.weight, bias, self.group.name)
+
+
+class GatheredLinear(ColumnParallelLinear):
+    """[B, in], the same on all -> all of [B, out]. sums_gradient: where each works with it on rows
+    of its own."""
+
+    def __init__(
+        self, whole: nn.Linear, group: TensorParallelGroup, sums_gradient: bool = False
+    ) -> None:
+        super().__init__(whole, group)
+        self.sums_gradient = sums_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_columns(super().forward(x), self.group, self.sums_gradient)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -174,19 +198,21 @@ class RowParallelLinear(ParallelLinear):
         assert isinstance(whole, DeferredBiasLinear), "each share would add the bias"
         super().__init__(whole, group, 1)
 
+    def leave(self, product: Tensor) -> Tensor:
+        """What all get of everybody's product."""
+        return sum_over_group(product, self.group)
+
     def forward(self, x: Tensor) -> Tensor:
-        return sum_over_group(self.product(x), self.group)
+        return self.leave(self.product(x))
 
 
 class ParallelLora(LoraLinear):
     """A share of a linear with adapters: the B's are cut as its outputs, or the A's as its inputs;
     the others all have. shards: of the adapters, by name."""
 
-    def __init__(
-        self, whole: LoraLinear, original: ParallelLinear, group: TensorParallelGroup
-    ) -> None:
+    def __init__(self, whole: LoraLinear, original: ParallelLinear) -> None:
         nn.Module.__init__(self)
-        self.group, self.original = group, original
+        self.group, self.original = original.group, original
         self.scaling, self.dropout = whole.scaling, whole.dropout
         self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
         self.shards: dict[str, Shard] = {}
@@ -200,12 +226,12 @@ class ParallelLora(LoraLinear):
 class ColumnParallelLora(ParallelLora):
     """One sum of the input's gradient for linear and adapters."""
 
-    def __init__(self, whole: LoraLinear, group: TensorParallelGroup, num_parts: int) -> None:
-        super().__init__(whole, ColumnParallelLinear(whole.original, group, num_parts), group)
+    def __init__(self, whole: LoraLinear, original: ColumnParallelLinear) -> None:
+        super().__init__(whole, original)
         self.matrix_B = self._cut("matrix_B", whole.matrix_B, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = copy_to_group(x, self.group)
+        x = self.original.enter(x)
         a = copy_to_group(torch.cat(list(self.matrix_A)), self.group)
         return self.original.product(x) + self.delta(x, a, self.matrix_B)
 
@@ -213,14 +239,14 @@ class ColumnParallelLora(ParallelLora):
 class RowParallelLora(ParallelLora):
     """One sum of the products of linear and adapters."""
 
-    def __init__(self, whole: LoraLinear, group: TensorParallelGroup) -> None:
-        super().__init__(whole, RowParallelLinear(whole.original, group), group)
+    def __init__(self, whole: LoraLinear, original: RowParallelLinear) -> None:
+        super().__init__(whole, original)
         self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B]
         delta = self.delta(x, torch.cat(list(self.matrix_A)), b)
-        return sum_over_group(self.original.product(x) + delta, self.group)
+        return self.original.leave(self.original.product(x) + delta)
 
 
 class SharedHeadNorm(HeadNorm):
@@ -233,8 +259,5 @@ class SharedHeadNorm(HeadNorm):
         self.weight, self.bias = whole.weight, whole.bias
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        # one sum for both, in float32: the kernel's gradients come so, and they are few numbers
-        both = torch.stack([self.weight, self.bias])
-        both = both.to(torch.promote_types(both.dtype, torch.float32))
-        weight, bias = copy_to_group(both, self.group).unbind()
+        weight, bias = share_vectors((self.weight, self.bias), self.group)
         return weight, bias
