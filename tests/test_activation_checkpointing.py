@@ -20,7 +20,12 @@ from cogfast.config import load_config
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import TokenGrid
 from cogfast.train import activation_checkpointing
-from cogfast.train.activation_checkpointing import apply_policies, layer_shape
+from cogfast.train.activation_checkpointing import (
+    ActivationCheckpointing,
+    apply_policies,
+    is_frozen,
+    layer_shape,
+)
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.memory_plan import LADDER, LayerShape, describe, kept_by_all, plan_layers
 from cogfast.train.trainer import Trainer
@@ -180,7 +185,8 @@ def test_kept_bytes_follow_the_formulas(kind: str) -> None:
             out = transformer.training_calls[0](hidden * 1, *others)
         gc.collect()  # Triton's interpreter leaves cycles behind
         kept = storages.num_bytes() - out.numel() * out.element_size()  # the next block's
-        expected = layer_shape(transformer, hidden, 1).kept(policy)
+        assert is_frozen(transformer) == (kind == "lora")
+        expected = layer_shape(transformer.config, hidden, kind == "lora", 1).kept(policy)
         assert kept == pytest.approx(expected, rel=0.05), policy
 
 
@@ -295,6 +301,59 @@ def test_keys_of_sat_and_ours(sat_configs: Path) -> None:
     text = "activation_checkpointing='some' must be one of auto, none, attention_kept, pointwise"
     with pytest.raises(ValueError, match=text):
         choice("args.activation_checkpointing=some")
+
+
+class Gpu:
+    """Stands for a GPU and for the other ranks: what a step allocates is told to it."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, others: list[int]) -> None:
+        self.total, self.others = total, others
+        self.allocated = self.peak = self.reserved = 0
+        for name, value in (
+            ("memory_allocated", lambda device: self.allocated),
+            ("memory_reserved", lambda device: self.reserved),
+            ("max_memory_allocated", lambda device: self.peak),
+            ("reset_peak_memory_stats", lambda device: setattr(self, "peak", self.allocated)),
+            ("mem_get_info", lambda device: (self.total - self.reserved, self.total)),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def gather(self, value: int) -> list[int]:
+        return [value, *self.others]
+
+    def allocate(self, num_bytes: int) -> None:
+        self.allocated += num_bytes
+        self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, self.peak)
+
+
+@pytest.mark.parametrize("others", [[], [0]], ids=["alone", "beside a rank without room"])
+def test_auto_measures_a_step_on_a_gpu(monkeypatch, others: list[int]) -> None:
+    """The second step counts: in the first one the optimizer's state is not there yet."""
+    name, transformer = make("5b")
+    tokens = inputs(name)["latents"].shape[2:].numel() // 4 + 10
+    shape = LayerShape(num_rows=2 * tokens, width=128, num_heads=2, bytes_per_number=4)
+    wanted = ("attention_kept", "pointwise")
+    weights, state, on_top, encoder = 3_000_000, 9_000_000, 1_000_000, 2_000_000
+    total = weights + state + on_top + kept_by_all(shape, wanted)
+    gpu = Gpu(monkeypatch, int(total / 0.96) + 10, others)
+    gpu.allocate(weights)
+    checkpointing = ActivationCheckpointing(transformer, "auto", gpu)
+    for step in range(3):
+        for _ in range(2):  # micro-batches
+            gpu.allocate(encoder)  # before the blocks, so beside no activation
+            gpu.allocate(-encoder)
+            transformer(**inputs(name)).square().mean()
+            gpu.allocate(on_top + kept_by_all(shape, checkpointing.policies))
+            gpu.allocate(-on_top - kept_by_all(shape, checkpointing.policies))
+            checkpointing.after_backward()
+        if step == 0:
+            gpu.allocate(state)
+        assert checkpointing.policies == (("full",) * 2 if step < 2 or others else wanted)
+        checkpointing.after_step()
+    assert checkpointing.layer == shape and checkpointing.bytes_on_top == on_top
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@
     attention_kept  attention's output and lse are kept, the rest runs again
     full            only the block's input is kept
 
-All give the same gradients, bit for bit where kernels repeat theirs. `auto` begins with full and
-after the first step, when weights, optimizer and gradients have taken their room, gives each block
-the policy that recomputes least of those that fit (memory_plan.py). With args.compile the two in the
+All give the same gradients, bit for bit where kernels repeat theirs. `auto` begins with full: in the
+first step weights, gradients and optimizer take their room, the second is measured. Then each block
+gets the policy that recomputes least of those that fit (memory_plan.py). With args.compile the two in the
 middle are inside of what is compiled, where they guide the compiler's own choice of what to keep.
 
 Attention written out in plain PyTorch, as short sequences in half precision run on a CPU, has no op
@@ -34,7 +34,8 @@ from torch.utils.checkpoint import (
 
 import cogfast.kernels.flash_attention  # noqa: F401  its op is named below
 from cogfast.model.block import Block
-from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
 from cogfast.train.memory_plan import (
     LADDER,
     LayerShape,
@@ -48,6 +49,7 @@ from cogfast.train.process_groups import ProcessGroups
 logger = logging.getLogger(__name__)
 
 _MARGIN = 0.04  # of the memory: what the allocator loses between its blocks
+_STEPS_BEFORE_AUTO = 2
 _LOW_RANK = 4  # times smaller than the product's sides: a matmul as cheap as reading its result
 
 _aten = torch.ops.aten
@@ -124,12 +126,15 @@ class ActivationCheckpointing:
         self.num_parts, self.is_compiled = num_parts, is_compiled
         self.is_settled = choice != "auto"
         self.layer: LayerShape | None = None  # of the last micro-batch
+        self.num_steps = 0  # done
+        self.is_inside_step = False
         # Bytes on the device before the blocks of a step, and what a step takes on top, at most,
-        # beside what blocks keep; measured by auto's first step on a GPU.
+        # beside what blocks keep; auto measures it on a GPU.
         self.bytes_before = 0
         self.bytes_on_top: int | None = None
         trained = (p for p in transformer.parameters() if p.requires_grad)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        self.is_frozen = is_frozen(transformer)
         self._use([choice if self.is_settled else "full"] * len(transformer.blocks))
 
     def _use(self, policies: Sequence[Policy]) -> None:
@@ -140,12 +145,14 @@ class ActivationCheckpointing:
 
     def _look(self, call: Callable[..., Tensor], hidden: Tensor, *others: object) -> Tensor:
         """The first block's call, hidden [B, S, M]: from here on activations add up."""
-        is_first, device = self.layer is None, self.groups.device
-        self.layer = layer_shape(self.transformer, hidden, self.num_parts)
-        if device.type == "cuda" and (self.is_settled or is_first):
-            self.bytes_before = torch.cuda.memory_allocated(device)
+        device = self.groups.device
+        self.layer = layer_shape(self.transformer.config, hidden, self.is_frozen, self.num_parts)
+        if device.type == "cuda":
+            if not self.is_inside_step:
+                self.bytes_before = torch.cuda.memory_allocated(device)
             if not self.is_settled:
                 torch.cuda.reset_peak_memory_stats(device)
+        self.is_inside_step = True
         return call(hidden, *others)
 
     def after_backward(self) -> None:
@@ -153,19 +160,23 @@ class ActivationCheckpointing:
         device = self.groups.device
         if not self.is_settled and self.layer is not None and device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device) - self.bytes_before
-            self.bytes_on_top = peak - kept_by_all(self.layer, self.policies)
+            on_top = peak - kept_by_all(self.layer, self.policies)
+            self.bytes_on_top = max(self.bytes_on_top or 0, on_top)
 
     def after_step(self) -> None:
-        """Called after each optimizer step; after the first, auto chooses, on all ranks alike."""
+        """Called after each optimizer step; after the second, auto chooses, on all ranks alike."""
+        self.is_inside_step = False
+        self.num_steps += 1
         if self.is_settled or self.layer is None:
+            return
+        if self.num_steps < _STEPS_BEFORE_AUTO:
+            self.bytes_on_top = None
             return
         self.is_settled = True
         free, total = _device_memory(self.groups.device)
         here = free - int(_MARGIN * total) - self._on_top()
-        room = min(self.groups.gather(here))
-        self._use(plan_layers(self.layer, len(self.policies), room))
-        self.bytes_before = total - free
-        peak = self.bytes_before + self._need(self.policies)
+        self._use(plan_layers(self.layer, len(self.policies), min(self.groups.gather(here))))
+        peak = total - free + self._need(self.policies)
         logger.info(
             "activation checkpointing: %s; predicted peak %.1f of %.1f GiB",
             describe(self.policies),
@@ -224,20 +235,25 @@ class ActivationCheckpointing:
         )
 
 
-def layer_shape(transformer: DiffusionTransformer, hidden: Tensor, num_parts: int) -> LayerShape:
+def layer_shape(
+    config: TransformerConfig, hidden: Tensor, is_frozen: bool, num_parts: int
+) -> LayerShape:
     """Of a block's input [B, S, M]."""
-    config = transformer.config
-    rank = config.lora_rank or 0
-    of_blocks = transformer.blocks.named_parameters()
     return LayerShape(
         num_rows=hidden.shape[0] * hidden.shape[1],
         width=config.hidden_size,
         num_heads=config.num_attention_heads,
         bytes_per_number=hidden.element_size(),
         num_parts=num_parts,
-        adapter_columns=4 * rank,  # of q, k, v and out
-        is_frozen=not any(p.requires_grad and ".matrix_" not in name for name, p in of_blocks),
+        adapter_columns=4 * (config.lora_rank or 0),  # of q, k, v and out
+        is_frozen=is_frozen,
     )
+
+
+def is_frozen(transformer: DiffusionTransformer) -> bool:
+    """Whether in the blocks adapters alone are trained."""
+    named = transformer.blocks.named_parameters()
+    return not any(p.requires_grad and not is_lora_parameter(name) for name, p in named)
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
