@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -84,8 +86,13 @@ def main(words: Sequence[str] | None = None) -> int:
         if words[0] not in _VERBS:
             raise ValueError(f"no verb {words[0]!r}; use one of {', '.join(_VERBS)}")
         _VERBS[words[0]]([word for word in words[1:] if word != "--traceback"])
-    except (ValueError, RuntimeError) as error:
-        if "--traceback" in words or not _is_ours(error):
+    except Exception as error:
+        is_ours = isinstance(error, (ValueError, RuntimeError)) and _is_ours(error)
+        is_line = is_ours and "--traceback" not in words
+        if _is_of_another_rank(error):
+            time.sleep(_GRACE_SECONDS)
+        _tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
+        if not is_line:
             raise
         _report(error)
         return 2 if isinstance(error, ValueError) else 1
@@ -133,13 +140,33 @@ def _is_ours(error: BaseException) -> bool:
     return name == "__main__" or name.partition(".")[0] == "cogfast"
 
 
+def _is_of_another_rank(error: Exception) -> bool:
+    """Whether the cause is a rank that failed: its own error is the one to be seen."""
+    kind = type(error)
+    is_torchs = kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist")
+    return is_torchs or kind.__name__ == "OtherRankError" or "gloo/transport" in str(error)
+
+
+def _tell_torchrun(text: str) -> None:
+    """Give torchrun what it prints last, when all ranks have ended: the first error of any."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(file, "w") as out:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, out)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _report(error: ValueError | RuntimeError) -> None:
     """Print the error once: from rank 0, or from the only rank that has it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(_GRACE_SECONDS)
     prefix = "cogfast: " if rank == "0" else f"cogfast: rank {rank}: "
-    sys.stderr.write(prefix + " ".join(str(error).split()) + "\n")
+    sys.stderr.write(prefix + _line(error) + "\n")
 
 
 def _adopt_mpi_ranks() -> None:

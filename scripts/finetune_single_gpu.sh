@@ -8,6 +8,6 @@ cd "$(dirname "$0")/.."
 echo "RUN on $(hostname), CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
 export WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
 BASE=${BASE:-configs/cogvideox_2b.yaml configs/lora.yaml configs/sft.yaml}
+# exec: a signal reaches the run, which saves and ends, not this shell.
 # shellcheck disable=SC2086  # BASE is a list of files
-python scripts/train_video.py --base $BASE --seed "${SEED:-$RANDOM}" "$@"
-echo "DONE on $(hostname)"
+exec python scripts/train_video.py --base $BASE --seed "${SEED:-$RANDOM}" "$@"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from cogfast.config import load_config
 from cogfast.model.weights.run import read_run_weights
 from cogfast.train.checkpoint import newest_checkpoint, read_manifest
 from cogfast.train.trainer import Trainer
-from tests.tiny_run import losses, run, run_folder, start, wait_for, write_clips, write_config
+from tests.kills import kill
+from tests.tiny_run import ROOT, losses, run, run_folder, start, wait_for, write_clips, write_config
 
 STEPS = 40
 SAVE_EVERY = 4
@@ -55,46 +59,79 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "how", "precision"),
-    [(1, signal.SIGTERM, "fp32"), (1, signal.SIGKILL, "bf16"), (2, signal.SIGKILL, "fp32")],
-    ids=["one, SIGTERM", "one, bf16, kill -9", "two, kill -9"],
-)
-def test_killed_run_goes_on_bitwise(
-    tmp_path: Path, base: Path, processes: int, how: signal.Signals, precision: str
-) -> None:
-    layout = [f"deepspeed.train_micro_batch_size_per_gpu={4 // processes}"]
-    layout += [f"deepspeed.bf16={{enabled: {str(precision == 'bf16').lower()}}}"]
+def test_a_run_told_to_stop_goes_on_bitwise(tmp_path: Path, base: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(words(base, whole, *layout), processes).returncode == 0
+    assert run(words(base, whole)).returncode == 0
 
-    process = start(words(base, cut, *layout), processes)
+    process = start(words(base, cut))
     wait_for(lambda: list(cut.glob("*/checkpoints/latest")), process)
-    if how == signal.SIGTERM:
-        process.terminate()
-    else:  # torchrun's ranks are sessions of their own
-        children = psutil.Process(process.pid).children(recursive=True)
-        for child in [*children, process]:
-            child.kill()
+    process.terminate()
     output, _ = process.communicate(timeout=60)
     stopped = int(newest_checkpoint(run_folder(cut)).name)
     assert 0 < stopped < STEPS, "the run was over before the signal came"
-    if how == signal.SIGTERM:
-        assert process.returncode == 0, output
-        assert f"stopped at step {stopped}" in output
-    done = run([*words(base, cut, *layout), "--resume", "latest"], processes)
+    assert process.returncode == 0, output
+    assert f"stopped at step {stopped}" in output
+    done = run([*words(base, cut), "--resume", "latest"])
     assert done.returncode == 0, done.stdout
     assert_same_run(whole, cut)
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_on_every_rank(tmp_path: Path, base: Path) -> None:
+def test_three_kills_of_two_ranks_change_nothing(tmp_path: Path, base: Path) -> None:
+    """Of a rank, of everything in a save, and of torchrun: what is left of the run ends by itself
+    each time, and in the end it is the uninterrupted one, bit for bit."""
+    layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=2"]
+    layout += ["deepspeed.bf16={enabled: true}"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(words(base, whole, *layout), 2).returncode == 0
+
+    stopped = 0
+    for what in ("rank 1", "all", "torchrun"):
+        process = start([*words(base, cut, *layout), "--resume", "auto"], 2)
+        wait_for(lambda: newest_step(cut) > stopped, process)  # noqa: B023
+        if what == "all":
+            wait_for(lambda: list(cut.glob("*/checkpoints/*.incomplete")), process, pause=0.0)
+        output = kill(process, what)
+        stopped = newest_step(cut)
+        # Without torchrun the ranks go on for some steps, perhaps to the last.
+        assert stopped < STEPS or what == "torchrun", output
+    done = run([*words(base, cut, *layout), "--resume", "latest"], 2)
+    assert done.returncode == 0, done.stdout
+    assert_same_run(whole, cut)
+
+
+def newest_step(save: Path) -> int:
+    """Of the only run below `save`; 0 where it has no checkpoint yet."""
+    latest = list(save.glob("*/checkpoints/latest"))
+    return int(latest[0].read_text()) if latest else 0
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_script_saves_on_every_rank(tmp_path: Path, base: Path) -> None:
+    """SIGUSR1, as Slurm sends it, to finetune_multi_gpus.sh: no process of it stays."""
     layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=null"]
-    process = start(words(base, tmp_path, *layout, "args.train_iters=100000"), 2)
+    process = subprocess.Popen(
+        [
+            *("scripts/finetune_multi_gpus.sh", f"args.save={tmp_path}"),
+            *("args.train_iters=100000", *layout),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            **{"OMP_NUM_THREADS": "1", "NPROC": "2", "BASE": str(base)},
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")), process)
     wait_for(lambda: losses(run_folder(tmp_path)), process)
-    process.terminate()
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
     checkpoint = newest_checkpoint(run_folder(tmp_path))
     assert checkpoint is not None, output
     assert len(read_manifest(checkpoint)["slices"]) == 2  # one file a rank

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -246,13 +247,18 @@ def run(words: list[str], processes: int = 1, timeout: float = 240) -> subproces
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def wait_for(path_exists, process: subprocess.Popen, timeout: float = 120) -> None:
+def wait_for(
+    path_exists: Callable[[], object],
+    process: subprocess.Popen,
+    timeout: float = 120,
+    pause: float = 0.05,
+) -> None:
     """Wait until `path_exists()`; the process must not end before."""
     end = time.monotonic() + timeout
     while not path_exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, "timed out"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def run_folder(save: Path) -> Path:

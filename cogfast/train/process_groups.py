@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cogfast.train.process_watch import ProcessWatch, watch_processes
+
 _TENSOR_TIMEOUT = timedelta(minutes=30)
 # Ranks without a video to sample wait for those that have one. A rank that dies is torchrun's.
 _DECISION_TIMEOUT = timedelta(hours=12)
@@ -43,6 +45,7 @@ class ProcessGroups:
     device: torch.device
     control: dist.ProcessGroup | None
     is_owner: bool  # whether we made the default group, and so end it
+    watch: ProcessWatch | None = None
 
     @property
     def data_rank(self) -> int:
@@ -116,6 +119,8 @@ class ProcessGroups:
 
         A lone process keeps its group to the end, for the next run in it: DeepSpeed remembers it.
         """
+        if self.watch is not None:
+            self.watch.stop()
         if self.is_owner and self.world_size > 1:
             dist.barrier(group=self.control)
             dist.destroy_process_group()
@@ -152,7 +157,8 @@ def start_processes() -> ProcessGroups:
     control = None
     if world_size > 1:
         control = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
-    return ProcessGroups(rank, world_size, local_rank, device, control, is_owner)
+    watch = watch_processes(rank, world_size, control) if is_owner else None
+    return ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
 
 
 def _end_lone_process() -> None:

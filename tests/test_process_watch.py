@@ -1,0 +1,76 @@
+"""A rank that waits for ever ends when another rank, or the store of the first torchrun, is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from tests.tiny_run import ROOT
+
+WAITING = """
+import sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from cogfast.train import process_watch
+process_watch._INTERVAL, process_watch._GRACE = 0.1, 0.5
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=20))
+watch = process_watch.ProcessWatch(0, {1: int(sys.argv[2])}, store)
+if sys.argv[3] == "left":
+    watch.stop()
+print("waits", flush=True)
+time.sleep(2 if sys.argv[3] == "left" else 60)
+"""
+
+
+def waiting(port: int, sibling: int, how: str = "stays") -> subprocess.Popen:
+    """A rank 0 in a collective that does not end, which it has begun."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(port), str(sibling), how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "waits\n"
+    return process
+
+
+def test_a_rank_that_waits_for_a_dead_one_ends() -> None:
+    """The rank beside it tells the ranks of other machines, which cannot see its process."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sibling = subprocess.Popen(["sleep", "60"])
+    near, far = waiting(store.port, sibling.pid), waiting(store.port, os.getpid())
+    left = waiting(store.port, sibling.pid, "left")
+    time.sleep(0.5)
+    assert near.poll() is None and far.poll() is None
+    sibling.kill()
+    sibling.wait()
+    for process in (near, far):
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert errors.endswith("cogfast: rank 0 ends: rank 1 is gone\n")
+    _, errors = left.communicate(timeout=20)  # it has left the others in peace
+    assert (left.returncode, errors) == (0, "")
+
+
+def test_a_rank_ends_when_the_first_torchrun_is_gone() -> None:
+    server = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import time; from torch.distributed import TCPStore; "
+            "s = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+            "print(s.port, flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    rank = waiting(int(server.stdout.readline()), os.getpid())
+    server.kill()
+    server.wait()
+    _, errors = rank.communicate(timeout=30)
+    assert rank.returncode == 1
+    assert errors.endswith("cogfast: rank 0 ends: the store of the first torchrun is gone\n")
