@@ -184,6 +184,7 @@ def test_resuming_in_the_middle_forgets_what_came_after(
 
 DAMAGES = {
     "truncated file": "has 720966 bytes instead of 720976",
+    "garbled file": "Error while deserializing header",
     "missing rank file": "rank-00000.safetensors is missing",
     "bad manifest": "manifest.json is damaged",
     "no manifest": "it has no manifest.json",
@@ -196,6 +197,8 @@ def damage(checkpoint: Path, how: str) -> None:
     weights, manifest = checkpoint / "rank-00000.safetensors", checkpoint / "manifest.json"
     if how == "truncated file":
         weights.write_bytes(weights.read_bytes()[:-10])
+    elif how == "garbled file":
+        weights.write_bytes(bytes(weights.stat().st_size))
     elif how == "missing rank file":
         weights.unlink()
     elif how == "bad manifest":

@@ -100,8 +100,24 @@ def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
     Every rank reads only its own slices, whatever number of ranks wrote them. Returns the
     manifest. ValueError where the checkpoint holds another model.
     """
+    from safetensors import SafetensorError
+
     manifest = read_manifest(path)
     _check_same_model(path, manifest, engine)
+    try:
+        _fill(path, manifest, engine)
+    except SafetensorError as error:
+        raise ValueError(_refusal(path, error)) from None
+    for piece in engine.slices:
+        for key, value in manifest["counters"][piece.parameter].items():
+            engine.set_counter(piece.part, key, value)
+    engine.load_loss_scaler_state(manifest["loss_scaler"])
+    engine.publish("master")
+    return manifest
+
+
+def _fill(path: Path, manifest: dict, engine: ZeroEngine) -> None:
+    """Read this rank's slices, and the frozen weights that the checkpoint keeps."""
     index: dict[tuple[str, str], list[tuple[int, int, str, str]]] = {}
     for name, slices in manifest["slices"].items():
         for key, s in slices.items():
@@ -119,12 +135,6 @@ def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
                 values = torch.empty(whole.numel(), dtype=torch.float32)
                 files.fill(values, 0, index[name, "frozen"])
                 whole.copy_(values.view_as(whole))
-    for piece in engine.slices:
-        for key, value in manifest["counters"][piece.parameter].items():
-            engine.set_counter(piece.part, key, value)
-    engine.load_loss_scaler_state(manifest["loss_scaler"])
-    engine.publish("master")
-    return manifest
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
