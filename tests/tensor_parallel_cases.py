@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
 from cogfast.model.weights.sat import freeze
+from cogfast.train.memory_plan import Policy
 from tests.tiny_transformers import FAMILY, inputs
 
 
@@ -24,6 +25,7 @@ class Case:
     is_compiled: bool = False
     splits_rows: bool = False
     text_length: int = 10
+    policy: Policy | None = None  # of activation checkpointing, in the group
 
     @property
     def config(self) -> TransformerConfig:
@@ -47,13 +49,23 @@ CASES = {
     "norms without weights": Case("5b", has_affine_norms=False),
     "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
     "compiled": Case("5b", is_compiled=True),
+    "pointwise": Case("5b", lora_rank=4, policy="pointwise"),
+    "attention_kept": Case("5b", policy="attention_kept"),
     "long text": Case("5b", text_length=60),
     "compiled lora": Case("5b", lora_rank=4, is_compiled=True),
 }
 # 156 tokens, or 108: four processes have 39, or 27, of which the second has text and video
 CASES |= {
     f"rows {name}": replace(CASES[name], splits_rows=True, text_length=60)
-    for name in (*FAMILY, "lora", "frozen", "norms without weights", "bf16", "compiled")
+    for name in (
+        *FAMILY,
+        "lora",
+        "frozen",
+        "norms without weights",
+        "bf16",
+        "compiled",
+        "pointwise",
+    )
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
+from cogfast.train.activation_checkpointing import apply_policies
 from cogfast.train.parallelize import find_shards, materialize, parallelize
 from cogfast.train.tensor_parallel import TensorParallelGroup
 from tests.tensor_parallel_cases import CASES, case_inputs, kept_bytes, loss_and_gradients
@@ -46,6 +47,8 @@ def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -
     if case.is_compiled:
         for block in transformer.blocks:
             block.compile(fullgraph=True, backend="aot_eager")
+    if case.policy is not None:
+        apply_policies(transformer, [case.policy] * len(transformer.blocks))
     given = case_inputs(name, number)
     found = {"shards": shards, **loss_and_gradients(transformer, given)}
     return found if case.is_compiled else {**found, "kept": kept_bytes(transformer, given)}

@@ -114,11 +114,13 @@ def compare(key: str, found: torch.Tensor, wanted: torch.Tensor, error: float) -
     assert difference <= error * wanted.abs().max().item() + 1e-8, f"{key}: {difference}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_two_processes_equal_one(pair: Path, name: str) -> None:
     check_case(name, read(pair, name, 2))
 
 
+@pytest.mark.slow
 def test_rows_apart_keep_less_for_backward(pair: Path) -> None:
     """Half of six activations [B, S, M] per block: its input, what its middle adds up, both norms'
     results, which the linears read, and the two products that the gates' gradients need."""
@@ -150,6 +152,7 @@ def test_kernels_chosen_later_are_of_own_rows_too() -> None:
     torch.testing.assert_close(x, wanted[1])
 
 
+@pytest.mark.slow
 def test_sats_two_files_give_what_its_one_file_gives(pair: Path, golden: Path) -> None:
     wanted = load_file(golden / "t2v_5b" / "io.safetensors")["output"]
     for rank in read(pair, "golden", 2):
@@ -233,6 +236,7 @@ def test_nothing_whole_is_in_memory() -> None:
     }
 
 
+@pytest.mark.slow  # diffusers is slow to import
 def test_only_our_part_is_read_from_safetensors(tmp_path: Path, monkeypatch) -> None:
     diffusers = pytest.importorskip("diffusers")
     theirs = diffusers.CogVideoXTransformer3DModel(

@@ -2,7 +2,8 @@
 
 Norms and residuals of [B, S, M] then work on S / size rows each, and what blocks keep of them for
 backward takes as much less memory. A column-parallel linear gathers the rows, a row-parallel one
-scatters the sum of its products: together the bytes of the one all-reduce that they replace.
+scatters the sum of its products: together the bytes of the one all-reduce that they replace. What
+comes on top is a second gather of each column-parallel linear's input, for its weight's gradient.
 """
 
 from __future__ import annotations
