@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from cogfast.train import activation_checkpointing
 from cogfast.train.activation_checkpointing import (
     ActivationCheckpointing,
     apply_policies,
-    is_frozen,
     layer_shape,
 )
 from cogfast.train.arguments import TrainArguments
@@ -185,8 +185,9 @@ def test_kept_bytes_follow_the_formulas(kind: str) -> None:
             out = transformer.training_calls[0](hidden * 1, *others)
         gc.collect()  # Triton's interpreter leaves cycles behind
         kept = storages.num_bytes() - out.numel() * out.element_size()  # the next block's
-        assert is_frozen(transformer) == (kind == "lora")
-        expected = layer_shape(transformer.config, hidden, kind == "lora", 1).kept(policy)
+        shape = layer_shape(transformer, hidden)
+        assert shape.is_frozen == (kind == "lora")
+        expected = shape.kept(policy)
         assert kept == pytest.approx(expected, rel=0.05), policy
 
 
@@ -269,11 +270,27 @@ def test_auto_by_memory(case: str) -> None:
 
 
 def test_tensor_parallel_parts_share_what_is_wide() -> None:
-    whole, half = (LayerShape(**SMALL, num_parts=parts) for parts in (1, 2))
+    kinds = ({}, {"num_parts": 2}, {"num_parts": 2, "splits_rows": True})
+    whole, half, rows = (LayerShape(**SMALL, **kind) for kind in kinds)
     u = whole.unit
-    for policy, shared in (("full", 0), ("attention_kept", 1), ("pointwise", 8), ("none", 14)):
+    for policy, shared, of_rows in (
+        ("full", 0, 1),
+        ("attention_kept", 1, 1),
+        ("pointwise", 8, 1),
+        ("none", 14, 6),
+    ):
         lse = 0 if policy == "full" else 4 * 100 * 4
         assert whole.kept(policy) - half.kept(policy) == (shared * u + lse) // 2
+        assert half.kept(policy) - rows.kept(policy) == of_rows * u // 2
+
+
+def test_none_where_it_keeps_less_than_pointwise() -> None:
+    """Rows split in eight: the products before their sums are whole."""
+    shape = LayerShape(num_rows=17776, width=3072, num_heads=48, bytes_per_number=2, num_parts=8)
+    assert "none" not in plan_layers(shape, 4, 4 * shape.kept("pointwise"))
+    split = replace(shape, splits_rows=True)
+    assert split.kept("none") < split.kept("pointwise")
+    assert plan_layers(split, 4, 4 * split.kept("pointwise")) == ("none",) * 4
 
 
 SMALL = {"num_rows": 100, "width": 64, "num_heads": 4, "bytes_per_number": 2}

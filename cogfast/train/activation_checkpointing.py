@@ -35,7 +35,7 @@ from torch.utils.checkpoint import (
 import cogfast.kernels.flash_attention  # noqa: F401  its op is named below
 from cogfast.model.block import Block
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.memory_plan import (
     LADDER,
     LayerShape,
@@ -45,6 +45,8 @@ from cogfast.train.memory_plan import (
     plan_layers,
 )
 from cogfast.train.process_groups import ProcessGroups
+from cogfast.train.sequence_parallel import SequenceParallelBlock
+from cogfast.train.tensor_parallel import ParallelLinear
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +119,11 @@ class ActivationCheckpointing:
         transformer: DiffusionTransformer,
         choice: Policy | Literal["auto"],
         groups: ProcessGroups,
-        *,
-        num_parts: int = 1,
         is_compiled: bool = False,
     ) -> None:
-        """num_parts: of tensor parallelism; is_compiled: args.compile."""
+        """is_compiled: args.compile."""
         self.transformer, self.choice, self.groups = transformer, choice, groups
-        self.num_parts, self.is_compiled = num_parts, is_compiled
+        self.is_compiled = is_compiled
         self.is_settled = choice != "auto"
         self.layer: LayerShape | None = None  # of the last micro-batch
         self.num_steps = 0  # done
@@ -134,7 +134,6 @@ class ActivationCheckpointing:
         self.bytes_on_top: int | None = None
         trained = (p for p in transformer.parameters() if p.requires_grad)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-        self.is_frozen = is_frozen(transformer)
         self._use([choice if self.is_settled else "full"] * len(transformer.blocks))
 
     def _use(self, policies: Sequence[Policy]) -> None:
@@ -146,7 +145,8 @@ class ActivationCheckpointing:
     def _look(self, call: Callable[..., Tensor], hidden: Tensor, *others: object) -> Tensor:
         """The first block's call, hidden [B, S, M]: from here on activations add up."""
         device = self.groups.device
-        self.layer = layer_shape(self.transformer.config, hidden, self.is_frozen, self.num_parts)
+        if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
+            self.layer = layer_shape(self.transformer, hidden)
         if device.type == "cuda":
             if not self.is_inside_step:
                 self.bytes_before = torch.cuda.memory_allocated(device)
@@ -235,25 +235,20 @@ class ActivationCheckpointing:
         )
 
 
-def layer_shape(
-    config: TransformerConfig, hidden: Tensor, is_frozen: bool, num_parts: int
-) -> LayerShape:
-    """Of a block's input [B, S, M]."""
+def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape:
+    """Of the first block's input [B, S, M]."""
+    config, block = transformer.config, transformer.blocks[0]
+    named = transformer.blocks.named_parameters()
     return LayerShape(
-        num_rows=hidden.shape[0] * hidden.shape[1],
+        num_rows=hidden.shape[:2].numel(),
         width=config.hidden_size,
         num_heads=config.num_attention_heads,
         bytes_per_number=hidden.element_size(),
-        num_parts=num_parts,
+        num_parts=block.fc1.group.size if isinstance(block.fc1, ParallelLinear) else 1,
+        splits_rows=isinstance(block, SequenceParallelBlock),
         adapter_columns=4 * (config.lora_rank or 0),  # of q, k, v and out
-        is_frozen=is_frozen,
+        is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
     )
-
-
-def is_frozen(transformer: DiffusionTransformer) -> bool:
-    """Whether in the blocks adapters alone are trained."""
-    named = transformer.blocks.named_parameters()
-    return not any(p.requires_grad and not is_lora_parameter(name) for name, p in named)
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:

@@ -9,7 +9,9 @@ In units U of one activation [B, S, M] (t: tensor-parallel parts, which share wh
 
 v is a part of qkv. Where only adapters are trained, nothing asks for the inputs of fc1 and fc2 nor
 for what a gate multiplies: none keeps h, n1, qkv, q, k, attention, lse, h' and fc1, 13 U, beside the
-adapters' low-rank products. What a policy spares for what it recomputes falls from row to row:
+adapters' low-rank products. Where processes have rows of their own between the linears, they share
+everything but what pointwise keeps of out and fc2, products whose sum is still to come, and the
+adapters' n1. What a policy spares for what it recomputes falls from row to row:
 attention_kept saves most of a recomputation for 1 U, pointwise the matmuls for 9 U, none the rest.
 """
 
@@ -37,6 +39,7 @@ class LayerShape:
     num_heads: int
     bytes_per_number: int
     num_parts: int = 1
+    splits_rows: bool = False
     adapter_columns: int = 0
     is_frozen: bool = False
 
@@ -53,19 +56,20 @@ class LayerShape:
     def kept(self, policy: Policy) -> int:
         """Bytes that a block keeps from its forward to its backward pass."""
         u, part = self.unit, self.unit // self.num_parts
+        row = part if self.splits_rows else u  # of what is between the linears
         lse = 4 * self.num_rows * self.num_heads // self.num_parts
         statistics = 2 * 2 * 4 * self.num_rows  # float32 mean and rstd
         adapters = self.num_rows * self.adapter_columns * self.bytes_per_number
         if policy == "full":
-            return u
+            return row
         if policy == "attention_kept":
-            return u + part + lse
-        matmuls_and_attention = 8 * part + lse + adapters
+            return row + part + lse
+        wide = 8 * part + lse + adapters
         if policy == "pointwise":
-            return 3 * u + matmuls_and_attention
+            return row + 2 * u + wide
         if self.is_frozen:
-            return 3 * u + 2 * part + matmuls_and_attention + statistics
-        return 6 * u + 6 * part + matmuls_and_attention + statistics
+            return 2 * row + u + 2 * part + wide + statistics
+        return 6 * row + 6 * part + wide + statistics
 
 
 def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Policy, ...]:
@@ -79,7 +83,9 @@ def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Pol
     left = num_bytes - num_layers * layer.kept(LADDER[0])
     for before, rung in zip(LADDER, LADDER[1:], strict=False):
         price = layer.kept(rung) - layer.kept(before)
-        num_risen = min(num_layers, max(0, left // price))
+        num_risen = num_layers
+        if price > 0:
+            num_risen = min(num_layers, max(0, left // price))
         left -= num_risen * price
         policies[num_layers - num_risen :] = [rung] * num_risen
         if num_risen < num_layers:

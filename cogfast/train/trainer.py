@@ -86,11 +86,7 @@ class Trainer:
         )
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args))
         self.checkpointing = ActivationCheckpointing(
-            transformer,
-            args.activation_checkpointing,
-            self.groups,
-            num_parts=args.model_parallel_size,
-            is_compiled=args.compile,
+            transformer, args.activation_checkpointing, self.groups, args.compile
         )
         self.evaluator = Evaluator(
             self.engine,
