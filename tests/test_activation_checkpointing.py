@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cogfast.__main__ import _is_ours
 from cogfast.config import load_config
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import TokenGrid
@@ -450,8 +451,10 @@ def test_out_of_memory_names_the_policy_that_fits(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.75 GiB.")
 
     monkeypatch.setattr(trainer.engine, "backward", fail)
-    with pytest.raises(RuntimeError, match=f"^out of memory: args.activation_checkpoint.*{text}"):
+    text = f"^out of memory: args.activation_checkpoint.*{text}"
+    with pytest.raises(RuntimeError, match=text) as raised:
         trainer.train()
+    assert _is_ours(raised.value)  # one line and exit status 1
 
 
 def test_out_of_memory_elsewhere(tmp_path: Path, data: Path, monkeypatch) -> None:
