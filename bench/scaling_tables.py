@@ -1,0 +1,123 @@
+"""The tables of docs/scaling.md, from the formulas of cogfast/train/communication.py:
+
+    python -m bench.scaling_tables
+
+writes them anew between two comments of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from cogfast.config import load_config
+from cogfast.model.transformer import TransformerConfig
+from cogfast.sat_names import transformer_arguments
+from cogfast.shapes import SPATIAL_COMPRESSION
+from cogfast.train.communication import Layout, Traffic, count_traffic
+from cogfast.train.generate import LatentSize
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "scaling.md"
+START = "<!-- tables: start. Written by python -m bench.scaling_tables; edits are lost. -->"
+END = "<!-- tables: end -->"
+MODELS = {"2B": "cogvideox_2b", "5B": "cogvideox_5b", "1.5-5B": "cogvideox1.5_5b"}
+NUM_GPUS = (8, 64, 512)
+GPUS_PER_NODE = 8
+LORA_RANK = 128
+NVLINK, BETWEEN_NODES = 370e9, 45e9  # bytes per second and GPU: assumptions
+
+
+@cache
+def read_model(name: str) -> tuple[TransformerConfig, int]:
+    """The transformer's configuration, and tokens per sample of the size that it was trained on."""
+    config = load_config([ROOT / "configs" / f"{MODELS[name]}.yaml"])
+    model = TransformerConfig(**transformer_arguments(config.model["network_config"]["params"]))
+    video = config.data["params"]
+    height, width = (side // SPATIAL_COMPRESSION for side in video["video_size"])
+    size = (video["max_num_frames"], height, width)
+    latents = LatentSize.of_video(model.out_channels, *size, model.patch_size.t, video["fps"])
+    return model, latents.num_tokens(model)
+
+
+def count(name: str, is_lora: bool = False, **layout: object) -> Traffic:
+    config, num_tokens = read_model(name)
+    config = replace(config, lora_rank=LORA_RANK) if is_lora else config
+    return count_traffic(config, Layout(**layout), num_tokens)
+
+
+def write_tables() -> str:
+    layouts, stages = [], []
+    for name in MODELS:
+        for is_lora in (False, True):
+            layouts += [_layout_row(name, is_lora, size) for size in _model_sizes(name)]
+    for accumulation in (1, 4):
+        for stage in (1, 2, 3):
+            cells = [f"ZeRO-{stage}", f"{accumulation}"]
+            for name in MODELS:
+                given = {"data_size": 64, "zero_stage": stage, "accumulation": accumulation}
+                traffic = count(name, **given)
+                cells.append(f"{_gb(traffic.gradients)} + {_gb(traffic.weights)}")
+            stages.append(cells)
+    numbers = [f"{num_gpus} GPUs" for num_gpus in NUM_GPUS]
+    heads = ["model", "trained", "copy on", "inside a copy", "recomputed"]
+    return "\n".join(
+        [
+            "GB and seconds per step; ZeRO-2, one sample per copy and step:",
+            "",
+            *_table([*heads, *(f"among copies, {number}" for number in numbers)], layouts),
+            "",
+            "Gradients + weights among 64 copies, GB per step, full training:",
+            "",
+            *_table(["stage", "micro-batches per step", *MODELS], stages),
+        ]
+    )
+
+
+def _model_sizes(name: str) -> list[int]:
+    """GPUs per copy: what divides a node and the heads."""
+    heads = read_model(name)[0].num_attention_heads
+    return [n for n in range(1, GPUS_PER_NODE + 1) if GPUS_PER_NODE % n == 0 and heads % n == 0]
+
+
+def _layout_row(name: str, is_lora: bool, model_size: int) -> list[str]:
+    cells = [name, "LoRA" if is_lora else "all", f"{model_size} GPU{'s' * (model_size > 1)}"]
+    for is_recomputed in (False, True):
+        given = {"data_size": 1, "model_size": model_size, "is_recomputed": is_recomputed}
+        inside = count(name, is_lora, **given).activations
+        cells.append(_gb_and_seconds(inside, NVLINK) if model_size > 1 else "–")
+    for num_gpus in NUM_GPUS:
+        data_size = num_gpus // model_size
+        traffic = count(name, is_lora, data_size=data_size, model_size=model_size)
+        speed = NVLINK if num_gpus <= GPUS_PER_NODE else BETWEEN_NODES
+        cells.append(_gb_and_seconds(traffic.among_copies, speed) if data_size > 1 else "–")
+    return cells
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g}"
+
+
+def _gb_and_seconds(num_bytes: float, speed: float) -> str:
+    return f"{_gb(num_bytes)} GB, {num_bytes / speed:.2g} s"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def read_tables(page: str) -> str:
+    """What stands between the comments of the page's text."""
+    return page.partition(START)[2].partition(END)[0].strip()
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    before, after = page.partition(START)[0], page.partition(END)[2]
+    PAGE.write_text(f"{before}{START}\n\n{write_tables()}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

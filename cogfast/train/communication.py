@@ -1,0 +1,179 @@
+"""How many bytes a GPU sends in a training step, on paper: ZeRO and tensor parallelism.
+
+A ring's count, which is also what one GPU receives: of N bytes among n GPUs, an all-reduce sends
+2 (n-1)/n N, a reduce-scatter or an all-gather, where N is the whole of it, (n-1)/n N. Batches,
+checkpoints and evaluations are left out.
+
+    per optimizer step            ZeRO-1               ZeRO-2                  ZeRO-3
+    gradients of what is trained  all-reduce           all-reduce each time    reduce-scatter each time
+    weights                       gather of trained    gather of trained       two gathers of all each time
+
+"Each time": for every micro-batch of an accumulation. DeepSpeed's ZeRO-2 all-reduces where a
+reduce-scatter would do: a bucket holds gradients that several ranks own. Its ZeRO-3 keeps small
+parameters whole, and gathers the others forward and backward, without what it can keep from one use
+to the next (stage3_max_reuse_distance). docs/scaling.md has the figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from cogfast.model.block import Block
+from cogfast.model.lora import LoraLinear
+from cogfast.model.transformer import (
+    DiffusionTransformer,
+    TransformerConfig,
+    assemble_transformer,
+)
+from cogfast.model.weights.sat import freeze
+from cogfast.train.parallelize import parallelize
+from cogfast.train.tensor_parallel import TensorParallelGroup
+
+PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's default
+_FLOAT32 = 4
+_SCALARS = 2 * 8  # the gradient's norm, and whether somebody was told to stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """data_size copies of the model, each held by model_size GPUs together.
+
+    batch_size: samples of a micro-batch; bytes_per_number: of the training dtype; is_recomputed: any
+    activation checkpointing, since each of its policies runs the sums over the group again;
+    persistent_numel: stage3_param_persistence_threshold.
+    """
+
+    data_size: int
+    model_size: int = 1
+    zero_stage: Literal[1, 2, 3] = 2
+    batch_size: int = 1
+    accumulation: int = 1
+    bytes_per_number: int = 2
+    is_recomputed: bool = False
+    persistent_numel: int = PERSISTENT_NUMEL
+
+    @property
+    def world_size(self) -> int:
+        return self.data_size * self.model_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes that one GPU sends per optimizer step. gradients, weights: among the copies of the model;
+    activations: among those that hold one copy, gradients of what they all have included; scalars:
+    among all."""
+
+    gradients: float
+    weights: float
+    activations: float
+    scalars: float
+
+    @property
+    def among_copies(self) -> float:
+        return self.gradients + self.weights
+
+    @property
+    def total(self) -> float:
+        return self.among_copies + self.activations + self.scalars
+
+
+def all_reduce(num_bytes: float, size: int) -> float:
+    """Bytes that each of `size` GPUs sends to sum up num_bytes."""
+    return 2 * scatter_or_gather(num_bytes, size)
+
+
+def scatter_or_gather(num_bytes: float, size: int) -> float:
+    """Bytes that each of `size` GPUs sends of a reduce-scatter or all-gather; num_bytes: of the
+    whole."""
+    return (size - 1) / size * num_bytes
+
+
+def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) -> Traffic:
+    """Of a training step with num_tokens per sample (S). With LoRA only the adapters are trained.
+
+    ValueError for LoRA under ZeRO-3, which gathers frozen weights backward only where gradients pass.
+    """
+    if layout.zero_stage == 3 and config.lora_rank is not None:
+        raise ValueError("zero_stage=3 with lora_rank is not counted; use 1 or 2")
+    transformer = held_model(config, layout.model_size)
+    gradients, weights = _among_copies(transformer, layout)
+    activations = layout.accumulation * sum(
+        _in_block(block, config, layout, num_tokens, *at)
+        for block, at in zip(transformer.blocks, _gradient_reaches(transformer), strict=True)
+    )
+    scalars = all_reduce(_SCALARS, layout.world_size)
+    return Traffic(gradients=gradients, weights=weights, activations=activations, scalars=scalars)
+
+
+@cache
+def held_model(config: TransformerConfig, model_size: int) -> DiffusionTransformer:
+    """The share of one of model_size GPUs, without memory; requires_grad says what is trained."""
+    with torch.device("meta"):
+        transformer = assemble_transformer(config)
+    freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
+    for name in transformer.unused_parameter_names():
+        transformer.get_parameter(name).requires_grad_(False)
+    # Nobody talks to the group: it says how large the shares are.
+    parallelize(transformer, TensorParallelGroup(0, model_size, process_group=None))
+    return transformer
+
+
+def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[float, float]:
+    """Bytes for gradients and for weights."""
+    number, size, times = layout.bytes_per_number, layout.data_size, layout.accumulation
+    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    if layout.zero_stage < 3:
+        sums = times if layout.zero_stage == 2 else 1
+        gradients = sums * all_reduce(trained * number, size)
+        return gradients, scatter_or_gather(trained * number, size)
+    numels = [p.numel() for p in transformer.parameters()]
+    small = sum(numel for numel in numels if numel <= layout.persistent_numel)
+    large = sum(numels) - small
+    gradients = times * scatter_or_gather(trained * number, size)
+    weights = scatter_or_gather((2 * times * large + small) * number, size)
+    return gradients, weights
+
+
+def _gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, bool]]:
+    """Of each block: whether its input has a gradient, and whether anything in it has."""
+    with_input = transformer.patch_embedding.weight.requires_grad
+    reaches = []
+    for block in transformer.blocks:
+        inside = with_input or any(p.requires_grad for p in block.parameters())
+        reaches.append((with_input, inside))
+        with_input = inside
+    return reaches
+
+
+def _in_block(
+    block: Block,
+    config: TransformerConfig,
+    layout: Layout,
+    num_tokens: int,
+    has_input_gradient: bool,
+    has_gradient: bool,
+) -> float:
+    """Bytes of a block's forward and backward pass for one micro-batch."""
+    number, width, samples = layout.bytes_per_number, config.hidden_size, layout.batch_size
+    unit = samples * num_tokens * width * number  # one [B, S, M]
+    forwards = 2 if layout.is_recomputed and has_gradient else 1
+    sums = forwards * 2 * unit  # of `out` and fc2
+    gathers = forwards * 12 * width * samples * number  # of the modulation
+    if has_input_gradient:
+        sums += unit  # of QKV's input
+    if has_gradient:
+        sums += unit  # of fc1's input
+    if block.modulation.linear.weight.requires_grad:
+        sums += samples * config.time_embed_dim * number
+    attention = block.attention
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None and norm.elementwise_affine and norm.weight.requires_grad:
+            sums += 2 * config.head_width * _FLOAT32
+    if isinstance(attention.qkv, LoraLinear):
+        whole = [*attention.qkv.matrix_A, *attention.out.matrix_B]
+        sums += sum(matrix.numel() for matrix in whole) * number
+    return all_reduce(sums, layout.model_size) + scatter_or_gather(gathers, layout.model_size)
