@@ -59,8 +59,13 @@ CASES = {
     "adapters": TENSOR_PARALLEL_CASES["frozen"],
     "adapters, bf16": replace(TENSOR_PARALLEL_CASES["frozen"], dtype=torch.bfloat16),
 }
-# Models that both hold together: (case, policy of every block).
-SHARED = {f"{case}, {policy}": (case, policy) for case in CASES for policy in LADDER}
+# Models that both hold together: (case, policy of every block, whether rows are split).
+SHARED = {
+    f"{case}, {policy}{', split rows' if splits_rows else ''}": (case, policy, splits_rows)
+    for case in CASES
+    for policy in LADDER
+    for splits_rows in (False, True)
+}
 
 
 class CountedCollectives(TorchDispatchMode):
@@ -93,6 +98,8 @@ class CountedCollectives(TorchDispatchMode):
             self.sent["all_reduce"] += 2 * half * size(args[0])
         elif name == "all_gather_into_tensor":  # the functional one: a share comes in
             self.sent["gather"] += (dist.get_world_size() - 1) * size(args[0])
+        elif name == "reduce_scatter_tensor":  # the functional one: the whole comes in
+            self.sent["scatter"] += half * size(args[0])
         elif name.startswith("allgather"):
             self.sent["gather"] += half * size(args[0])
         elif name.startswith("reduce_scatter"):
@@ -122,10 +129,11 @@ def training_step(base: str, save: Path, words: list[str]) -> Counter[str]:
 
 def shared_step(name: str, group: TensorParallelGroup) -> Counter[str]:
     """Of a model that both processes hold together, forward and backward."""
-    case, policy = CASES[SHARED[name][0]], SHARED[name][1]
+    case, policy, splits_rows = SHARED[name]
+    case = CASES[case]
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
-    parallelize(transformer, group)
+    parallelize(transformer, group, splits_rows)
     materialize(transformer, torch.device("cpu"), seed=3)
     case.freeze(transformer)
     transformer.to(case.dtype)

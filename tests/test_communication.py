@@ -92,7 +92,7 @@ def test_reducing_to_the_owners_halves_the_gradients(launched) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_model_moves_what_the_formula_says(launched, name: str) -> None:
-    case, policy = SHARED[name]
+    case, policy, splits_rows = SHARED[name]
     latents = inputs(CASES[case].family)["latents"]
     text = CASES[case].config.text_length
     layout = Layout(
@@ -101,6 +101,7 @@ def test_a_shared_model_moves_what_the_formula_says(launched, name: str) -> None
         batch_size=len(latents),
         bytes_per_number=CASES[case].dtype.itemsize,
         is_recomputed=policy != "none",
+        splits_rows=splits_rows,
     )
     num_tokens = text + latents[0, 0].numel() // 4  # patches of 2 x 2
     expected = count_traffic(CASES[case].config, layout, num_tokens).activations

@@ -44,7 +44,7 @@ class Layout:
 
     batch_size: samples of a micro-batch; bytes_per_number: of the training dtype; is_recomputed: any
     activation checkpointing, since each of its policies runs the sums over the group again;
-    persistent_numel: stage3_param_persistence_threshold.
+    splits_rows: sequence parallelism; persistent_numel: stage3_param_persistence_threshold.
     """
 
     data_size: int
@@ -54,6 +54,7 @@ class Layout:
     accumulation: int = 1
     bytes_per_number: int = 2
     is_recomputed: bool = False
+    splits_rows: bool = False
     persistent_numel: int = PERSISTENT_NUMEL
 
     @property
@@ -101,10 +102,17 @@ def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) ->
         raise ValueError("zero_stage=3 with lora_rank is not counted; use 1 or 2")
     transformer = held_model(config, layout.model_size)
     gradients, weights = _among_copies(transformer, layout)
-    activations = layout.accumulation * sum(
-        _in_block(block, config, layout, num_tokens, *at)
-        for block, at in zip(transformer.blocks, _gradient_reaches(transformer), strict=True)
+    reaches = _gradient_reaches(transformer)
+    activations = sum(
+        _in_block(block, config, layout, num_tokens, *reach)
+        for block, reach in zip(transformer.blocks, reaches, strict=True)
     )
+    if layout.splits_rows:  # joined behind the last block, and backward before the first one
+        times = 1 + reaches[0][0]
+        activations += times * scatter_or_gather(
+            _unit(config, layout, num_tokens), layout.model_size
+        )
+    activations *= layout.accumulation
     scalars = all_reduce(_SCALARS, layout.world_size)
     return Traffic(gradients=gradients, weights=weights, activations=activations, scalars=scalars)
 
@@ -159,21 +167,36 @@ def _in_block(
 ) -> float:
     """Bytes of a block's forward and backward pass for one micro-batch."""
     number, width, samples = layout.bytes_per_number, config.hidden_size, layout.batch_size
-    unit = samples * num_tokens * width * number  # one [B, S, M]
+    unit, attention = _unit(config, layout, num_tokens), block.attention
     forwards = 2 if layout.is_recomputed and has_gradient else 1
-    sums = forwards * 2 * unit  # of `out` and fc2
-    gathers = forwards * 12 * width * samples * number  # of the modulation
-    if has_input_gradient:
-        sums += unit  # of QKV's input
-    if has_gradient:
-        sums += unit  # of fc1's input
-    if block.modulation.linear.weight.requires_grad:
+    modulation = 12 * width * samples * number
+    sums, halves = 0, forwards * modulation
+    norm = attention.query_norm
+    if norm is not None and norm.elementwise_affine and norm.weight.requires_grad:
+        sums += 2 * 2 * config.head_width * _FLOAT32  # the key norm's too
+    is_modulation_trained = block.modulation.linear.weight.requires_grad
+    if is_modulation_trained:
         sums += samples * config.time_embed_dim * number
-    attention = block.attention
-    for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None and norm.elementwise_affine and norm.weight.requires_grad:
-            sums += 2 * config.head_width * _FLOAT32
-    if isinstance(attention.qkv, LoraLinear):
+    is_lora = isinstance(attention.qkv, LoraLinear)
+    if is_lora:
         whole = [*attention.qkv.matrix_A, *attention.out.matrix_B]
         sums += sum(matrix.numel() for matrix in whole) * number
-    return all_reduce(sums, layout.model_size) + scatter_or_gather(gathers, layout.model_size)
+    if not layout.splits_rows:
+        sums += forwards * 2 * unit  # of `out` and fc2
+        sums += (has_input_gradient + has_gradient) * unit  # of the inputs of QKV and fc1
+        return all_reduce(sums, layout.model_size) + scatter_or_gather(halves, layout.model_size)
+    halves += forwards * 4 * unit  # inputs of QKV and fc1, sums of `out` and fc2
+    halves += (has_input_gradient + 3 * has_gradient) * unit  # their gradients
+    if block.fc1.weight.requires_grad:
+        halves += unit if is_lora else 2 * unit  # for the weights' gradients; adapters keep theirs
+    if is_modulation_trained:
+        halves += modulation
+    biases = [attention.out.bias, block.fc2.bias]
+    norms = [*block.attention_norm.parameters(), *block.mlp_norm.parameters()]
+    sums += sum(p.numel() for p in (*biases, *norms) if p.requires_grad) * _FLOAT32
+    return all_reduce(sums, layout.model_size) + scatter_or_gather(halves, layout.model_size)
+
+
+def _unit(config: TransformerConfig, layout: Layout, num_tokens: int) -> int:
+    """Bytes of one [B, S, M]."""
+    return layout.batch_size * num_tokens * config.hidden_size * layout.bytes_per_number
