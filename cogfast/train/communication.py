@@ -10,8 +10,9 @@ checkpoints and evaluations are left out.
 
 "Each time": for every micro-batch of an accumulation. DeepSpeed's ZeRO-2 all-reduces where a
 reduce-scatter would do: a bucket holds gradients that several ranks own. Its ZeRO-3 keeps small
-parameters whole, and gathers the others forward and backward, without what it can keep from one use
-to the next (stage3_max_reuse_distance). docs/scaling.md has the figures.
+parameters whole and gathers the others forward and backward, less what it can keep from one use to
+the next (stage3_max_reuse_distance, here 0), and again for a recomputation that is farther from its
+backward than that, which is not counted. docs/scaling.md has the figures.
 """
 
 from __future__ import annotations
