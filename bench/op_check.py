@@ -126,7 +126,9 @@ def check_op(
         cases += [(small(shape), dtype) for dtype in _SMALL_DTYPES]
     wrong = []
     for case_shape, dtype in cases:
-        torch.manual_seed(0)  # a verdict that repeats: the largest error of many is a matter of luck
+        torch.manual_seed(
+            0
+        )  # a verdict that repeats: the largest error of many is a matter of luck
         inputs = draw_inputs(op, case_shape, dtype, device)
         with torch.no_grad():
             given = draw_given(op, op.reference(case_shape, inputs))
