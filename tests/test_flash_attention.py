@@ -308,7 +308,7 @@ def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
     """Off-block rows and two samples; twice the error of plain arithmetic, and a floor."""
     reason = why_not(backend, GPU, dtype, 64)
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(reason)  # the backend is not installed, or refuses this dtype: see why_not
     *qk, v, dout = (x.detach().cuda() for x in draw((2, 333, 3, 64), dtype))
     qkv = [*qk, torch.stack([v] * 3, dim=2)[:, :, 2]]  # packed, as the model has it
     want = expected(*qkv, dout)

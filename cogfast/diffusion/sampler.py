@@ -64,6 +64,7 @@ class VideoDDIMSampler:
         self.fixed_frames = fixed_frames
         self.sdedit = sdedit
         alpha_sqrt, timesteps = discretization.sampling_steps(num_steps)
+        # sync: none, the schedule's tables are on the CPU; once per sampler
         self.timesteps: list[int] = timesteps.flip(0).tolist()
         # Noisy first; after the last step nothing but signal is left.
         self.alpha_sqrt: list[float] = [*alpha_sqrt.flip(0).tolist(), 1.0]

@@ -141,7 +141,7 @@ def _fastest_here(shape: Shape, device: torch.device, dtype: torch.dtype) -> str
     what = f"attention of [B, S, H, D] = {list(shape)} in {str(dtype).removeprefix('torch.')}, ms"
     logger.info("%s", "\n  ".join([what, *map(str, rows), f"taken: {name}"]))
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # once, before training
+        torch.cuda.empty_cache()  # sync: once, before training
     return name
 
 
@@ -174,11 +174,12 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
 
 def _timed(call: Callable[[], object], device: torch.device) -> tuple[float, object]:
     """Milliseconds, from idle to idle, and what the call returns."""
+    # sync: a timing needs an idle device at both ends; before training
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     wait()
     start = time.perf_counter()
     result = call()
-    wait()  # sync: before training
+    wait()
     return 1e3 * (time.perf_counter() - start), result
 
 
@@ -197,10 +198,11 @@ def wrong_by(name: str, qkv: Sequence[Tensor], dout: Tensor) -> str | None:
     exact, plain = _attend([x.detach().float() for x in few]), _attend([x.detach() for x in few])
     for key, values in got.items():
         truth = exact[key]
-        error, near = ((x.float() - truth).norm() / truth.norm() for x in (values, plain[key]))
-        limit = 2 * near.item() + _RELATIVE_FLOOR  # sync: before training
-        if not error.item() <= limit:  # NaN too
-            return f"{key} is wrong: relative error {error.item():.1e}, {limit:.1e} is allowed"
+        errors = ((x.float() - truth).norm() / truth.norm() for x in (values, plain[key]))
+        error, near = (x.item() for x in errors)  # sync: before training
+        limit = 2 * near + _RELATIVE_FLOOR
+        if not error <= limit:  # NaN too
+            return f"{key} is wrong: relative error {error:.1e}, {limit:.1e} is allowed"
     return None
 
 

@@ -85,7 +85,8 @@ class Evaluator:
             logger.info("%s at step %d: %s; training goes on", what, step, error)
         except Exception:
             logger.exception("%s at step %d failed; training goes on", what, step)
-        if self.groups.device.type == "cuda":  # what decoding took is the training step's again
+        if self.groups.device.type == "cuda":
+            # sync: once per evaluation; what decoding took is the training step's again
             gc.collect()
             torch.cuda.empty_cache()
         return result
@@ -112,7 +113,7 @@ class Evaluator:
                 except Exception as caught:
                     error = caught
         self.groups.agree(error)
-        of_ranks = self.groups.gather(sums.tolist())
+        of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
         *bands, number = (sum(column) for column in zip(*of_ranks, strict=True))
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}

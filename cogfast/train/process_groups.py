@@ -214,7 +214,7 @@ class StopRequest:
         if self._pending is not None:
             work, flag = self._pending
             work.wait()
-            agreed = bool(flag.item())  # a CPU tensor: no device is waited for
+            agreed = bool(flag.item())  # sync: none, a CPU tensor
         flag = torch.tensor([int(self.is_asked)])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         self._pending = (work, flag)
