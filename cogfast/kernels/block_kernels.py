@@ -32,7 +32,7 @@ def choose_kernels(
 ) -> BlockKernels:
     """triton: the kernels of this package (on a CPU their PyTorch counterparts); torch: plain
     PyTorch everywhere, with its own gradients. attention_backend: a name of flash_attention's, or
-    None for PyTorch's own choice."""
+    None for the first in its order that can run."""
     attention = partial(flash_attention, backend=attention_backend)
     if kernels == "torch":
         return BlockKernels(
