@@ -81,15 +81,32 @@ REFUSED = {
     "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
     "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
     "args.train_iters=0": "args.train_iters=0 must be 1 or more",
-    "args.model_parallel_size=2": "tensor parallelism is not in this version; use 1",
+    "args.model_parallel_size=4": (
+        "command line: args.model_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
+        "6, 10, 15, 30"
+    ),
+    "args.model_parallel_size=0": "args.model_parallel_size=0 must divide num_attention_heads=30",
+    "args.model_parallel_size=5": (
+        "args.model_parallel_size=5 must divide the 8 ranks of the launch; use 1, 2, or another "
+        "--nproc_per_node"
+    ),
+    "args.model_parallel_size=3 args.sequence_parallel=true": (
+        "args.sequence_parallel=true deals out 17776 tokens of text and video to "
+        "args.model_parallel_size=3 processes, which does not divide them"
+    ),
+    "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
+    "args.replica_check_interval=0": "args.replica_check_interval=0 must be 1 or more",
+    "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
+        "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
+    ),
     "args.fp16=true": "the deepspeed section decides; set deepspeed.fp16.enabled=true",
     "deepspeed.fp16.enabled=true": (
         "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
     ),
     "deepspeed.train_micro_batch_size_per_gpu=0": "args.batch_size=0 must be 1 or more",
     "deepspeed.train_batch_size=15": (
-        "deepspeed.train_batch_size=15 does not fit 8 ranks: train_micro_batch_size_per_gpu=2 x "
-        "gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
+        "deepspeed.train_batch_size=15 does not fit 8 data-parallel ranks: "
+        "train_micro_batch_size_per_gpu=2 x gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
     ),
     "data.params.max_num_frames=50": (
         "data.params.max_num_frames=50: CogVideoX 1.0 takes 8N+1 frames, at most 49; use 49"
@@ -151,7 +168,7 @@ REFUSED = {
 
 def _words(text: str) -> list[str]:
     """Overrides out of one text; a space starts a new one only in front of a key."""
-    return re.split(r" (?=args\.)", text)
+    return re.split(r" (?=args\.|deepspeed\.)", text)
 
 
 @pytest.mark.parametrize("word", REFUSED)
@@ -168,7 +185,7 @@ def test_world_size_is_read_from_the_launcher(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     check_train(checked)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="does not fit 3 ranks"):
+    with pytest.raises(ValueError, match="does not fit 3 data-parallel ranks"):
         check_train(checked)
 
 

@@ -4,7 +4,7 @@ construction changes them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ STD = 0.02  # of the linears in SAT's transformer layers (sat/model/transformer.
 
 @torch.no_grad()
 def initialize(
-    transformer: nn.Module, seed: int, shards: Mapping[str, Shard] | None = None
+    transformer: nn.Module,
+    seed: int,
+    shards: Mapping[str, Shard] | None = None,
+    names: Container[str] | None = None,
 ) -> None:
     """Set every parameter of a DiffusionTransformer as at the start of a run from scratch.
 
@@ -28,17 +31,19 @@ def initialize(
     zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. The position tables are reset.
 
     shards: the parameters of which the transformer holds a part, by name; they get that part of
-    what the whole one would get. Numbers are drawn on the CPU, a parameter at a time.
+    what the whole one would get. names: of the parameters to set; None: all. Numbers are drawn on
+    the CPU in float32, a parameter at a time.
     """
-    for module in transformer.modules():
-        if isinstance(module, PositionTable):
-            module.reset()
     for name, parameter in transformer.named_parameters():
-        if name.startswith("position_table."):
+        if names is not None and name not in names:
+            continue
+        owner = transformer.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, PositionTable):
+            owner.reset()
             continue
         shard = (shards or {}).get(name)
         shape = parameter.shape if shard is None else shard.shape
-        whole = torch.empty(shape, dtype=parameter.dtype, device="cpu")
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         _draw(name, whole, torch.Generator().manual_seed(random_bits(seed, "weights", name)))
         parameter.copy_(whole if shard is None else shard.of(whole))
 

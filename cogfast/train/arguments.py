@@ -54,7 +54,9 @@ class TrainArguments:
     # the step
     batch_size: int = 1  # samples per rank and micro-batch, or videos per prompt
     gradient_accumulation_steps: int = 1
-    model_parallel_size: int = 1
+    model_parallel_size: int = 1  # ranks that share a model (tensor parallelism)
+    sequence_parallel: bool = False  # each of them has rows of its own between the linears
+    replica_check_interval: int | None = 1000  # steps between looks whether they drift; null: never
     kernels: Literal["triton", "torch"] = "triton"  # torch: plain PyTorch in their place
     compile: bool = False  # each block by torch.compile
     # auto: on a GPU the fastest at the run's shape, measured once and kept in the checkpoint

@@ -20,12 +20,15 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
+from cogfast.model.initialization import initialize
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_transformer
 from cogfast.slot_random import random_bits
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.compilers import compile_blocks
 from cogfast.train.encode import Encoder
+from cogfast.train.model_batches import ModelBatches
+from cogfast.train.parallelize import allocate, find_shards, parallelize
 from cogfast.train.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -55,36 +58,52 @@ def assemble_diffusion(config: Config) -> Diffusion:
 def assemble_transformer(
     config: Config,
     args: TrainArguments,
-    device: torch.device,
+    groups: ProcessGroups,
     weights: str | None = None,
     ema: bool = False,
     allow_missing: bool = False,
 ) -> DiffusionTransformer:
-    """The transformer on the device in its dtype, with the weights of `args.load` or `weights`, and
-    its blocks as args.kernels and args.compile ask.
+    """The transformer on the device in its dtype, our share of it where ranks share one, with the
+    weights of `args.load` or `weights`, and its blocks as args.kernels and args.compile ask.
 
-    `weights`, where given, come instead, or on top where they are a part (a LoRA run's on its
-    base); ema: their averaged kind. allow_missing: accept `args.load` where it lacks tensors.
+    Nothing is in memory twice, and nothing whole of which we keep a share, but for a parameter at a
+    time. `weights`, where given, come instead of args.load, or on top where they are a part (a LoRA
+    run's on its base); ema: their averaged kind. allow_missing: accept `args.load` where it lacks
+    tensors.
     """
-    transformer = build_transformer(config.model, seed=args.seed)
+    with torch.device("meta"):
+        transformer = build_transformer(config.model)
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
-    report = None if weights is None else load_transformer(transformer, weights, ema=ema)
+    transformer.to(DTYPES[args.precision])
+    if groups.tensor is not None:
+        parallelize(transformer, groups.tensor, args.sequence_parallel)
+    allocate(transformer, groups.device)
+    shards = find_shards(transformer)
+    fresh = {name for name, _ in transformer.named_parameters()}
+
+    def load(path: str, **options: bool) -> LoadReport:
+        report = load_transformer(transformer, path, shards=shards, **options)
+        fresh.intersection_update(report.missing)
+        return report
+
+    report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
-        base = load_transformer(transformer, args.load, allow_missing=allow_missing)
+        base = load(args.load, allow_missing=allow_missing)
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
         logger.info("%s", base)
-        report = None if weights is None else load_transformer(transformer, weights, ema=ema)
+        report = None if weights is None else load(weights, ema=ema)
     elif report is not None and report.lacking:
         _refuse_part(str(weights), report)
     elif weights is None:
         logger.info("args.load is not set: the weights are random")
     if report is not None:
         logger.info("%s", report)
+    initialize(transformer, args.seed, shards, fresh)
     if args.compile:
         compile_blocks(transformer)
-    return transformer.to(device, DTYPES[args.precision])
+    return transformer
 
 
 def _refuse_part(what: str, report: LoadReport) -> NoReturn:
@@ -97,10 +116,10 @@ def _refuse_part(what: str, report: LoadReport) -> NoReturn:
 
 
 def assemble_encoder(
-    config: Config, args: TrainArguments, transformer: DiffusionTransformer, device: torch.device
+    config: Config, args: TrainArguments, transformer: DiffusionTransformer, groups: ProcessGroups
 ) -> Encoder:
     model = ModelArguments.from_config(config)
-    dtype = DTYPES[args.precision]
+    device, dtype = groups.device, DTYPES[args.precision]
     text_node, text_dropout = _text_entry(config)
 
     def build_frozen(node: dict | None) -> nn.Module | None:
@@ -118,6 +137,7 @@ def assemble_encoder(
     return Encoder(
         partial(build_frozen, config.model.get("first_stage_config")),
         partial(build_frozen, text_node),
+        same_in_model=groups.same_in_model,
         scale_factor=model.scale_factor,
         patch=transformer.patch_size,
         latent_input=model.latent_input,
@@ -178,11 +198,13 @@ def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
 
 def assemble_batches(
     dataset: Dataset, args: TrainArguments, groups: ProcessGroups, folder: Path, start_step: int
-) -> BatchLoader:
+) -> ModelBatches:
     """The training micro-batches of this rank from `start_step` on."""
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
-    return BatchLoader(
+    if not groups.is_first_of_model:
+        return ModelBatches(None, groups)
+    loader = BatchLoader(
         dataset,
         GlobalOrder(len(dataset), args.seed, global_batch),
         micro_batch=args.batch_size,
@@ -196,3 +218,4 @@ def assemble_batches(
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
+    return ModelBatches(loader, groups)

@@ -6,7 +6,7 @@ them: batches that bring latents and embeddings never load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ class Encoder:
     latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w] already.
     image_input: image-to-video; the first frame becomes image latents: alone, zeros behind it, or
     repeated over all frames (image_on_all_frames). *_dropout: the share of samples whose image
-    latents or text embedding become zeros.
+    latents or text embedding become zeros. same_in_model: makes what the encoders return the same,
+    bit for bit, wherever a share of the transformer gets it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Encoder:
         image_dropout: float = 0.0,
         text_dropout: float = 0.0,
         samples_at_a_time: int | None = None,
+        same_in_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
         self._first_stage: nn.Module | None = None
@@ -53,6 +55,7 @@ class Encoder:
         self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
         self.image_dropout, self.text_dropout = image_dropout, text_dropout
         self.samples_at_a_time = samples_at_a_time
+        self._same_in_model = same_in_model
 
     @property
     def first_stage(self) -> nn.Module:
@@ -120,12 +123,17 @@ class Encoder:
         if moments[0].std is not None:
             std = torch.cat([m.std for m in moments]).float()
             sample = sample + std * rng.normal(purpose, sample.shape)
-        return sample * self.scale_factor
+        return self._same_in_model(sample * self.scale_factor)
+
+    @torch.no_grad()
+    def encode_text(self, captions: Sequence[str]) -> Tensor:
+        """[B, L, E]."""
+        return self._same_in_model(self.text_encoder(captions))
 
     def _text(self, batch: dict) -> Tensor:
         """[B, L, E]: the batch's embeddings, or its captions through the text encoder."""
         text = batch.get("prompt_embedding")
-        return self.text_encoder(batch["txt"]) if text is None else text
+        return self.encode_text(batch["txt"]) if text is None else text
 
     def _image_latents(
         self, batch: dict, pixels: Tensor | None, latents: Tensor, rng: SlotRandom

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from cogfast.data.batches import BatchLoader, to_device
+from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import Conditioning
@@ -25,6 +25,7 @@ from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder, in_unit_range
 from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
+from cogfast.train.model_batches import ModelBatches
 from cogfast.train.process_groups import OtherRankError, ProcessGroups
 from cogfast.train.zero_engine import ZeroEngine
 
@@ -114,7 +115,8 @@ class Evaluator:
                     error = caught
         self.groups.agree(error)
         of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
-        *bands, number = (sum(column) for column in zip(*of_ranks, strict=True))
+        of_models = of_ranks[:: self.groups.tensor_size]
+        *bands, number = (sum(column) for column in zip(*of_models, strict=True))
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / num_bands, **named}
@@ -122,9 +124,11 @@ class Evaluator:
     def _order(self) -> GlobalOrder:
         return GlobalOrder(len(self.dataset), _SEED, self.batch_size * self.groups.data_size)
 
-    def _batches(self, order: GlobalOrder, num_steps: int) -> BatchLoader:
+    def _batches(self, order: GlobalOrder, num_steps: int) -> ModelBatches:
+        if not self.groups.is_first_of_model:
+            return ModelBatches(None, self.groups)
         args = self.args
-        return BatchLoader(
+        loader = BatchLoader(
             self.dataset,
             order,
             micro_batch=self.batch_size,
@@ -136,6 +140,7 @@ class Evaluator:
             bad_samples_path=self.folder / "bad_samples_valid.jsonl",
             max_bad_fraction=args.max_bad_fraction,
         )
+        return ModelBatches(loader, self.groups)
 
     def _encoded(
         self, batch: dict, order: GlobalOrder
@@ -146,7 +151,6 @@ class Evaluator:
         """
         places = [batch["step"] * order.global_batch + slot for slot in batch["slots"]]
         rng = SlotRandom(_SEED, 0, places, 0, self.groups.device)
-        batch = to_device(batch, self.groups.device)
         latents, conditioning = self.encoder(batch, rng, has_dropout=False)
         is_counted = [place < order.num_samples or not self.args.strict_eval for place in places]
         return latents, conditioning, rng, torch.tensor(is_counted).to(latents.device)

@@ -100,7 +100,7 @@ class VideoMaker:
     def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
         """What the network is told: text [B, L, E], image latents [B, C, T, h, w] or None."""
         if prompts[0].embedding is None:
-            text = self.encoder.text_encoder([p.text for p in prompts])
+            text = self.encoder.encode_text([p.text for p in prompts])
         else:
             text = torch.stack([p.embedding for p in prompts]).to(self.device)
         image = self._image_latents(prompts) if self.encoder.image_input else None
@@ -159,9 +159,9 @@ class _NoiseOfSteps:
 
 
 def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
-    """This rank's prompts. is_in_step: every rank gets as many, some the last one again."""
-    mine = list(prompts[groups.rank :: groups.world_size])
-    most = -(-len(prompts) // groups.world_size)
+    """This model's prompts. is_in_step: every one gets as many, some the last one again."""
+    mine = list(prompts[groups.data_rank :: groups.data_size])
+    most = -(-len(prompts) // groups.data_size)
     while is_in_step and len(mine) < most:
         mine.append(prompts[-1])
     return mine
@@ -186,11 +186,13 @@ def write_samples(
 ) -> list[Path]:
     """Sample this rank's share and write files; rank 0 adds prompts.json and the contact sheet.
 
-    is_in_step: the ranks call the network together (ZeRO-3). Returns all files on every rank. A
-    rank's error is raised on every rank, once what the others made is written.
+    is_in_step: all ranks call the network together (ZeRO-3); those that share a model do so in any
+    case, and the first of them decodes and writes. Returns all files on every rank. A rank's error
+    is raised on every rank, once what the others made is written.
     """
     done: dict[int, _Row] = {}
     error = None
+    is_in_step = is_in_step or groups.tensor is not None
     mine = share(prompts, groups, is_in_step)
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
@@ -203,7 +205,7 @@ def write_samples(
             break
         try:
             latents = maker.latents(part, conditioning)
-            for prompt, one in zip(part, latents, strict=True):
+            for prompt, one in zip(part, latents, strict=True) if groups.is_first_of_model else ():
                 done[prompt.index] = _write(folder, maker, prompt, one, latents_only)
         except Exception as caught:
             error = caught

@@ -9,6 +9,8 @@ summed have 109 MB each.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from cogfast.model.attention import Attention, HeadNorm
@@ -34,8 +36,11 @@ from cogfast.train.tensor_parallel import (
 )
 
 
-def check_model_parallel_size(size: int, config: TransformerConfig) -> None:
-    """ValueError for a size that the heads cannot be dealt out to, or that dropout forbids."""
+def check_model_parallel_size(
+    size: int, config: TransformerConfig, splits_rows: bool = False, num_tokens: int | None = None
+) -> None:
+    """ValueError for a size that the heads cannot be dealt out to, or that dropout forbids, or
+    splits_rows where the num_tokens of a sample, known or None, do not allow it."""
     heads = config.num_attention_heads
     if size < 1 or heads % size:
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -46,6 +51,17 @@ def check_model_parallel_size(size: int, config: TransformerConfig) -> None:
         raise ValueError(
             f"args.model_parallel_size={size} does not go with lora_dropout={config.lora_dropout}: "
             "the shares of a layer would drop other entries than the whole; use lora_dropout: 0"
+        )
+    if splits_rows and size == 1:
+        raise ValueError(
+            "args.sequence_parallel=true splits the rows of a model that ranks share, but "
+            "args.model_parallel_size=1; set that to 2 or more, or sequence_parallel to false"
+        )
+    if splits_rows and num_tokens is not None and num_tokens % size:
+        raise ValueError(
+            f"args.sequence_parallel=true deals out {num_tokens} tokens of text and video to "
+            f"args.model_parallel_size={size} processes, which does not divide them; use a size "
+            "that does, another video size, or args.sequence_parallel=false"
         )
 
 
@@ -107,6 +123,13 @@ def find_shards(transformer: DiffusionTransformer) -> dict[str, Shard]:
     }
 
 
+def count_trained(transformer: DiffusionTransformer) -> int:
+    """Trained numbers of the whole model."""
+    shards = find_shards(transformer)
+    trained = {n: p.shape for n, p in transformer.named_parameters() if p.requires_grad}
+    return sum(math.prod(shards[n].shape if n in shards else s) for n, s in trained.items())
+
+
 def _mark(transformer: DiffusionTransformer) -> None:
     """As DeepSpeed and checkpoints look for it: norms count the other parameters once per group."""
     for name, shard in find_shards(transformer).items():
@@ -114,9 +137,13 @@ def _mark(transformer: DiffusionTransformer) -> None:
         parameter.tensor_model_parallel, parameter.shard = True, shard
 
 
-def materialize(transformer: DiffusionTransformer, device: torch.device, seed: int) -> None:
-    """Memory for a parallelized transformer that was built on the meta device, and the weights of a
-    run from scratch: our part of what the whole one would get."""
+def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
+    """Memory for a transformer that was built, and perhaps parallelized, on the meta device."""
     transformer.to_empty(device=device)
     _mark(transformer)  # memory came with new parameter objects
+
+
+def materialize(transformer: DiffusionTransformer, device: torch.device, seed: int) -> None:
+    """`allocate`, and the weights of a run from scratch: our part of what the whole would get."""
+    allocate(transformer, device)
     initialize(transformer, seed, find_shards(transformer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config, refuse, resolve
 from cogfast.data.datasets import VideoFolder, VideoList
+from cogfast.model.transformer import TransformerConfig
 from cogfast.sat_names import transformer_arguments
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
@@ -26,6 +26,7 @@ from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
 from cogfast.train.frozen_parts import check_frozen_parts, is_none
+from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 
 # Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
@@ -36,6 +37,7 @@ _LEAST = {  # of numbers of args
         *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
         *("eval_interval", "eval_iters", "eval_batch_size", "eval_timestep_bands"),
         *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor", "profiling_steps"),
+        "replica_check_interval",
     ),
     0: ("keep_last", "eval_num_samples", "num_workers", "decode_timeout"),
     -1: ("profiling",),
@@ -67,8 +69,9 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_precision(config, args)
     _check_gradient_dtype(config, args)
     check_compilers(config, args, is_training=True)
-    _check_world(config, args, world_size)
     network = _network(config)
+    check_mesh(config, args, TransformerConfig(**network), world_size)
+    check_global_batch(config, args, world_size)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     if network.get("lora_rank") is not None and args.load is None:
         raise ValueError(
@@ -105,6 +108,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     check_compilers(config, args, is_training=False)
     try_diffusion(config)
     network = _network(config)
+    check_mesh(config, args, TransformerConfig(**network))
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     wants_image = network["in_channels"] > network["out_channels"]
     if wants_image and not has_images:
@@ -222,31 +226,6 @@ def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
         key = "deepspeed.data_types.grad_accum_dtype"
         text = f"{key}={dtype} in bf16 needs ZeRO stage 2 or 3; use zero_optimization.stage=2"
         refuse(config, key, text)
-
-
-def _check_world(config: Config, args: TrainArguments, world_size: int | None) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    for name in ("batch_size", "gradient_accumulation_steps"):
-        if getattr(args, name) < 1:
-            refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
-    if args.model_parallel_size != 1:
-        refuse(
-            config,
-            "args.model_parallel_size",
-            f"args.model_parallel_size={args.model_parallel_size}: tensor parallelism is not in "
-            "this version; use 1",
-        )
-    total = config.deepspeed.get("train_batch_size")
-    here = args.batch_size * args.gradient_accumulation_steps * world
-    if total is not None and total != here:
-        key = "deepspeed.train_batch_size"
-        refuse(
-            config,
-            key,
-            f"{key}={total} does not fit {world} ranks: train_micro_batch_size_per_gpu="
-            f"{args.batch_size} x gradient_accumulation_steps={args.gradient_accumulation_steps} "
-            f"x {world} ranks = {here}; remove {key} or change one of them",
-        )
 
 
 def _network(config: Config) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """The processes of a run: who we are, how many of us load data, and how we agree to stop.
 
-torchrun starts the processes; without it there is one. NCCL carries tensors between GPUs, gloo
-between CPUs, and a second gloo group carries decisions, so that agreeing never waits for a GPU.
+torchrun starts the processes; without it there is one. They form a mesh of two axes: the
+`tensor_size` ranks that follow each other hold one model together and work on the same samples, and
+each such group has samples of its own. Rank = data_rank * tensor_size + tensor_rank, so that a model
+stays on one machine. NCCL carries tensors between GPUs, gloo between CPUs, and gloo groups of their
+own carry decisions, so that agreeing never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.train.process_watch import ProcessWatch, watch_processes
+from cogfast.train.tensor_parallel import TensorParallelGroup
 
 _TENSOR_TIMEOUT = timedelta(minutes=30)
 # Ranks without a video to sample wait for those that have one. A rank that dies is torchrun's.
@@ -37,7 +42,12 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """This process's place. data_rank of data_size ranks read different slots of the batch."""
+    """This process's place. data_rank of data_size groups read different slots of the batch.
+
+    control: of all ranks, for decisions. tensor: the ranks that share our model, model_control the
+    same ones for decisions, data: those that have our part of other models; None: nobody, nobody,
+    and all ranks.
+    """
 
     rank: int
     world_size: int
@@ -46,26 +56,62 @@ class ProcessGroups:
     control: dist.ProcessGroup | None
     is_owner: bool  # whether we made the default group, and so end it
     watch: ProcessWatch | None = None
+    tensor: TensorParallelGroup | None = None
+    model_control: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+    @property
+    def tensor_size(self) -> int:
+        return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def tensor_rank(self) -> int:
+        return 0 if self.tensor is None else self.tensor.rank
 
     @property
     def data_rank(self) -> int:
-        return self.rank
+        return self.rank // self.tensor_size
 
     @property
     def data_size(self) -> int:
-        return self.world_size
+        return self.world_size // self.tensor_size
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_first_of_model(self) -> bool:
+        """Whether we read and write files for the ranks that share our model."""
+        return self.tensor_rank == 0
+
+    @property
+    def first_of_model(self) -> int:
+        return self.rank - self.tensor_rank
+
     def mean(self, value: Tensor) -> Tensor:
         """The mean of `value` over the data-parallel ranks, on the device."""
         if self.data_size > 1:
             value = value.clone()
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.data)
             value /= self.data_size
         return value
+
+    def same_in_model(self, value: Tensor) -> Tensor:
+        """The first's `value` on all ranks that share our model: what each computes for itself may
+        differ in its last bit, and what they hold in common would drift apart."""
+        if self.tensor is not None:
+            value = value.contiguous()
+            dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
+        return value
+
+    def broadcast_in_model(self, value: object) -> object:
+        """The first's `value` on all ranks that share our model."""
+        if self.tensor is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, self.first_of_model, group=self.model_control)
+        return box[0]
 
     def gather(self, value: object) -> list:
         """Every rank's `value`, in order of rank, on every rank."""
@@ -126,8 +172,11 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
-def start_processes() -> ProcessGroups:
-    """Join the processes that torchrun started, or stand alone; DeepSpeed finds the group made."""
+def start_processes(tensor_size: int = 1) -> ProcessGroups:
+    """Join the processes that torchrun started, or stand alone; DeepSpeed finds the group made.
+
+    tensor_size: how many ranks share a model; it divides their number.
+    """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -158,7 +207,23 @@ def start_processes() -> ProcessGroups:
     if world_size > 1:
         control = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
     watch = watch_processes(rank, world_size, control) if is_owner else None
-    return ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
+    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
+    return groups if tensor_size == 1 else _with_shared_models(groups, tensor_size)
+
+
+def _with_shared_models(groups: ProcessGroups, tensor_size: int) -> ProcessGroups:
+    assert groups.world_size % tensor_size == 0, f"{groups.world_size} ranks, {tensor_size=}"
+    ranks = range(groups.world_size)
+    models = [list(ranks[i : i + tensor_size]) for i in ranks[::tensor_size]]
+    columns = [list(ranks[i::tensor_size]) for i in range(tensor_size)]
+    split = partial(dist.new_subgroups_by_enumeration, timeout=_TENSOR_TIMEOUT)
+    model, _ = split(models)
+    data, _ = split(columns)
+    control, _ = dist.new_subgroups_by_enumeration(
+        models, timeout=_DECISION_TIMEOUT, backend="gloo"
+    )
+    tensor = TensorParallelGroup(groups.rank % tensor_size, tensor_size, model)
+    return dataclasses.replace(groups, tensor=tensor, model_control=control, data=data)
 
 
 def _end_lone_process() -> None:

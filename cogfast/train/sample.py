@@ -46,15 +46,15 @@ def sample(
     """
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
-    groups = start_processes()
+    groups = start_processes(args.model_parallel_size)
     transformer = assemble_transformer(
-        config, args, groups.device, weights, ema, allow_missing=args.force_inference
+        config, args, groups, weights, ema, allow_missing=args.force_inference
     ).eval()
     run = None if weights is None else find_run_checkpoint(Path(weights))
     stored = None if run is None else read_manifest(run).get("attention_backend")
     attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
     transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
-    encoder = assemble_encoder(config, args, transformer, groups.device)
+    encoder = assemble_encoder(config, args, transformer, groups)
     diffusion = assemble_diffusion(config)
     size = _latent_size(config, args, transformer, encoder.image_input, images)
     pixels = (size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION)

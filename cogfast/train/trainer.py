@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.data.batches import to_device
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
@@ -34,7 +33,9 @@ from cogfast.train.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.gradient_check import GradientCheck
 from cogfast.train.learning_rate import build_learning_rate
 from cogfast.train.metrics import Metrics
+from cogfast.train.model_parallel_unit import ModelParallelUnit
 from cogfast.train.optimizer import build_optimizer, parameter_groups
+from cogfast.train.parallelize import count_trained
 from cogfast.train.preflight import check_train
 from cogfast.train.process_groups import StopRequest, start_processes
 from cogfast.train.profiling import Profiler
@@ -51,7 +52,7 @@ class Trainer:
         self.config = config
         self.args = args = TrainArguments.from_config(config)
         check_train(config)
-        self.groups = start_processes()
+        self.groups = start_processes(args.model_parallel_size)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -69,12 +70,13 @@ class Trainer:
             describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
 
         transformer = assemble_transformer(
-            config, args, self.groups.device, allow_missing=args.force_train
+            config, args, self.groups, allow_missing=args.force_train
         )
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
         self.diffusion = assemble_diffusion(config)
-        self.encoder = assemble_encoder(config, args, transformer, self.groups.device)
+        self.encoder = assemble_encoder(config, args, transformer, self.groups)
+        self.num_trained = count_trained(transformer)
         self.gradient_check = GradientCheck(transformer)
         self.profiler = Profiler(
             self.folder / "profile", self.groups, transformer.blocks, args, self.num_steps
@@ -84,7 +86,8 @@ class Trainer:
             parameter_groups(transformer, args.weight_decay),
             args.kernels,
         )
-        self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args))
+        mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
+        self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)
         self.checkpointing = ActivationCheckpointing(
             transformer, args.activation_checkpointing, self.groups, args.compile
         )
@@ -130,7 +133,7 @@ class Trainer:
                 profiler.begin_step(self.step)
                 for _ in range(self.accumulation):
                     with profiler.range("data"), metrics.data_wait():
-                        batch = to_device(next(batches), self.groups.device)
+                        batch = next(batches)
                     loss = self.compute_loss(batch)
                     with profiler.backward():
                         engine.backward(loss)
@@ -242,24 +245,16 @@ class Trainer:
 
     def _announce(self) -> None:
         config, groups = self.engine.transformer.config, self.groups
-        trained = self.engine.num_trained
+        what = "GPUs" if groups.device.type == "cuda" else "processes"
+        rows = ", rows split" if self.args.sequence_parallel else ""
         logger.info(
-            "%s: %d processes, ZeRO-%d, %s; global batch %d = %d x %d ranks x %d accumulation; "
+            "%s: %d %s = dp %d x tp %d%s, ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
             "%d samples; steps %d to %d; %d layers of width %d, %.2f M parameters trained",
-            self.folder,
-            groups.world_size,
-            self.engine.stage,
-            self.args.precision,
-            self.global_batch,
-            self.args.batch_size,
-            groups.data_size,
-            self.accumulation,
-            len(self.datasets.train),
-            self.step,
-            self.num_steps,
-            config.num_layers,
-            config.hidden_size,
-            trained / 1e6,
+            *(self.folder, groups.world_size, what, groups.data_size, groups.tensor_size, rows),
+            *(self.engine.stage, self.args.precision, self.global_batch, groups.data_size),
+            *(self.args.batch_size, self.accumulation, len(self.datasets.train)),
+            *(self.step, self.num_steps, config.num_layers, config.hidden_size),
+            self.num_trained / 1e6,
         )
 
     def _check_skipped(self, skipped: int) -> None:
