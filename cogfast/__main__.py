@@ -11,6 +11,8 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
+from cogfast.train.process_watch import watch_launcher
+
 _USAGE = """\
 usage: cogfast {train,sample} ...
 
@@ -77,6 +79,7 @@ _VERBS = {"train": train, "sample": sample}
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb; what the user can mend ends in one line and exit status 2, a run that cannot go
     on in one line and 1."""
+    watch_launcher()
     words = list(sys.argv[1:] if words is None else words)
     _adopt_mpi_ranks()
     if not words or words[0] in ("-h", "--help"):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests.tiny_run import ROOT
 
@@ -74,3 +75,38 @@ def test_a_rank_ends_when_the_first_torchrun_is_gone() -> None:
     _, errors = rank.communicate(timeout=30)
     assert rank.returncode == 1
     assert errors.endswith("cogfast: rank 0 ends: the store of the first torchrun is gone\n")
+
+
+STARTING = """
+import sys, time
+import cogfast.__main__ as command
+from cogfast.train import process_watch
+process_watch._INTERVAL = 0.1
+
+def train(words):
+    print("imports", "torch" in sys.modules, flush=True)
+    time.sleep(60)
+
+command._VERBS["train"] = train
+command.main(["train"])
+"""
+
+
+def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) -> None:
+    """It watches before it imports torch, and so before it could wait for the store."""
+    launcher = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])",
+            STARTING,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "1", "RANK": "3"},
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "errors").open("w"),
+        text=True,
+    )
+    assert launcher.stdout.readline() == "imports False\n"
+    launcher.kill()
+    assert launcher.stdout.read() == ""  # to its end, when the rank has closed it, too
+    assert (tmp_path / "errors").read_text() == "cogfast: rank 3 ends: torchrun is gone\n"

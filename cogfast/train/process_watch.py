@@ -2,7 +2,9 @@
 
 Left alone such a rank waits in a collective, NCCL's for half an hour: torchrun's SIGTERM asks it
 to stop at the next step, which never comes. And ranks whose torchrun was killed would go on without
-anything that could stop them.
+anything that could stop them, or wait for the store that it held.
+
+Nothing heavy is imported with this file: ranks watch their torchrun while they import the rest.
 """
 
 from __future__ import annotations
@@ -10,19 +12,40 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from threading import Event, Thread
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _INTERVAL = 2.0  # seconds between two looks
 _GRACE = 10.0  # seconds that a rank has to fail by itself, with what it has to say
 _GONE = "cogfast/gone"
+_LAUNCHER_WATCH = "launcher watch"  # its thread's name
+
+
+def watch_launcher() -> None:
+    """End this process when the torchrun that started it is gone; to be called first of all. Where
+    that was done, or something else started us, nothing happens."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if _LAUNCHER_WATCH in (thread.name for thread in threading.enumerate()):
+        return
+
+    def watch(launcher: int) -> None:
+        while os.getppid() == launcher:
+            time.sleep(_INTERVAL)
+        _end(os.environ["RANK"], "torchrun is gone")
+
+    Thread(target=watch, args=(os.getppid(),), name=_LAUNCHER_WATCH, daemon=True).start()
 
 
 class ProcessWatch:
-    """A thread that looks after this rank's torchrun and its ranks until `stop`.
+    """A thread that looks after the ranks of this rank's torchrun until `stop`.
 
     siblings: {rank: process id} of the other ranks of this torchrun. store: by which ranks of
     several machines hear of it; its server goes when the first torchrun does.
@@ -30,7 +53,6 @@ class ProcessWatch:
 
     def __init__(self, rank: int, siblings: Mapping[int, int], store: dist.Store) -> None:
         self.rank, self.siblings, self.store = rank, siblings, store
-        self._parent = os.getppid()
         self._is_over = Event()
         Thread(target=self._watch, name="process watch", daemon=True).start()
 
@@ -40,11 +62,9 @@ class ProcessWatch:
 
     def _watch(self) -> None:
         while not self._is_over.wait(_INTERVAL):
-            if os.getppid() != self._parent:
-                self._end("torchrun is gone")
             reason = self._who_is_gone()
             if reason is not None and not self._is_over.wait(_GRACE):
-                self._end(reason)
+                _end(self.rank, reason)
 
     def _who_is_gone(self) -> str | None:
         try:
@@ -55,10 +75,11 @@ class ProcessWatch:
         except RuntimeError:  # torch.distributed's errors are
             return "the store of the first torchrun is gone"
 
-    def _end(self, reason: str) -> None:
-        sys.stderr.write(f"cogfast: rank {self.rank} ends: {reason}\n")
-        sys.stderr.flush()
-        os._exit(1)  # the main thread is in a collective, which nothing else interrupts
+
+def _end(rank: int | str, reason: str) -> None:
+    sys.stderr.write(f"cogfast: rank {rank} ends: {reason}\n")
+    sys.stderr.flush()
+    os._exit(1)  # the main thread is in a collective, which nothing else interrupts
 
 
 def _is_alive(pid: int) -> bool:
@@ -72,11 +93,12 @@ def _is_alive(pid: int) -> bool:
 def watch_processes(
     rank: int, world_size: int, control: dist.ProcessGroup | None
 ) -> ProcessWatch | None:
-    """Watch over the ranks that torchrun started; None where something else did."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Watch over the ranks that torchrun started; None where something else did, or for one alone."""
+    watch_launcher()
+    if "TORCHELASTIC_RUN_ID" not in os.environ or control is None:
         return None
-    if control is None:
-        return ProcessWatch(rank, {}, dist.HashStore())
+    import torch.distributed as dist
+
     launcher = (platform.node(), os.getppid())
     places: list = [None] * world_size
     dist.all_gather_object(places, (launcher, os.getpid()), group=control)
