@@ -188,7 +188,7 @@ DAMAGES = {
     "missing rank file": "rank-00000.safetensors is missing",
     "bad manifest": "manifest.json is damaged",
     "no manifest": "it has no manifest.json",
-    "another format": "says format other, not cogfast-checkpoint-1",
+    "another format": "says format other, not cogfast-checkpoint-2",
     "no folder": "no such folder",
 }
 

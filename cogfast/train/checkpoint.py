@@ -5,7 +5,9 @@
                                                      moments and EMA, flat float32
     <run>/checkpoints/latest                         the newest step that is complete
 
-A slice is a range of a flattened parameter, so any other number of ranks can read what it needs.
+A slice is a range of a flattened parameter; where tensor parallelism cuts the parameter, of one
+flattened share, and the manifest says of which of how many. So ranks of any other data- and
+tensor-parallel size can read what they need (model/weights/run.py).
 Frozen weights are kept too where they are the smaller part (the fixed position table of a full
 fine-tune), not where they are the larger (the base of a LoRA run).
 """
@@ -16,11 +18,9 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from cogfast.train.zero_engine import ZeroEngine
-
-FORMAT = "cogfast-checkpoint-1"
+from cogfast.model.weights.run import FORMAT, FORMATS, DamageError, RunFiles
+from cogfast.train.zero_engine import ZeroEngine, shard_of, whole_shape
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -39,11 +39,6 @@ def replaced_name(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.incomplete.old")
 
 
-def parameter_shape(parameter: Tensor) -> list[int]:
-    """The whole parameter's, which ZeRO-3 empties."""
-    return list(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint folder, after a look at its files.
 
@@ -51,32 +46,28 @@ def read_manifest(path: Path) -> dict:
     """
     try:
         return _intact_manifest(path)
-    except _DamageError as error:
+    except DamageError as error:
         raise ValueError(_refusal(path, error)) from None
-
-
-class _DamageError(Exception):
-    """What is wrong with a checkpoint."""
 
 
 def _intact_manifest(path: Path) -> dict:
     if not path.is_dir():
-        raise _DamageError("no such folder")
+        raise DamageError("no such folder")
     if not (path / "manifest.json").is_file():
-        raise _DamageError("it has no manifest.json")
+        raise DamageError("it has no manifest.json")
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _DamageError(f"its manifest.json is damaged ({error})") from None
+        raise DamageError(f"its manifest.json is damaged ({error})") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise _DamageError(f"its manifest.json says format {found}, not {FORMAT}")
+    if found not in FORMATS:
+        raise DamageError(f"its manifest.json says format {found}, not {FORMAT}")
     for name, size in manifest["bytes"].items():
         if not (path / name).is_file():
-            raise _DamageError(f"{name} is missing")
+            raise DamageError(f"{name} is missing")
         if (path / name).stat().st_size != size:
             wrong = (path / name).stat().st_size
-            raise _DamageError(f"{name} has {wrong} bytes instead of {size}")
+            raise DamageError(f"{name} has {wrong} bytes instead of {size}")
     return manifest
 
 
@@ -87,7 +78,7 @@ def _refusal(path: Path, error: Exception) -> str:
     for other in sorted((p for p in siblings if p.name.isdigit() and p != path), reverse=True):
         try:
             _intact_manifest(other)
-        except _DamageError:
+        except DamageError:
             continue
         hint = f"the last good one is that of step {int(other.name)}: --resume {other}"
         break
@@ -97,16 +88,14 @@ def _refusal(path: Path, error: Exception) -> str:
 def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
-    Every rank reads only its own slices, whatever number of ranks wrote them. Returns the
-    manifest. ValueError where the checkpoint holds another model.
+    Every rank reads only its own slices, whatever layout wrote them. Returns the manifest.
+    ValueError where the checkpoint holds another model.
     """
-    from safetensors import SafetensorError
-
     manifest = read_manifest(path)
     _check_same_model(path, manifest, engine)
     try:
-        _fill(path, manifest, engine)
-    except SafetensorError as error:
+        _fill(RunFiles(path, manifest), engine)
+    except DamageError as error:
         raise ValueError(_refusal(path, error)) from None
     for piece in engine.slices:
         for key, value in manifest["counters"][piece.parameter].items():
@@ -116,25 +105,21 @@ def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
     return manifest
 
 
-def _fill(path: Path, manifest: dict, engine: ZeroEngine) -> None:
+def _fill(files: RunFiles, engine: ZeroEngine) -> None:
     """Read this rank's slices, and the frozen weights that the checkpoint keeps."""
-    index: dict[tuple[str, str], list[tuple[int, int, str, str]]] = {}
-    for name, slices in manifest["slices"].items():
-        for key, s in slices.items():
-            entry = (s["start"], s["numel"], name, key)
-            index.setdefault((s["parameter"], s["kind"]), []).append(entry)
-    kinds = sorted({kind for _, kind in index} - {"master", "frozen"})
+    parameters = dict(engine.transformer.named_parameters())
+    kinds = sorted(files.kinds - {"master", "frozen"})
     engine.allocate_state(kinds)
-    with _Files(path) as files:
-        for piece in engine.slices:
-            for kind in ("master", *kinds):
-                files.fill(engine.view(piece, kind), piece.start, index[piece.parameter, kind])
-        parameters = dict(engine.transformer.named_parameters())
-        for name in sorted(name for name, kind in index if kind == "frozen"):
-            with engine.whole(parameters[name], is_written=True) as whole:
-                values = torch.empty(whole.numel(), dtype=torch.float32)
-                files.fill(values, 0, index[name, "frozen"])
-                whole.copy_(values.view_as(whole))
+    for piece in engine.slices:
+        shard = shard_of(parameters[piece.parameter])
+        for kind in ("master", *kinds):
+            out = engine.view(piece, kind)
+            files.fill(out, piece.parameter, kind, shard, piece.start)
+    for name in files.frozen:
+        with engine.whole(parameters[name], is_written=True) as whole:
+            values = torch.empty(whole.numel(), dtype=torch.float32)
+            files.fill(values, name, "frozen", shard_of(parameters[name]))
+            whole.copy_(values.view_as(whole))
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
@@ -145,9 +130,8 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
             f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
             f"args.load={path}"
         )
-    have = {
-        n: parameter_shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad
-    }
+    parameters = engine.transformer.named_parameters()
+    have = {n: whole_shape(p) for n, p in parameters if p.requires_grad}
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     if have == saved:
         return
@@ -157,32 +141,3 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
         f"differ, first {differ[0]} (config {have.get(differ[0])}, checkpoint "
         f"{saved.get(differ[0])}); resume with the config of that run"
     )
-
-
-class _Files:
-    """The safetensors files of a checkpoint, opened once each, read by ranges."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._open = folder, {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
-    def fill(self, out: Tensor, start: int, entries: list[tuple[int, int, str, str]]) -> None:
-        """Fill `out` with elements [start, start + len(out)) of a flattened parameter."""
-        from safetensors import safe_open
-
-        filled = 0
-        for begin, numel, name, key in entries:
-            low, high = max(start, begin), min(start + out.numel(), begin + numel)
-            if low >= high:
-                continue
-            if name not in self._open:
-                self._open[name] = safe_open(self.folder / name, framework="pt")
-            values = self._open[name].get_slice(key)[low - begin : high - begin]
-            out[low - start : high - start].copy_(values)
-            filled += high - low
-        assert filled == out.numel(), f"checkpoint covers {filled} of {out.numel()} elements"

@@ -5,6 +5,8 @@ memory, so that the host does not wait at all; the thread waits for its event. T
 host copy of this rank's partitions (16 bytes per element that it owns with FusedEmaAdam: weights,
 two moments, EMA), made at the first save and used again by each later one, which therefore waits
 until the one before is complete.
+Parameters that a tensor-parallel group has whole are copied on all its ranks and written by the
+first of each.
 
 The ranks' threads agree through a control group of their own: every rank starts the same saves in
 the same order, one at a time, and no other thread uses that group, so its collectives always meet
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import weakref
@@ -24,9 +27,10 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
-from cogfast.train.checkpoint import FORMAT, parameter_shape, replaced_name
+from cogfast.model.weights.run import FORMAT
+from cogfast.train.checkpoint import replaced_name
 from cogfast.train.process_groups import OtherRankError, ProcessGroups
-from cogfast.train.zero_engine import ZeroEngine
+from cogfast.train.zero_engine import ZeroEngine, shard_of, whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +99,7 @@ class CheckpointWriter:
         """The host buffers; where one rank has no memory for them, all hear of it."""
         snapshot, error = None, None
         try:
-            snapshot = _Snapshot(self.engine, self.groups.is_main)
+            snapshot = _Snapshot(self.engine)
         except (MemoryError, RuntimeError) as caught:
             error = caught
         self.groups.agree(error)
@@ -131,16 +135,11 @@ class CheckpointWriter:
         counters: dict[str, dict[str, float]] = {}
         for report in reports:
             counters.update(report[2])
+        named = self.engine.transformer.named_parameters()
         manifest = {
             "format": FORMAT,
-            "parameters": {
-                name: {
-                    "shape": parameter_shape(p),
-                    "dtype": str(p.dtype).removeprefix("torch."),
-                }
-                for name, p in self.engine.transformer.named_parameters()
-                if p.requires_grad
-            },
+            "parameters": {name: _about(p) for name, p in named if p.requires_grad},
+            "frozen": {n: _about(p) for n, p in _frozen_to_keep(self.engine.transformer).items()},
             "slices": {name: slices for name, slices, _ in reports},
             "bytes": {name: (draft / name).stat().st_size for name, _, _ in reports},
             "optimizer": type(self.engine.optimizer).__name__,
@@ -163,12 +162,15 @@ class CheckpointWriter:
 
 
 class _Snapshot:
-    """Host copies of what this rank saves: partitions, counters and, on rank 0, frozen weights."""
+    """Host copies of what this rank saves: partitions, counters and, on one rank of those that have
+    the same, frozen weights."""
 
-    def __init__(self, engine: ZeroEngine, is_main: bool) -> None:
-        self.engine, self.is_main = engine, is_main
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.engine = engine
         self.kinds = ("master", *engine.state_kinds())
-        self.frozen = _frozen_to_keep(engine)
+        named = engine.transformer.named_parameters()
+        self.shards = {name: shard_of(parameter) for name, parameter in named}
+        self.frozen = _frozen_to_keep(engine.transformer)
         self.partitions = {key: _host_buffer(x) for key, x in self._live_partitions().items()}
         self.numbers = {key: _host_buffer(x) for key, x in self._live_numbers().items()}
         self.frozen_values: dict[str, Tensor] = {}
@@ -196,7 +198,7 @@ class _Snapshot:
         """Copy the state of this moment. Under ZeRO-3 every rank must call it."""
         for name, parameter in self.frozen.items():
             with self.engine.whole(parameter) as values:
-                if self.is_main:
+                if self.engine.data_rank == 0 and self._is_ours(name):
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
         self.frozen = {}  # they never change
         live = {**self._live_partitions(), **self._live_numbers()}
@@ -207,8 +209,14 @@ class _Snapshot:
             self.copied = torch.cuda.Event()
             self.copied.record()
 
+    def _is_ours(self, name: str) -> bool:
+        """To write: our share, or what all ranks of the tensor-parallel group have and the first
+        writes."""
+        return self.engine.tensor_rank == 0 or self.shards[name] is not None
+
     def write(self, path: Path) -> dict[str, dict]:
-        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}."""
+        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}, and
+        share [index, count] where it is of one."""
         from safetensors.torch import save_file  # releases the interpreter while it writes
 
         if self.copied is not None:
@@ -221,9 +229,12 @@ class _Snapshot:
             tensors[key] = values
             slices[key] = {"parameter": parameter, "kind": kind, "start": start}
             slices[key]["numel"] = values.numel()
+            shard = self.shards[parameter]
+            if shard is not None:
+                slices[key]["share"] = [shard.index, shard.count]
 
         for kind in self.kinds:
-            for piece in self.engine.slices:
+            for piece in filter(lambda piece: self._is_ours(piece.parameter), self.engine.slices):
                 whole = self.partitions[kind, piece.part]
                 values = whole.narrow(0, piece.offset, piece.numel)
                 add(kind, piece.parameter, piece.start, values)
@@ -257,16 +268,23 @@ def _host_buffer(like: Tensor) -> Tensor:
     return buffer
 
 
-def _frozen_to_keep(engine: ZeroEngine) -> dict[str, nn.Parameter]:
-    parameters = dict(engine.transformer.named_parameters())
+def _frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Where they are the smaller part: the same decision at every layout."""
+    parameters = dict(transformer.named_parameters())
     frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
-    num_frozen = sum(_numel(p) for p in frozen.values())
-    num_trained = sum(_numel(p) for p in parameters.values()) - num_frozen
+    num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
+    num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
     return frozen if num_frozen < num_trained else {}
 
 
-def _numel(parameter: Tensor) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 empties what it partitions
+def _about(parameter: nn.Parameter) -> dict[str, object]:
+    """What the manifest says of a parameter; `cut`, where it lies in shares: dim and num_parts."""
+    about = {
+        "shape": whole_shape(parameter),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+    }
+    shard = shard_of(parameter)
+    return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
 
 
 def _make_empty(folder: Path) -> None:

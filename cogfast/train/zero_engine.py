@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.weights.shard import Shard
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.fused_step import FusedStep, gather_weights, own_weights, why_stock
 
@@ -30,13 +31,27 @@ _NEVER = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements [start, start + numel) of a flattened parameter: `offset` in partition `part`."""
+    """Elements [start, start + numel) of a flattened parameter, or of our share of one that
+    tensor parallelism cuts: `offset` in partition `part`."""
 
     parameter: str
     start: int
     numel: int
     part: int
     offset: int
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Which share of it this rank holds, or None where it holds all (`parallelize` notes it)."""
+    return getattr(parameter, "shard", None)
+
+
+def whole_shape(parameter: Tensor) -> list[int]:
+    """Of the whole parameter, which tensor parallelism cuts and ZeRO-3 empties."""
+    shard = shard_of(parameter)
+    if shard is not None:
+        return list(shard.shape)
+    return list(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def deepspeed_config(config: Config, args: TrainArguments) -> dict:
@@ -75,6 +90,7 @@ class ZeroEngine:
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
     config: from `deepspeed_config`. mpu: who shares a model and who shares its data, as DeepSpeed
     asks (Megatron's model parallel unit); without one every rank has a model of its own.
+    tensor_rank, data_rank: our place among those who share a model, and those who share its data.
     use_stock_step: DeepSpeed's own step of stages 1 and 2 even where FusedStep could take its place.
     """
 
@@ -95,7 +111,11 @@ class ZeroEngine:
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
         )
         self.transformer, self.optimizer = transformer, optimizer
-        self.num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+        self.tensor_rank, self.data_rank = 0, torch.distributed.get_rank()
+        if mpu is not None:
+            self.tensor_rank = mpu.get_model_parallel_rank()
+            self.data_rank = mpu.get_data_parallel_rank()
+        deepspeed.utils.groups.mpu = mpu  # it would keep that of an engine before
         self.engine, _, _, _ = deepspeed.initialize(
             model=transformer,
             optimizer=optimizer,

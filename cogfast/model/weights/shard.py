@@ -29,6 +29,25 @@ class Shard:
         starts = [i * part + self.index * width for i in range(self.num_parts)]
         return [(start, start + width) for start in starts]
 
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        """Of the share."""
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        return (*before, self.shape[self.dim] // self.count, *after)
+
+    def overlaps(self, other: Shard) -> Iterator[tuple[int, int, int]]:
+        """What the share has in common with one of another count: (place along `dim` of this share,
+        of the other, length), stretch by stretch."""
+        mine = 0
+        for low, high in self.ranges:
+            theirs = 0
+            for start, stop in other.ranges:
+                first, last = max(low, start), min(high, stop)
+                if first < last:
+                    yield mine + first - low, theirs + first - start, last - first
+                theirs += stop - start
+            mine += high - low
+
     def of(self, whole: Tensor) -> Tensor:
         """The share of a tensor with the whole parameter's numbers; a view where it is one stretch."""
         whole = whole.reshape(self.shape)
