@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -13,13 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from cogfast.config import load_config
-from cogfast.model.weights.run import read_run_weights
 from cogfast.train.checkpoint import newest_checkpoint, read_manifest
 from cogfast.train.trainer import Trainer
-from tests.kills import kill
+from tests.kills import Kill, assert_same_run, run_with_kills
 from tests.tiny_run import ROOT, losses, run, run_folder, start, wait_for, write_clips, write_config
 
 STEPS = 40
@@ -42,22 +41,6 @@ def words(base: Path, save: Path, *overrides: str) -> list[str]:
     return ["train", "--base", str(base), f"args.save={save}", *overrides]
 
 
-def last_weights(save: Path) -> dict[str, torch.Tensor]:
-    """Weights and moving average of the last checkpoint, which is that of the last step."""
-    checkpoint = newest_checkpoint(run_folder(save))
-    assert int(checkpoint.name) == STEPS
-    weights = dict(read_run_weights(checkpoint))
-    return weights | {f"ema {n}": v for n, v in read_run_weights(checkpoint, ema=True)}
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    first, second = last_weights(one), last_weights(other)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-    assert losses(run_folder(one)) == losses(run_folder(other))
-
-
 @pytest.mark.slow
 def test_a_run_told_to_stop_goes_on_bitwise(tmp_path: Path, base: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -73,7 +56,7 @@ def test_a_run_told_to_stop_goes_on_bitwise(tmp_path: Path, base: Path) -> None:
     assert f"stopped at step {stopped}" in output
     done = run([*words(base, cut), "--resume", "latest"])
     assert done.returncode == 0, done.stdout
-    assert_same_run(whole, cut)
+    assert_same_run(whole, cut, STEPS)
 
 
 @pytest.mark.slow
@@ -84,26 +67,16 @@ def test_three_kills_of_two_ranks_change_nothing(tmp_path: Path, base: Path) -> 
     layout += ["deepspeed.bf16={enabled: true}"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(words(base, whole, *layout), 2).returncode == 0
-
-    stopped = 0
-    for what in ("rank 1", "all", "torchrun"):
-        process = start([*words(base, cut, *layout), "--resume", "auto"], 2)
-        wait_for(lambda: newest_step(cut) > stopped, process)  # noqa: B023
-        if what == "all":
-            wait_for(lambda: list(cut.glob("*/checkpoints/*.incomplete")), process, pause=0.0)
-        output = kill(process, what)
-        stopped = newest_step(cut)
+    rng = random.Random(0)
+    steps = sorted(rng.sample(range(1, STEPS // 2), 3))
+    kills = [
+        Kill("rank 1", "step", steps[0], rng.uniform(0, 0.1)),
+        Kill("all", "save", steps[1], rng.uniform(0, 0.01)),
         # Without torchrun the ranks go on for some steps, perhaps to the last.
-        assert stopped < STEPS or what == "torchrun", output
-    done = run([*words(base, cut, *layout), "--resume", "latest"], 2)
-    assert done.returncode == 0, done.stdout
-    assert_same_run(whole, cut)
-
-
-def newest_step(save: Path) -> int:
-    """Of the only run below `save`; 0 where it has no checkpoint yet."""
-    latest = list(save.glob("*/checkpoints/latest"))
-    return int(latest[0].read_text()) if latest else 0
+        Kill("torchrun", "step", steps[2]),
+    ]
+    run_with_kills(words(base, cut, *layout), cut, kills)
+    assert_same_run(whole, cut, STEPS)
 
 
 @pytest.mark.slow
