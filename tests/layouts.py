@@ -1,40 +1,26 @@
-"""Several runs in one launch: `torchrun ... tests/layouts.py '[[BASE, WORD, ...], ...]'`.
+"""Several runs in one launch: `torchrun ... tests/layouts.py BASE SAVE WORD,WORD ...`.
 
-Each is a run of the YAML file BASE with these overrides. ["copy", SAVE, STEP, RUN] makes a run folder
-that has the checkpoint of STEP of the only run below SAVE, and no other.
+Each argument is a run with these overrides; it is saved below SAVE/<number of the run>.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 
 from cogfast.config import load_config
 from cogfast.train.process_groups import start_processes
 from cogfast.train.trainer import Trainer
-from tests.tiny_run import run_folder
 
 
-def copy_run(save: str, step: str, run: str) -> None:
-    source = run_folder(Path(save)) / "checkpoints" / step
-    target = Path(run) / "checkpoints" / step
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        os.link(file, target / file.name)
-    (target.parent / "latest").write_text(step)
-
-
-def train(steps: list[list[str]]) -> None:
+def main() -> None:
+    base, save, *runs = sys.argv[1:]
     groups = start_processes()
-    for first, *words in steps:
-        if first == "copy":
-            groups.on_main(lambda names=words: copy_run(*names))
-        else:
-            Trainer(load_config([first], words)).train()
+    for number, words in enumerate(runs):
+        overrides = [word for word in words.split(",") if word]
+        Trainer(load_config([base], [f"args.save={Path(save) / str(number)}", *overrides])).train()
     groups.close()
 
 
 if __name__ == "__main__":
-    train(json.loads(sys.argv[1]))
+    main()
