@@ -1,26 +1,40 @@
-"""Several runs in one launch: `torchrun ... tests/layouts.py BASE SAVE WORD,WORD ...`.
+"""Several runs in one launch: `torchrun ... tests/layouts.py '[[BASE, WORD, ...], ...]'`.
 
-Each argument is a run with these overrides; it is saved below SAVE/<number of the run>.
+Each is a run of the YAML file BASE with these overrides. ["copy", SAVE, STEP, RUN] makes a run folder
+that has the checkpoint of STEP of the only run below SAVE, and no other.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
 from cogfast.config import load_config
 from cogfast.train.process_groups import start_processes
 from cogfast.train.trainer import Trainer
+from tests.tiny_run import run_folder
 
 
-def main() -> None:
-    base, save, *runs = sys.argv[1:]
+def copy_run(save: str, step: str, run: str) -> None:
+    source = run_folder(Path(save)) / "checkpoints" / step
+    target = Path(run) / "checkpoints" / step
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        os.link(file, target / file.name)
+    (target.parent / "latest").write_text(step)
+
+
+def train(steps: list[list[str]]) -> None:
     groups = start_processes()
-    for number, words in enumerate(runs):
-        overrides = [word for word in words.split(",") if word]
-        Trainer(load_config([base], [f"args.save={Path(save) / str(number)}", *overrides])).train()
+    for first, *words in steps:
+        if first == "copy":
+            groups.on_main(lambda names=words: copy_run(*names))
+        else:
+            Trainer(load_config([first], words)).train()
     groups.close()
 
 
 if __name__ == "__main__":
-    main()
+    train(json.loads(sys.argv[1]))

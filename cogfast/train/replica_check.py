@@ -25,12 +25,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class ReplicaCheck:
     """Ends a run whose tensor-parallel processes differ in a parameter that all of them have.
 
-    every: optimizer steps between two checks; None never checks. Each reads the replicated
+    group: None where every process has a model of its own, and nothing to compare. every: optimizer
+    steps between two checks; None never checks. Each reads the replicated
     parameters once, sends 8 bytes per parameter to the others of the group, and reads the host once.
     """
 
     def __init__(
-        self, transformer: nn.Module, group: TensorParallelGroup, every: int | None
+        self, transformer: nn.Module, group: TensorParallelGroup | None, every: int | None
     ) -> None:
         shards = find_shards(transformer)
         self.replicated = {n: p for n, p in transformer.named_parameters() if n not in shards}
@@ -39,7 +40,7 @@ class ReplicaCheck:
     def after_step(self, step: int) -> None:
         """To be called by all processes after optimizer step `step`; where the copies differ, each
         of the group raises the same RuntimeError."""
-        if not self.every or step % self.every:
+        if self.group is None or not self.every or step % self.every:
             return
         mine = hash_parameters(list(self.replicated.values()))
         hashes = mine.new_empty(self.group.size * len(mine))

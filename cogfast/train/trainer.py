@@ -39,6 +39,7 @@ from cogfast.train.parallelize import count_trained
 from cogfast.train.preflight import check_train
 from cogfast.train.process_groups import StopRequest, start_processes
 from cogfast.train.profiling import Profiler
+from cogfast.train.replica_check import ReplicaCheck
 from cogfast.train.run_folder import check_changes, describe_run, open_run_folder
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
@@ -88,6 +89,9 @@ class Trainer:
         )
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)
+        self.replica_check = ReplicaCheck(
+            transformer, self.groups.tensor, args.replica_check_interval
+        )
         self.checkpointing = ActivationCheckpointing(
             transformer, args.activation_checkpointing, self.groups, args.compile
         )
@@ -145,6 +149,7 @@ class Trainer:
                 checkpointing.after_step()
                 metrics.end_step(self.step)
                 self.gradient_check.after_step(self.step)
+                self.replica_check.after_step(self.step)
 
                 if self._is_due(args.log_interval) or self.step == self.num_steps:
                     with profiler.range("log"):
