@@ -210,8 +210,8 @@ class _Snapshot:
             self.copied.record()
 
     def _is_ours(self, name: str) -> bool:
-        """To write: our share, or what all ranks of the tensor-parallel group have and the first
-        writes."""
+        """Whether we write what we hold of it: a share, or the whole that the first rank of a
+        tensor-parallel group writes for all."""
         return self.engine.tensor_rank == 0 or self.shards[name] is not None
 
     def write(self, path: Path) -> dict[str, dict]:
@@ -233,8 +233,9 @@ class _Snapshot:
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
 
+        ours = [piece for piece in self.engine.slices if self._is_ours(piece.parameter)]
         for kind in self.kinds:
-            for piece in filter(lambda piece: self._is_ours(piece.parameter), self.engine.slices):
+            for piece in ours:
                 whole = self.partitions[kind, piece.part]
                 values = whole.narrow(0, piece.offset, piece.numel)
                 add(kind, piece.parameter, piece.start, values)
