@@ -56,7 +56,8 @@ class Layout:
         micro = self.micro or 4 * self.tensor // (self.ranks * self.accumulation)
         return [
             *(f"{MICRO}={micro}", f"{ACCUMULATION}={self.accumulation}", f"{STAGE}={self.stage}"),
-            *(f"{TENSOR}={self.tensor}", *self.extra),
+            # as many held-out samples
+            *(f"{TENSOR}={self.tensor}", f"args.eval_iters={self.accumulation}", *self.extra),
         ]
 
 
