@@ -91,8 +91,9 @@ def main(words: Sequence[str] | None = None) -> int:
         _VERBS[words[0]]([word for word in words[1:] if word != "--traceback"])
     except Exception as error:
         is_ours = isinstance(error, (ValueError, RuntimeError)) and _is_ours(error)
-        is_line = is_ours and "--traceback" not in words
-        if _is_of_another_rank(error):
+        is_lost = _is_of_another_rank(error)
+        is_line = (is_ours or is_lost) and "--traceback" not in words
+        if is_lost:
             time.sleep(_GRACE_SECONDS)
         _tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
         if not is_line:
@@ -160,7 +161,10 @@ def _tell_torchrun(text: str) -> None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    line = " ".join(str(error).split())
+    if _is_ours(error):
+        return line
+    return f"another rank is gone, whose own output, on its machine, says why ({line})"
 
 
 def _report(error: ValueError | RuntimeError) -> None:

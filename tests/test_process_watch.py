@@ -11,13 +11,16 @@ from pathlib import Path
 from tests.tiny_run import ROOT
 
 WAITING = """
-import sys, time
+import os, sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from cogfast.train import process_watch
-process_watch._INTERVAL, process_watch._GRACE = 0.1, 0.5
+process_watch._INTERVAL, process_watch._GRACE, process_watch._SILENCE = 0.1, 0.5, 3.0
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=20))
-watch = process_watch.ProcessWatch(0, {1: int(sys.argv[2])}, store)
+machines = {"here": {0: os.getpid(), 1: int(sys.argv[2])}}
+if sys.argv[3] == "listens":
+    machines["there"] = {2: 0, 3: 0}
+watch = process_watch.ProcessWatch(0, machines, store)
 if sys.argv[3] == "left":
     watch.stop()
 print("waits", flush=True)
@@ -56,6 +59,22 @@ def test_a_rank_that_waits_for_a_dead_one_ends() -> None:
         assert errors.endswith("cogfast: rank 0 ends: rank 1 is gone\n")
     _, errors = left.communicate(timeout=20)  # it has left the others in peace
     assert (left.returncode, errors) == (0, "")
+
+
+def test_a_rank_ends_when_a_machine_falls_silent() -> None:
+    """Nobody is left there to say so; where its ranks count, all is well."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = waiting(store.port, os.getpid(), "listens")
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        store.add("there", 1)
+        time.sleep(0.1)
+    assert rank.poll() is None
+    _, errors = rank.communicate(timeout=20)
+    assert rank.returncode == 1
+    assert errors.endswith("cogfast: rank 0 ends: nothing is heard of ranks 2, 3 (there)\n")
 
 
 def test_a_rank_ends_when_the_first_torchrun_is_gone() -> None:

@@ -165,10 +165,10 @@ class ProcessGroups:
 
         A lone process keeps its group to the end, for the next run in it: DeepSpeed remembers it.
         """
-        if self.watch is not None:
-            self.watch.stop()
         if self.is_owner and self.world_size > 1:
             dist.barrier(group=self.control)
+            if self.watch is not None:
+                self.watch.stop()
             dist.destroy_process_group()
 
 

@@ -20,10 +20,11 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed import ProcessGroup, Store
 
 _INTERVAL = 2.0  # seconds between two looks
 _GRACE = 10.0  # seconds that a rank has to fail by itself, with what it has to say
+_SILENCE = 60.0  # seconds without a word from any rank of a machine: power or network is gone
 _GONE = "cogfast/gone"
 _LAUNCHER_WATCH = "launcher watch"  # its thread's name
 
@@ -45,19 +46,22 @@ def watch_launcher() -> None:
 
 
 class ProcessWatch:
-    """A thread that looks after the ranks of this rank's torchrun until `stop`.
+    """A thread that looks after the other ranks until `stop`.
 
-    siblings: {rank: process id} of the other ranks of this torchrun. store: by which ranks of
-    several machines hear of it; its server goes when the first torchrun does.
+    machines: {torchrun: {rank: process id}}, in order of ranks. store: by which ranks of several
+    machines hear of each other; its server goes when the first torchrun does. Every rank looks
+    after the processes beside it, and rank 0 after the torchruns: their ranks keep counting there.
     """
 
-    def __init__(self, rank: int, siblings: Mapping[int, int], store: dist.Store) -> None:
-        self.rank, self.siblings, self.store = rank, siblings, store
+    def __init__(self, rank: int, machines: Mapping[str, Mapping[int, int]], store: Store) -> None:
+        self.rank, self.machines, self.store = rank, machines, store
+        self.here = next(name for name, ranks in machines.items() if rank in ranks)
+        self._heard: dict[str, tuple[int, float]] = {}  # of a machine: its count, and since when
         self._is_over = Event()
         Thread(target=self._watch, name="process watch", daemon=True).start()
 
     def stop(self) -> None:
-        """To be called before the ranks leave each other."""
+        """To be called when all ranks have come to their end, and before any leaves."""
         self._is_over.set()
 
     def _watch(self) -> None:
@@ -68,12 +72,24 @@ class ProcessWatch:
 
     def _who_is_gone(self) -> str | None:
         try:
-            for rank, pid in self.siblings.items():
+            self.store.add(self.here, 1)
+            for rank, pid in self.machines[self.here].items():
                 if not _is_alive(pid):
                     self.store.set(_GONE, f"rank {rank} is gone")
+            for machine in self.machines if self.rank == 0 else ():
+                if self._seconds_since(machine) > _SILENCE:
+                    ranks = ", ".join(map(str, self.machines[machine]))
+                    self.store.set(_GONE, f"nothing is heard of ranks {ranks} ({machine})")
             return self.store.get(_GONE).decode() if self.store.check([_GONE]) else None
         except RuntimeError:  # torch.distributed's errors are
             return "the store of the first torchrun is gone"
+
+    def _seconds_since(self, machine: str) -> float:
+        """Since a rank of a machine counted."""
+        count, now = self.store.add(machine, 0), time.monotonic()
+        if machine not in self._heard or self._heard[machine][0] != count:
+            self._heard[machine] = count, now
+        return now - self._heard[machine][1]
 
 
 def _end(rank: int | str, reason: str) -> None:
@@ -91,7 +107,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def watch_processes(
-    rank: int, world_size: int, control: dist.ProcessGroup | None
+    rank: int, world_size: int, control: ProcessGroup | None
 ) -> ProcessWatch | None:
     """Watch over the ranks that torchrun started; None where something else did, or for one alone."""
     watch_launcher()
@@ -99,14 +115,14 @@ def watch_processes(
         return None
     import torch.distributed as dist
 
-    launcher = (platform.node(), os.getppid())
+    place = (f"{platform.node()}, torchrun {os.getppid()}", rank, os.getpid())
     places: list = [None] * world_size
-    dist.all_gather_object(places, (launcher, os.getpid()), group=control)
-    siblings = {
-        other: pid for other, (its, pid) in enumerate(places) if its == launcher and other != rank
-    }
+    dist.all_gather_object(places, place, group=control)
+    machines: dict[str, dict[int, int]] = {}
+    for torchrun, other, pid in places:
+        machines.setdefault(torchrun, {})[other] = pid
     # A connection of its own: a thread that waits for an answer holds up no other.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return ProcessWatch(rank, siblings, dist.PrefixStore(f"attempt {attempt}", server))
+    return ProcessWatch(rank, machines, dist.PrefixStore(f"attempt {attempt}", server))
