@@ -39,7 +39,7 @@ from bench.step_cases import (
 from bench.step_models import MODELS
 from bench.step_sides import SIDES, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.train.memory_plan import Policy
+from cogfast.train.memory_plan import PolicyChoice
 
 SHOWN = (
     *("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio"),
@@ -129,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     many("--what", What, "step")
     many("--mode", Mode, "sft")
-    many("--checkpointing", Policy, "none")
+    many("--checkpointing", PolicyChoice, "none")
     many("--engine", Engine, "eager")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -26,7 +26,7 @@ from bench.step_sides import SIDES, Side, free_memory
 from bench.timing import spread, wait_for
 from cogfast.kernels.attention_backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.train.memory_plan import Policy
+from cogfast.train.memory_plan import PolicyChoice, describe
 from cogfast.train.throughput import peak_flops, train_flops
 
 What = Literal["step", "block"]
@@ -46,7 +46,7 @@ class Case:
     model: str
     what: What = "step"
     mode: Mode = "sft"
-    checkpointing: Policy = "none"
+    checkpointing: PolicyChoice = "none"
     engine: Engine = "eager"
     num_layers: int | None = None
 
@@ -254,12 +254,14 @@ def _build(
         built.compile_blocks()
     call = _make_call(side, built, case, variant)
     call()  # compiles; makes the optimizer's state
+    if case.checkpointing == "auto":
+        call()  # it chooses after the second
     if seen is not None:
         return _Prepared(call, seen)
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(plan.device)
     call()
-    figures: dict[str, object] = {}
+    figures: dict[str, object] = {"checkpointing": describe(built.layer_policies)}
     if is_gpu:
         wait_for(plan.device)
         peak = torch.cuda.max_memory_allocated(plan.device) - before
@@ -278,7 +280,9 @@ def _make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable
     def step() -> None:
         loss = (built.forward(batch) - batch.target).float().square().mean()
         loss.backward()
+        built.after_backward()
         update.step()
+        built.after_step()
 
     return step
 

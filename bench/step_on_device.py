@@ -16,7 +16,7 @@ from bench.step_cases import Case, Plan
 
 _LARGE_GIB = 120.0  # an H200 has more
 _PAIRS, _SECONDS = 20, 6.0
-_OURS = ("attention_kept", "pointwise")  # diffusers' model has neither
+_OURS = ("attention_kept", "pointwise", "auto")  # diffusers' model has none of them
 
 
 def measure_2b(settings: Settings) -> Outcome:

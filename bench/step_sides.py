@@ -21,21 +21,29 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
 from cogfast.model.weights.diffusers import diffusers_names
-from cogfast.train.activation_checkpointing import apply_policies
-from cogfast.train.memory_plan import LADDER, Policy
+from cogfast.train.activation_checkpointing import ActivationCheckpointing, apply_policies
+from cogfast.train.memory_plan import LADDER, Policy, PolicyChoice
+from cogfast.train.process_groups import ProcessGroups
 
 
 class Side(Protocol):
     """What is measured of a model: a whole forward pass, and one block forward and backward."""
 
     network: nn.Module
-    policies: Collection[Policy]  # of checkpointing, that it has
+    policies: Collection[PolicyChoice]  # of checkpointing, that it has
+    layer_policies: Sequence[Policy]  # in use
 
     def forward(self, batch: Batch) -> Tensor:
         """-> [B, C, T, h, w]."""
 
-    def use_checkpointing(self, policy: Policy) -> None:
+    def use_checkpointing(self, policy: PolicyChoice) -> None:
         """Run a part of each block again in the backward pass instead of keeping its activations."""
+
+    def after_backward(self) -> None:
+        """To be called in each training step, in its place."""
+
+    def after_step(self) -> None:
+        """To be called after each training step."""
 
     def compile_blocks(self) -> None:
         """torch.compile on every block."""
@@ -50,11 +58,10 @@ class Side(Protocol):
 class Ours:
     """cogfast's DiffusionTransformer."""
 
-    policies: Collection[Policy] = LADDER
+    policies: Collection[PolicyChoice] = (*LADDER, "auto")
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        self.policy: Policy = "none"
         with torch.device(variant.device):
             network = assemble_transformer(variant.config)
         randomize(network, seed=0)
@@ -69,16 +76,27 @@ class Ours:
     def forward(self, batch: Batch) -> Tensor:
         return self.network(batch.latents, batch.timesteps, batch.text)
 
-    def use_checkpointing(self, policy: Policy) -> None:
-        self.policy = policy
-        apply_policies(self.network, [policy] * len(self.network.blocks))
+        self.use_checkpointing("none")
+
+    def use_checkpointing(self, policy: PolicyChoice) -> None:
+        alone = ProcessGroups(0, 1, 0, self.variant.device, control=None, is_owner=False)
+        self.checkpointing = ActivationCheckpointing(self.network, policy, alone)
+
+    def after_backward(self) -> None:
+        self.checkpointing.after_backward()
+
+    def after_step(self) -> None:
+        self.checkpointing.after_step()
+
+    @property
+    def layer_policies(self) -> Sequence[Policy]:
+        return self.checkpointing.policies
 
     def compile_blocks(self) -> None:
         # as cogfast.train.compilers does, which needs the packages that read a configuration
         for block in self.network.blocks:
             block.compile(fullgraph=True)
-        policies = [self.policy] * len(self.network.blocks)
-        apply_policies(self.network, policies, is_compiled=True)
+        apply_policies(self.network, self.layer_policies, is_compiled=True)
 
     def block_call(self, given: BlockInput) -> Callable[[], None]:
         block, hidden = self.network.blocks[0], given.hidden.clone().requires_grad_()
@@ -102,7 +120,7 @@ class Theirs:
     """diffusers' model with the weights that `Ours(variant)` starts with; its rotary table is made
     once."""
 
-    policies: Collection[Policy] = ("none", "full")
+    policies: Collection[PolicyChoice] = ("none", "full")
 
     def __init__(self, variant: Variant, dtype: torch.dtype | None = None) -> None:
         """dtype: another than the variant's; the weights are rounded to the variant's all the same.
@@ -139,6 +157,7 @@ class Theirs:
             self._add_lora(network, config)
         _copy_weights(Ours(variant).network, network)
         self.network = network.train()
+        self.use_checkpointing("none")
         self.rotary = None
         if is_rotary:
             crops = ((0, 0), (grid.h, grid.w))
@@ -167,11 +186,18 @@ class Theirs:
         )
         return output[0].transpose(1, 2)
 
-    def use_checkpointing(self, policy: Policy) -> None:
+    def use_checkpointing(self, policy: PolicyChoice) -> None:
+        self.layer_policies = [policy] * len(self.network.transformer_blocks)
         if policy == "full":
             self.network.enable_gradient_checkpointing()
         else:
             self.network.disable_gradient_checkpointing()
+
+    def after_backward(self) -> None:
+        pass
+
+    def after_step(self) -> None:
+        pass
 
     def compile_blocks(self) -> None:
         for block in self.network.transformer_blocks:

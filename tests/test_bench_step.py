@@ -177,6 +177,13 @@ def test_policies_that_one_side_has_count_among_the_best() -> None:
     assert best["ours_policy"] == "checkpointing pointwise, eager" and best["ratio"] == 1 / 3
 
 
+def test_auto_chooses_before_it_is_measured() -> None:
+    row, problems = measure_case(Case("2b-smallest", checkpointing="auto"), PLAN)
+    assert problems == [] and row["ours_median_ms"] > 0
+    # it begins with full, and there is room for everything
+    assert row["ours_checkpointing"] == "none in all 2 layers"
+
+
 def test_figures_follow_from_times_and_sizes(monkeypatch) -> None:
     times = iter([4.0, 3.0, 2.0, 5.0, 6.0, 4.0])  # which side goes first alternates
     monkeypatch.setattr(step_cases, "_time", lambda call, device: next(times))

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.train.memory_plan import PolicyChoice
+
 if TYPE_CHECKING:
     from cogfast.config import Config
 
 Precision = Literal["bf16", "fp16", "fp32"]
-PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
