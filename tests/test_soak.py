@@ -17,9 +17,14 @@ pytestmark = pytest.mark.soak
 
 STEPS = 2000
 NUM_KILLS = 20
+LAYOUTS = {
+    "dp 2": ["deepspeed.train_micro_batch_size_per_gpu=2"],
+    "tp 2": ["args.model_parallel_size=2"],
+}
 
 
-def test_many_kills_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_kills_change_nothing(tmp_path: Path, layout: str) -> None:
     """kill -9 at random moments, starts and saves included, of all, of a rank or of torchrun: the
     rest ends by itself, and the last checkpoint is the uninterrupted run's, bit for bit."""
     base = write_config(
@@ -29,11 +34,11 @@ def test_many_kills_change_nothing(tmp_path: Path) -> None:
         save_interval=3,
         num_workers=1,
     )
-    words = ["train", "--base", str(base), "deepspeed.train_micro_batch_size_per_gpu=2"]
+    words = ["train", "--base", str(base), *LAYOUTS[layout]]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run([*words, f"args.save={whole}"], 2, timeout=1200).returncode == 0
     # Ranks go on for some steps without their torchrun: the second half is room for that.
-    kills = draw_kills(seed=0, count=NUM_KILLS, last_step=STEPS // 2)
+    kills = draw_kills(seed=list(LAYOUTS).index(layout), count=NUM_KILLS, last_step=STEPS // 2)
     assert {kill.when for kill in kills} == {"start", "step", "save"}
     was_in_save = run_with_kills([*words, f"args.save={cut}"], cut, kills)
     assert sum(was_in_save) >= 3, "hardly any kill met a save"
