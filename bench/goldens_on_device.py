@@ -49,20 +49,20 @@ class Answers:
 def check_goldens(settings: Settings) -> Outcome:
     torch.set_float32_matmul_precision("highest")  # no TF32
     torch.backends.cudnn.allow_tf32 = False
-    factor = _GPU_FACTOR if settings.device.type == "cuda" else 1.0
+    factor = tolerance_factor(settings.device)
     rows: list[Row] = []
     problems: list[str] = []
     for name in CASES:
         stored = load_file(GOLDEN / name / "io.safetensors")
         for dtype in (torch.float32, torch.bfloat16):
-            answers = answer(name, stored, settings.device, dtype)
+            answers = answer(build(name), stored, settings.device, dtype)
             if dtype == torch.float32:
                 row, wrong = compare_float32(stored, answers, factor)
                 row["sinusoid_largest_error"] = error = _sinusoid_error(stored, settings.device)
                 if not error <= _SINUSOID * factor:
                     wrong.append(f"sinusoid: {error:.2e} > {_SINUSOID * factor:.2e}")
             else:
-                on_cpu = answer(name, stored, torch.device("cpu"), dtype)
+                on_cpu = answer(build(name), stored, torch.device("cpu"), dtype)
                 row, wrong = compare_bf16(stored, answers, on_cpu)
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             rows.append({"case": label, **row})
@@ -77,13 +77,25 @@ def check_goldens(settings: Settings) -> Outcome:
     return Outcome(numbers, rows, shown, problems)
 
 
-def answer(
-    name: str, stored: dict[str, Tensor], device: torch.device, dtype: torch.dtype
-) -> Answers:
-    """Run a case: every stored output, the loss mean(output^2), and its gradients."""
+def tolerance_factor(device: torch.device) -> float:
+    return _GPU_FACTOR if device.type == "cuda" else 1.0
+
+
+def build(name: str) -> DiffusionTransformer:
+    """A case's model, with its weights, in float32 on the CPU."""
     transformer = build_transformer(load_config([GOLDEN / name / "config.yaml"]).model)
     report = load_transformer(transformer, GOLDEN / CASES[name])
     assert not report.missing and not report.unexpected, str(report)
+    return transformer
+
+
+def answer(
+    transformer: DiffusionTransformer,
+    stored: dict[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Answers:
+    """Every stored output, the loss mean(output^2), and its gradients."""
     transformer.to(device, dtype)
     for parameter in transformer.parameters():
         parameter.requires_grad_(True)

@@ -2,15 +2,15 @@
 
 PART is a piece or a set of them, each under 9 minutes on one H100 or H200:
     first      facts, rates, matmul, goldens, train, attention
-    ops        kernel_tests, op_times, attention, launches: the kernels' tests in bf16, fp16 and fp32,
-               their times against the copy rate and the peers, every attention backend, and the
-               launch configurations worth trying
+    ops        kernel_tests, tensor_parallel, op_times, attention, launches: the kernels' tests in bf16,
+               fp16 and fp32, two ranks that share a model and the GPU, the kernels' times against the
+               copy rate and the peers, every attention backend, and launch configurations
     2b, 5b     one block and one training step against diffusers' model
 Each piece prints a table and writes DIR/<piece>.json, units in the keys, again after every row: a
 run that is killed leaves what it had. What --minutes has no room for is left out, with a note there.
 A piece that fails says so in its file, the others still run, and the exit status is 1.
 
-It needs torch and matplotlib; goldens and train also omegaconf, einops, safetensors and, train alone,
+It needs torch and matplotlib; goldens, tensor_parallel and train also omegaconf, einops, safetensors and, train alone,
 deepspeed and tensorboard; kernel_tests and op_times pytest. Peers that are not installed are named.
 No network, no video decoder, no weights.
 
@@ -76,6 +76,12 @@ def _train(settings: Settings) -> Outcome:
     return check_training(settings)
 
 
+def _tensor_parallel(settings: Settings) -> Outcome:
+    from bench.tensor_parallel_on_device import check_tensor_parallel
+
+    return check_tensor_parallel(settings)
+
+
 def _attention(settings: Settings) -> Outcome:
     from bench.attention_backends import measure_attention
 
@@ -118,6 +124,7 @@ PIECES: dict[str, Callable[[Settings], Outcome]] = {
     "matmul": _matmul,
     "goldens": _goldens,
     "train": _train,
+    "tensor_parallel": _tensor_parallel,
     "attention": _attention,
     "kernel_tests": _kernel_tests,
     "op_times": _op_times,
@@ -129,7 +136,7 @@ PIECES: dict[str, Callable[[Settings], Outcome]] = {
 # more than eight files.
 PARTS: dict[str, Sequence[str]] = {
     "first": ("facts", "rates", "matmul", "goldens", "train", "attention"),
-    "ops": ("kernel_tests", "op_times", "attention", "launches"),
+    "ops": ("kernel_tests", "tensor_parallel", "op_times", "attention", "launches"),
 }
 
 

@@ -18,14 +18,18 @@ from bench.attention_backends import Backend, measure_backend
 from bench.goldens_on_device import (
     CASES,
     GOLDEN,
+    Answers,
     answer,
+    build,
     compare_bf16,
     compare_float32,
 )
 from bench.kernels_on_device import judge as judge_tests
 from bench.outcome import Outcome, Settings
+from bench.tensor_parallel_on_device import find_differences, join_ranks
 from bench.timing import spread, time_calls
 from bench.training_on_device import judge
+from cogfast.model.weights.shard import Shard
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = Settings(torch.device("cpu"), is_tiny=True)
@@ -311,7 +315,9 @@ def test_a_wrong_attention_is_told(attention, message) -> None:
 def golden_2b():
     stored = load_file(GOLDEN / "t2v_2b" / "io.safetensors")
     cpu = torch.device("cpu")
-    return stored, *(answer("t2v_2b", stored, cpu, d) for d in (torch.float32, torch.bfloat16))
+    return stored, *(
+        answer(build("t2v_2b"), stored, cpu, d) for d in (torch.float32, torch.bfloat16)
+    )
 
 
 def test_a_golden_that_is_off_is_told(golden_2b) -> None:
@@ -358,3 +364,30 @@ def test_times_are_of_single_calls() -> None:
     told = spread([1.0, 2.0, 3.0, 4.0, 100.0])
     assert told["median_ms"] == 3.0 and told["num_samples"] == 5
     assert 1.0 < told["p10_ms"] < 2.0 and 4.0 < told["p90_ms"] < 100.0
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_model_and_the_device(tmp_path: Path, monkeypatch) -> None:
+    words = ["tensor_parallel", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 0
+    rows = read(tmp_path, "tensor_parallel")["rows"]
+    assert [row["case"].rpartition(", ")[2] for row in rows] == ["whole rows", "rows split"]
+    for row in rows:
+        assert 0 < row["output_largest_error"] < 1e-5 and row["num_gradients"] > 10
+
+
+def test_ranks_that_part_or_err_are_told(golden_2b) -> None:
+    stored, exact, _ = golden_2b
+    key = next(key for key in exact.gradients if stored[key].ndim == 2)
+    share = Shard(tuple(stored[key].shape), dim=0, num_parts=1, index=0, count=2)
+    shards = [share, replace(share, index=1)]
+    ranks = [
+        (Answers(exact.outputs, exact.loss, {**exact.gradients, key: s.of(stored[key])}), {key: s})
+        for s in shards
+    ]
+    assert torch.equal(join_ranks(ranks).gradients[key], stored[key])
+    assert find_differences(ranks) == []
+    norm = next(key for key in exact.gradients if stored[key].ndim == 1)
+    other = {**ranks[1][0].gradients, norm: exact.gradients[norm] + 1e-7}
+    ranks[1] = Answers(exact.outputs, exact.loss, other), ranks[1][1]
+    assert find_differences(ranks) == [f"{norm}: rank 1 has another than rank 0"]

@@ -1,0 +1,143 @@
+"""Two processes that hold a model together, on one device, against upstream's stored numbers.
+
+They share the GPU and talk over gloo, through host memory: a check of the Triton kernels under tensor
+parallelism, with whole rows and with rows split, on a machine with a single GPU; no figure of speed.
+python -m bench.tensor_parallel_on_device FOLDER RANK DEVICE
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bench.goldens_on_device import GOLDEN, Answers, answer, compare_float32, tolerance_factor
+from bench.outcome import Outcome, Row, Settings
+from cogfast.config import load_config
+from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.sat import sat_name
+from cogfast.model.weights.shard import Shard
+from cogfast.train.parallelize import allocate, find_shards, parallelize
+from cogfast.train.tensor_parallel import TensorParallelGroup
+
+_CASE, _SIZE = "t2v_5b", 2
+_ROOT = GOLDEN.parents[1]
+_VARIANTS = {"whole rows": False, "rows split": True}
+_TIMEOUT_SECONDS = 240
+
+
+def check_tensor_parallel(settings: Settings) -> Outcome:
+    stored = load_file(GOLDEN / _CASE / "io.safetensors")
+    factor = tolerance_factor(settings.device)
+    rows: list[Row] = []
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        _launch(Path(folder), settings.device)
+        for name in _VARIANTS:
+            found = [_read(Path(folder), name, rank) for rank in range(_SIZE)]
+            row, wrong = compare_float32(stored, join_ranks(found), factor)
+            wrong += find_differences(found)
+            rows.append({"case": f"{_CASE}, {_SIZE} ranks, {name}", **row})
+            problems += [f"{name}: {text}" for text in wrong]
+    shown = ("case", "output_largest_error", "loss_relative_error")
+    shown += ("gradient_worst_error_of_largest", "num_gradients")
+    return Outcome({"float32_tolerance_factor": factor}, rows, shown, problems)
+
+
+def _launch(folder: Path, device: torch.device) -> None:
+    """Run the processes to their end; RuntimeError with what the first one that failed said."""
+    environment = dict(os.environ)
+    if device.type == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", "bench.tensor_parallel_on_device", str(folder)]
+    processes = []
+    for rank in range(_SIZE):
+        with open(folder / f"log-{rank}", "w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [*words, str(rank), device.type],
+                    cwd=_ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        for rank, process in enumerate(processes):
+            if process.wait(timeout=_TIMEOUT_SECONDS) != 0:
+                end = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-15:])
+                raise RuntimeError(f"rank {rank}: exit status {process.returncode}\n{end}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _read(folder: Path, variant: str, rank: int) -> tuple[Answers, dict[str, Shard]]:
+    with torch.serialization.safe_globals([Answers, Shard]):
+        return torch.load(folder / f"{variant}-{rank}.pt")
+
+
+def join_ranks(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> Answers:
+    """The answers of one process: sharded gradients put together."""
+    first, cuts = found[0]
+    gradients = dict(first.gradients)
+    for key in cuts.keys() & gradients.keys():
+        shards = [shards[key] for _, shards in found]
+        gradients[key] = torch.empty(shards[0].shape)
+        for shard, (answers, _) in zip(shards, found, strict=True):
+            _put(gradients[key], answers.gradients[key], shard)
+    return Answers(first.outputs, first.loss, gradients)
+
+
+def _put(whole: Tensor, share: Tensor, shard: Shard) -> None:
+    offset = 0
+    for start, stop in shard.ranges:
+        piece = share.narrow(shard.dim, offset, stop - start)
+        whole.narrow(shard.dim, start, stop - start).copy_(piece)
+        offset += stop - start
+
+
+def find_differences(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> list[str]:
+    """What the ranks must have in common, bit for bit, and have not."""
+    (first, shards), *others = found
+    common = {k: v for k, v in first.gradients.items() if k not in shards} | first.outputs
+    return [
+        f"{key}: rank {rank} has another than rank 0"
+        for rank, (answers, _) in enumerate(others, start=1)
+        for key, value in common.items()
+        if not torch.equal({**answers.gradients, **answers.outputs}[key], value)
+    ]
+
+
+def _run(folder: Path, rank: int, device: torch.device) -> None:
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    store = dist.FileStore(str(folder / "store"), _SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=_SIZE)
+    group = TensorParallelGroup(rank, _SIZE, dist.group.WORLD)
+    stored = load_file(GOLDEN / _CASE / "io.safetensors")
+    for name, splits_rows in _VARIANTS.items():
+        with torch.device("meta"):
+            transformer = build_transformer(load_config([GOLDEN / _CASE / "config.yaml"]).model)
+        parallelize(transformer, group, splits_rows)
+        allocate(transformer, device)
+        shards = find_shards(transformer)
+        load_transformer(transformer, GOLDEN / f"{_CASE}_mp2", shards=shards)
+        answers = answer(transformer, stored, device, torch.float32)
+        named = {f"grad.{sat_name(n)}": shard for n, shard in shards.items()}
+        torch.save((answers, named), folder / f"{name}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run(Path(sys.argv[1]), int(sys.argv[2]), torch.device(sys.argv[3]))
