@@ -26,6 +26,7 @@ from tests.tiny_run import ROOT, losses, run_folder, write_clips, write_config
 STEPS, SAVED_AT = 20, 15
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
 ACCUMULATION = "deepspeed.gradient_accumulation_steps"
+CLIP = "deepspeed.gradient_clipping=0.28"  # below the norm of some steps, above that of others
 STAGE = "deepspeed.zero_optimization.stage"
 TENSOR = "args.model_parallel_size"
 MODELS = {  # families and their LoRA rank
@@ -57,7 +58,7 @@ class Layout:
         return [
             *(f"{MICRO}={micro}", f"{ACCUMULATION}={self.accumulation}", f"{STAGE}={self.stage}"),
             # as many held-out samples
-            *(f"{TENSOR}={self.tensor}", f"args.eval_iters={self.accumulation}", *self.extra),
+            *(CLIP, f"{TENSOR}={self.tensor}", f"args.eval_iters={self.accumulation}", *self.extra),
         ]
 
 
@@ -147,7 +148,7 @@ def runs(
             load=str(found["one process, 5b"]) if lora_rank else None,
         )
         save = folder / f"one process, {model}"
-        Trainer(load_config([bases[model]], [f"args.save={save}"])).train()
+        Trainer(load_config([bases[model]], [f"args.save={save}", CLIP])).train()
         found[save.name] = run_folder(save)
     for ranks in (4, 2, 1):  # what others go on from comes first
         steps = []
@@ -200,6 +201,18 @@ def test_losses_equal_one_process(runs: dict[str, Path], layout: str) -> None:
 
 @pytest.mark.slow
 @EVERYWHERE
+def test_norms_before_clipping_equal_one_process(runs: dict[str, Path], layout: str) -> None:
+    one, other = (
+        [line["grad_norm"] for line in lines(run) if "grad_norm" in line]
+        for run in (one_process(runs, layout), runs[layout])
+    )
+    if LAYOUTS[layout].resumed_from:
+        one = one[SAVED_AT:]
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@EVERYWHERE
 @pytest.mark.parametrize("ema", [False, True], ids=["weights", "ema"])
 def test_weights_equal_one_process(runs: dict[str, Path], layout: str, ema: bool) -> None:
     one = dict(read_run_weights(newest_checkpoint(one_process(runs, layout)), ema))
@@ -212,9 +225,12 @@ def test_weights_equal_one_process(runs: dict[str, Path], layout: str, ema: bool
         assert (other[name] - value).norm() <= 1e-4 * value.norm().clamp(min=1e-2), name
 
 
+def lines(run: Path) -> list[dict]:
+    return [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def held_out(run: Path) -> list[float]:
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    (line,) = [line for line in lines if "valid_loss" in line]
+    (line,) = [line for line in lines(run) if "valid_loss" in line]
     return [value for key, value in sorted(line.items()) if key.startswith("valid_loss")]
 
 
