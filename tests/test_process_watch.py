@@ -15,7 +15,7 @@ import os, sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from cogfast.train import process_watch
-process_watch._INTERVAL, process_watch._GRACE, process_watch._SILENCE = 0.1, 0.5, 3.0
+process_watch._INTERVAL, process_watch._GRACE, process_watch._SILENCE = 0.1, 0.5, 2.0
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=20))
 machines = {"here": {0: os.getpid(), 1: int(sys.argv[2])}}
 if sys.argv[3] == "listens":
@@ -67,7 +67,7 @@ def test_a_rank_ends_when_a_machine_falls_silent() -> None:
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = waiting(store.port, os.getpid(), "listens")
-    end = time.monotonic() + 5
+    end = time.monotonic() + 3
     while time.monotonic() < end:
         store.add("there", 1)
         time.sleep(0.1)
