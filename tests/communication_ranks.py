@@ -1,5 +1,6 @@
 """What collectives move in a training step: `torchrun ... tests/communication_ranks.py BASE FOLDER`
-of two processes. FOLDER/<rank>.json gets {case: {collective: bytes that this process sends}}."""
+of two processes, or of four that hold two copies of a model. FOLDER/<rank>.json gets {case:
+{collective: bytes that this process sends}}."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,6 +56,15 @@ RUNS = {
     "zero-2, lora": [*ADAPTERS, *TWICE],
     "zero-3": [*ZERO_3, *TWICE],
 }
+# Of two copies, each held by two processes.
+MESH = ["args.model_parallel_size=2", *TWICE]
+ROWS = "args.sequence_parallel=true"
+MESH_RUNS = {
+    "trained": MESH,
+    "trained, split rows": [ROWS, *MESH],
+    "adapters": [*ADAPTERS, *MESH],
+    "adapters, split rows": [ROWS, *ADAPTERS, *MESH],
+}
 CASES = {
     "trained": TENSOR_PARALLEL_CASES["5b"],
     "adapters": TENSOR_PARALLEL_CASES["frozen"],
@@ -69,14 +80,16 @@ SHARED = {
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Within `with`: bytes that this process sends, as a ring would, by the collective's name.
+    """Within `with`: bytes that this process sends, as a ring would, by the collective's name,
+    behind that of its group where `names` has one, {PyTorch's name: ours}.
 
     Every collective of PyTorch is an op of two namespaces, whoever calls it: c10d (DeepSpeed's and
     our own calls, coalesced ones too) and _c10d_functional (tensor parallelism).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, str] | None = None) -> None:
         super().__init__()
+        self.names = names or {}
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -91,30 +104,49 @@ class CountedCollectives(TorchDispatchMode):
         size = lambda value: sum(
             t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor)
         )
-        half = (dist.get_world_size() - 1) / dist.get_world_size()
         if name in ("wait_tensor", "barrier", "monitored_barrier"):
             return
+        group = _find_group(args)
+        others = group.size() - 1
+        half = others / group.size()
         if name.startswith(("allreduce", "all_reduce")):
-            self.sent["all_reduce"] += 2 * half * size(args[0])
+            name, sent = "all_reduce", 2 * half * size(args[0])
         elif name == "all_gather_into_tensor":  # the functional one: a share comes in
-            self.sent["gather"] += (dist.get_world_size() - 1) * size(args[0])
+            name, sent = "gather", others * size(args[0])
         elif name == "reduce_scatter_tensor":  # the functional one: the whole comes in
-            self.sent["scatter"] += half * size(args[0])
+            name, sent = "scatter", half * size(args[0])
         elif name.startswith("allgather"):
-            self.sent["gather"] += half * size(args[0])
+            name, sent = "gather", half * size(args[0])
         elif name.startswith("reduce_scatter"):
-            self.sent["scatter"] += half * size(args[1])
-        elif name == "reduce":
-            self.sent["reduce"] += half * size(args[0])
+            name, sent = "scatter", half * size(args[1])
+        elif name in ("reduce", "broadcast"):  # the one at the end of the ring sends nothing
+            sent = half * size(args[0])
         else:  # between steps
-            self.sent[name] += size(args[0])
+            sent = size(args[0])
+        ours = self.names.get(group.group_name)
+        self.sent[name if ours is None else f"{ours} {name}"] += sent
+
+
+def _find_group(args: tuple) -> dist.ProcessGroup:
+    """Of a collective's arguments: c10d gets the group itself, _c10d_functional its name, last."""
+    if isinstance(args[-1], str):
+        return _resolve_process_group(args[-1])
+    (group,) = (
+        argument
+        for argument in args
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
+    )
+    return dist.ProcessGroup.unbox(group)
 
 
 def training_step(base: str, save: Path, words: list[str]) -> Counter[str]:
     """Of the third step, in which everything has found its place."""
     trainer = Trainer(load_config([base], [f"args.save={save}", "args.train_iters=3", *words]))
-    update, seen = trainer.engine.step, []
-    with CountedCollectives() as counted:
+    update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
+    if groups.tensor is not None:
+        names = {groups.tensor.name: "inside", groups.data.group_name: "copies"}
+        names[groups.model_control.group_name] = "words"
+    with CountedCollectives(names) as counted:
 
         def step(lr: float) -> None:
             is_update = trainer.engine.engine.is_gradient_accumulation_boundary()
@@ -147,13 +179,14 @@ def shared_step(name: str, group: TensorParallelGroup) -> Counter[str]:
 def main() -> None:
     base, folder = sys.argv[1], Path(sys.argv[2])
     groups = start_processes()
-    found = {}
-    for name, words in RUNS.items():
-        whole = next((folder / "zero-1").glob("*"), None)
+    found, runs = {}, RUNS if groups.world_size == 2 else MESH_RUNS
+    for name, words in runs.items():
+        whole = next((folder / next(iter(runs))).glob("*"), None)
         words = [word.format(whole=whole) for word in words]
         found[name] = training_step(base, folder / name, words)
-    group = TensorParallelGroup(groups.rank, groups.world_size, dist.group.WORLD)
-    found |= {name: shared_step(name, group) for name in SHARED}
+    if groups.world_size == 2:
+        group = TensorParallelGroup(groups.rank, groups.world_size, dist.group.WORLD)
+        found |= {name: shared_step(name, group) for name in SHARED}
     (folder / f"{groups.rank}.json").write_text(json.dumps(found))
     groups.close()
 

@@ -1,4 +1,4 @@
-"""What collectives of two processes move is what the formulas say, and docs/scaling.md says it too."""
+"""What collectives of two and four processes move is what the formulas say, and docs/scaling.md says it too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,27 +24,25 @@ from cogfast.train.communication import (
     held_model,
     scatter_or_gather,
 )
-from tests.communication_ranks import CASES, PERSISTENT, RANK, RUNS, SHARED
+from tests.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
 from tests.conftest import ROOT
-from tests.tiny_run import write_clips, write_config
+from tests.tiny_run import CHANNELS, SIDE, write_clips, write_config
 from tests.tiny_transformers import FAMILY, inputs
 
 Sent = dict[str, dict[str, float]]
 TOLERANCE = 0.03
-NUM_TOKENS = 20  # not asked for where there is one GPU per copy
+NUM_TOKENS = 20  # of the runs: 8 of text, 3 x 2 x 2 of video
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
-    """{case: {collective: bytes}} of both processes, and the transformer of the runs."""
-    folder = tmp_path_factory.mktemp("communication")
+def launch(folder: Path, processes: int) -> tuple[list[Sent], TransformerConfig]:
+    """{case: {collective: bytes}} of all processes, and the transformer of the runs."""
     base = write_config(folder / "base.yaml", write_clips(folder / "data"), "5b")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
             *(f"--master_port={port}", "tests/communication_ranks.py", str(base), str(folder)),
         ],
         cwd=ROOT,
@@ -54,8 +53,19 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], Tran
     )
     assert done.returncode == 0, done.stdout + done.stderr
     network = load_config([base]).model["network_config"]["params"]
-    sent = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    sent = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
     return sent, TransformerConfig(**transformer_arguments(network))
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
+    return launch(tmp_path_factory.mktemp("communication"), 2)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
+    """Two copies of a model, each held by two processes."""
+    return launch(tmp_path_factory.mktemp("mesh"), 4)
 
 
 @pytest.mark.slow
@@ -107,6 +117,39 @@ def test_a_shared_model_moves_what_the_formula_says(launched, name: str) -> None
     expected = count_traffic(CASES[case].config, layout, num_tokens).activations
     for rank in launched[0]:
         assert sum(rank[name].values()) == pytest.approx(expected, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESH_RUNS)
+def test_copies_and_those_who_share_one_move_what_the_formula_says(mesh, name: str) -> None:
+    sent, config = mesh
+    layout = Layout(
+        data_size=2,
+        model_size=2,
+        accumulation=2,
+        bytes_per_number=4,
+        splits_rows="split rows" in name,
+    )
+    config = replace(config, lora_rank=RANK) if "adapters" in name else config
+    expected = count_traffic(config, layout, NUM_TOKENS)
+    for rank in sent:
+        found = Counter(rank[name])
+        assert found["copies gather"] == pytest.approx(expected.weights, TOLERANCE)
+        # and what is logged: the sum of losses and their number
+        gradients = found["copies all_reduce"] - all_reduce(8, 2)
+        assert gradients == pytest.approx(expected.gradients, TOLERANCE)
+        inside = [found[f"inside {name}"] for name in ("all_reduce", "gather", "scatter")]
+        assert sum(inside) == pytest.approx(expected.activations, TOLERANCE)
+        assert found["all_reduce"] == pytest.approx(expected.scalars, TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_batch_is_sent_as_it_was_read_and_encoded(mesh) -> None:
+    """Two micro-batches of one clip: its bytes, and latents and text embedding in float32."""
+    pixels, latents, text = 9 * 3 * SIDE**2, 4 * CHANNELS * 3 * (SIDE // 8) ** 2, 4 * 8 * 16
+    for rank in mesh[0]:
+        for found in rank.values():
+            assert found["inside broadcast"] == pytest.approx(pixels + latents + text, TOLERANCE)
 
 
 def test_one_gpu_sends_nothing() -> None:
