@@ -1,4 +1,4 @@
-"""The `cogfast` command: `cogfast train ...` and `cogfast sample ...`."""
+"""The `cogfast` command: `cogfast train ...`, `cogfast sample ...`, `cogfast convert ...`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from cogfast.train.process_watch import watch_launcher
 
 _USAGE = """\
-usage: cogfast {train,sample} ...
+usage: cogfast {train,sample,convert} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   sample  make videos: cogfast sample RUN_FOLDER --prompt TEXT --out DIR
+  convert turn weights into another format: cogfast convert SRC DST --to sat|diffusers|cogfast
 
-`cogfast train --help` and `cogfast sample --help` list the options.
+`cogfast train --help` and so on list the options.
 """
 _GRACE_SECONDS = 3  # time that torchrun has to stop this rank after rank 0 failed the same way
 
@@ -73,7 +74,17 @@ def sample(words: Sequence[str]) -> None:
     sample_videos(config, prompts, images, out, config.args.seed, request.weights, request.ema)
 
 
-_VERBS = {"train": train, "sample": sample}
+def convert(words: Sequence[str]) -> None:
+    from cogfast.convert_words import parse_convert
+
+    arguments = parse_convert(words)
+    _start_logging()
+    from cogfast.model.weights.convert import convert as convert_weights
+
+    convert_weights(**arguments)
+
+
+_VERBS = {"train": train, "sample": sample, "convert": convert}
 
 
 def main(words: Sequence[str] | None = None) -> int:

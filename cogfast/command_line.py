@@ -42,7 +42,7 @@ class Request:
     ema: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, with its errors as the one line that all our errors are."""
 
     def error(self, message: str) -> NoReturn:
@@ -143,8 +143,8 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     return prompts, images
 
 
-def _parser(verb: str, what: str) -> _Parser:
-    parser = _Parser(prog=f"cogfast {verb}", description=what, allow_abbrev=False)
+def _parser(verb: str, what: str) -> Parser:
+    parser = Parser(prog=f"cogfast {verb}", description=what, allow_abbrev=False)
     parser.add_argument(
         "--base", nargs="+", action="extend", metavar="YAML", help="files; the later wins"
     )
@@ -160,7 +160,7 @@ def _parser(verb: str, what: str) -> _Parser:
     return parser
 
 
-def _parse(parser: _Parser, words: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
+def _parse(parser: Parser, words: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
     """Add every key of `args` as a flag, as SAT has them (not shown in the help), and parse."""
     hints = typing.get_type_hints(TrainArguments)
     unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]

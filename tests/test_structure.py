@@ -23,19 +23,20 @@ FACTORY = (
     *("component_factory", "config", "config_check", "deepspeed_keys", "value_check"),
     *("sat_names", "sat_network", "sat_unused"),
 )
-ENTRY = ("__main__", "command_line")
+ENTRY = ("__main__", "command_line", "convert_words")
 # What modules of each part may import besides their own part.
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(MIDDLE, GROUND),
     **dict.fromkeys(FACTORY, FACTORY),
     "train": (*GROUND, *MIDDLE, *FACTORY),
-    **dict.fromkeys(ENTRY, (*FACTORY, "train", *ENTRY)),
+    **dict.fromkeys(ENTRY, (*FACTORY, "train", "model", *ENTRY)),
 }
 # (module, what it imports): why it may, all the same.
 EXCEPTIONS = {
     ("config_check.py", "cogfast.train.arguments"): "the args section is checked against it",
     ("model/transformer.py", "cogfast.sat_names"): "build_transformer reads SAT's section",
+    ("model/weights/run.py", "cogfast.sat_names"): "a run's config says what its model is",
     ("sat_network.py", "cogfast.shapes"): "patch_size becomes a PatchSize",
     ("sat_network.py", "cogfast.model.transformer"): "its params become a TransformerConfig",
     ("sat_network.py", "cogfast.model.autoencoder"): "the autoencoder's two sections are compared",
@@ -61,6 +62,8 @@ OTHER_MEANINGS = {
     ("model/lora.py", "rank"): "of the matrices",
     ("model/transformer.py", "lora_rank"): "of the matrices",
     ("model/weights/load.py", "rank"): "of LoRA's matrices",
+    ("model/weights/diffusers.py", "lora_rank"): "of LoRA's matrices",
+    ("model/weights/safetensors_files.py", "groups"): "of tensors, one per file",
     ("model/autoencoder.py", "_NORM_GROUPS"): "of group norm",
     ("model/autoencoder.py", "latent_dist"): "diffusers' name for a distribution",
     ("diffusion/timestep_sampling.py", "group_num"): "SAT's name for the number of strata",

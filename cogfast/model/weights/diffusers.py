@@ -4,118 +4,248 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.safetensors_files import (
+    SafetensorsFiles,
+    write_json,
+    write_safetensors_folder,
+)
+from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.tensor_stream import Outgoing, new_folder
+from cogfast.shapes import TEMPORAL_COMPRESSION, PatchSize
 
-# ours -> diffusers', {i} the block; `.weight` or `.bias` goes on the same
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+_BLOCK = "transformer_blocks.{i}."
+# ours -> the tensors of diffusers that make it up, {i} the block; .weight or .bias goes on the same.
 _MODULES = {
-    "patch_embedding": "patch_embed.proj",
-    "text_embedding": "patch_embed.text_proj",
-    "position_table.weight": "patch_embed.pos_embedding",
-    "time_embedding.fc1": "time_embedding.linear_1",
-    "time_embedding.fc2": "time_embedding.linear_2",
-    "ofs_embedding.fc1": "ofs_embedding.linear_1",
-    "ofs_embedding.fc2": "ofs_embedding.linear_2",
-    "blocks.{i}.attention_norm": "transformer_blocks.{i}.norm1.norm",
-    "blocks.{i}.attention.out": "transformer_blocks.{i}.attn1.to_out.0",
-    "blocks.{i}.attention.query_norm": "transformer_blocks.{i}.attn1.norm_q",
-    "blocks.{i}.attention.key_norm": "transformer_blocks.{i}.attn1.norm_k",
-    "blocks.{i}.mlp_norm": "transformer_blocks.{i}.norm2.norm",
-    "blocks.{i}.fc1": "transformer_blocks.{i}.ff.net.0.proj",
-    "blocks.{i}.fc2": "transformer_blocks.{i}.ff.net.2",
-    "final_norm": "norm_final",
-    "output_norm": "norm_out.norm",
-    "output_modulation": "norm_out.linear",
-    "output": "proj_out",
+    "patch_embedding": ["patch_embed.proj"],
+    "text_embedding": ["patch_embed.text_proj"],
+    "position_table.weight": ["patch_embed.pos_embedding"],
+    "time_embedding.fc1": ["time_embedding.linear_1"],
+    "time_embedding.fc2": ["time_embedding.linear_2"],
+    "ofs_embedding.fc1": ["ofs_embedding.linear_1"],
+    "ofs_embedding.fc2": ["ofs_embedding.linear_2"],
+    "blocks.{i}.attention_norm": [_BLOCK + "norm1.norm"],
+    "blocks.{i}.modulation.linear": [_BLOCK + "norm1.linear", _BLOCK + "norm2.linear"],
+    "blocks.{i}.attention.qkv": [_BLOCK + f"attn1.to_{x}" for x in "qkv"],
+    "blocks.{i}.attention.out": [_BLOCK + "attn1.to_out.0"],
+    "blocks.{i}.attention.query_norm": [_BLOCK + "attn1.norm_q"],
+    "blocks.{i}.attention.key_norm": [_BLOCK + "attn1.norm_k"],
+    "blocks.{i}.mlp_norm": [_BLOCK + "norm2.norm"],
+    "blocks.{i}.fc1": [_BLOCK + "ff.net.0.proj"],
+    "blocks.{i}.fc2": [_BLOCK + "ff.net.2"],
+    "final_norm": ["norm_final"],
+    "output_norm": ["norm_out.norm"],
+    "output_modulation": ["norm_out.linear"],
+    "output": ["proj_out"],
 }
-# ours -> the tensors that make it up
-_QKV = ("blocks.{i}.attention.qkv", ["attn1.to_q", "attn1.to_k", "attn1.to_v"])
-_MODULATION = ("blocks.{i}.modulation.linear", ["norm1.linear", "norm2.linear"])
+_WITHOUT = ("unused_position_embeddings",)  # SAT's, which no code reads
+_STEM = "diffusion_pytorch_model"
+CLASS_NAME = "CogVideoXTransformer3DModel"
+OUTPUT_NORM_EPS = 1e-5  # diffusers' own; the models were trained with 1e-6
+
+
+def _num_parts(our_name: str) -> int:
+    """Ours is this many parts one after the other, and each of diffusers' tensors has a stretch of
+    each: the modulation is video's numbers, then text's, and each tensor holds some of both."""
+    return 2 if ".modulation." in our_name else 1
 
 
 def diffusers_names(our_name: str) -> list[str]:
     """The tensors of diffusers' CogVideoXTransformer3DModel that make up one of ours."""
     block = re.match(r"blocks\.(\d+)\.", our_name)
     i = block[1] if block else ""
-    for ours, parts in (_QKV, _MODULATION):
-        module = ours.replace("{i}", i)
-        if our_name.startswith(module + "."):
-            kind = our_name.removeprefix(module)
-            return [f"transformer_blocks.{i}.{part}{kind}" for part in parts]
     for ours, theirs in _MODULES.items():
         module = ours.replace("{i}", i)
         if our_name == module or our_name.startswith(module + "."):
-            return [theirs.replace("{i}", i) + our_name.removeprefix(module)]
-    return []  # SAT's unused table
+            rest = our_name.removeprefix(module)
+            return [name.replace("{i}", i) + rest for name in theirs]
+    return []
+
+
+def our_names(theirs: list[str]) -> dict[str, list[str]]:
+    """{our name: diffusers' names} of those of our tensors whose parts are all among `theirs`."""
+    given, found = set(theirs), {}
+    for ours, modules in _MODULES.items():
+        pattern = re.escape(modules[0]).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\.[a-z]+)?)"
+        for name in theirs:
+            match = re.fullmatch(pattern, name)
+            if match:
+                our_name = ours.replace("{i}", match.groupdict().get("i", "")) + match["rest"]
+                parts = diffusers_names(our_name)
+                if given.issuperset(parts):
+                    found[our_name] = parts
+    return found
 
 
 def from_diffusers(our_name: str, parts: list[Tensor]) -> Tensor:
     """One of our tensors from those that diffusers_names lists."""
-    if ".modulation." in our_name:
-        # each holds shift, scale, gate for video, then for text; ours: video for both, then text
-        halves = [p.chunk(2) for p in parts]
-        return torch.cat([h[stream] for stream in (0, 1) for h in halves])
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return join(parts, 0, _num_parts(our_name))
 
 
-def open_diffusers(folder: Path, our_names: list[str]) -> WeightSource:
-    """The weights in a diffusers transformer folder, for those of our_names that it holds."""
-    from safetensors import SafetensorError, safe_open
+def find_diffusers_folder(path: Path) -> Path | None:
+    """The transformer folder that `path` is, or that the pipeline there has, or None."""
+    for folder in (path, path / "transformer"):
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
+            return folder
+    return None
 
-    config = json.loads((folder / "config.json").read_text())
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                files.update(dict.fromkeys(opened.keys(), path))
-        except SafetensorError as error:
-            raise ValueError(f"{path}: truncated or damaged ({error}); copy it again") from None
 
-    def read_raw(key: str) -> Tensor:
-        with safe_open(files[key], framework="pt") as opened:
-            return opened.get_tensor(key)
+def open_diffusers(folder: Path) -> WeightSource:
+    """The weights in a diffusers transformer folder."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder}/config.json: damaged ({error}); copy it again") from None
+    files = SafetensorsFiles(folder)
+    held = our_names(files.names())
+    if not held:
+        raise ValueError(f"{folder}: no weights of diffusers' {CLASS_NAME} in it")
+
+    def shape(name: str) -> tuple[int, ...]:
+        sizes = [files.shape(key) for key in held[name]]
+        return (sum(s[0] for s in sizes), *sizes[0][1:])
+
+    shapes = {name: shape(name) for name in held}
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        keys = diffusers_names(name)
-        if shard is not None and ".modulation." not in name:
+        keys = held[name]
+        if shard is not None and len(shapes[name]) > shard.dim and _num_parts(name) == 1:
             return torch.cat([read_stretch(keys, shard, *r) for r in shard.ranges], shard.dim)
-        whole = from_diffusers(name, [read_raw(key) for key in keys])
+        whole = from_diffusers(name, [files.read(key) for key in keys])
         return whole if shard is None else shard.of(whole)
 
     def read_stretch(keys: list[str], shard: Shard, start: int, stop: int) -> Tensor:
         # q, k and v are a tensor each, and no stretch goes over two
-        length = shard.shape[shard.dim] // len(keys)
-        which, start = divmod(start, length)
-        stop -= which * length
-        with safe_open(files[keys[which]], framework="pt") as opened:
-            found = opened.get_slice(keys[which])
-            return found[start:stop] if shard.dim == 0 else found[:, start:stop]
+        which = 0
+        if len(keys) > 1:
+            assert shard.dim == 0, f"{keys[0]} is cut along its rows"
+            which, start = divmod(start, shard.shape[0] // len(keys))
+            stop -= which * (shard.shape[0] // len(keys))
+        return files.read_range(keys[which], shard.dim, start, stop)
 
-    def shape(name: str) -> tuple[int, ...]:
-        sizes = []
-        for key in diffusers_names(name):
-            with safe_open(files[key], framework="pt") as opened:
-                sizes.append(opened.get_slice(key).get_shape())
-        return (sum(s[0] for s in sizes), *sizes[0][1:])
-
-    # ofs tensors are named even where the config has none, so that the family shows
-    names = dict.fromkeys([*our_names, *_ALWAYS])
-    held = [n for n in names if diffusers_names(n) and all(k in files for k in diffusers_names(n))]
-    used = {key for name in held for key in diffusers_names(name)}
-    if not held:
-        raise ValueError(f"{folder}: no weights of diffusers' CogVideoXTransformer3DModel in it")
+    used = {key for keys in held.values() for key in keys}
     return WeightSource(
         description=f"diffusers folder {folder}",
-        shapes={name: shape(name) for name in held},
+        shapes=shapes,
         read=read,
-        unexpected=sorted(files.keys() - used),
-        is_rotary=config["use_rotary_positional_embeddings"],
+        dtypes={name: files.dtype(keys[0]) for name, keys in held.items()},
+        unexpected=sorted(set(files.names()) - used),
+        facts=_facts(config),
     )
 
 
-_ALWAYS = ("ofs_embedding.fc1.weight", "position_table.weight")
+def _facts(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says that shapes do not; diffusers' defaults where a key is absent."""
+    size = config.get("patch_size", 2)
+    is_rotary = config.get("use_rotary_positional_embeddings", False)
+    scale = config.get("spatial_interpolation_scale", 1.875)
+    facts = {
+        "patch_size": PatchSize(config.get("patch_size_t") or 1, size, size),
+        "text_length": config.get("max_text_seq_length", 226),
+        "num_frames": config.get("sample_frames", 49),
+        "time_compressed_rate": config.get("temporal_compression_ratio", TEMPORAL_COMPRESSION),
+        "latent_height": config.get("sample_height", 60),
+        "latent_width": config.get("sample_width", 90),
+        "position": "rotary" if is_rotary else "sincos",
+        "learnable_position": config.get("use_learned_positional_embeddings", False),
+    }
+    if not is_rotary:
+        facts |= {"height_interpolation": scale, "width_interpolation": scale}
+        facts["time_interpolation"] = config.get("temporal_interpolation_scale", 1.0)
+    return facts
+
+
+def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
+    """The config.json of diffusers' class."""
+    # what the class is written for, and what it cannot do
+    scales = (config.height_interpolation, config.width_interpolation)
+    for is_met, key, value, rule in (
+        (scales[0] == scales[1], "height_interpolation, width_interpolation", scales, "be equal"),
+        (config.patch_size.h == config.patch_size.w, "patch_size", config.patch_size, "be square"),
+        (config.qk_norm, "qk_ln", config.qk_norm, "be true"),
+        (config.lora_rank is None, "LoRA rank", config.lora_rank, "go: merge it (--merge-lora)"),
+        (config.rope_theta == 10000.0, "theta", config.rope_theta, "be 10000"),
+    ):
+        if not is_met:
+            raise ValueError(
+                f"{key}={value} must {rule} for diffusers' {CLASS_NAME}; use --to sat or cogfast"
+            )
+    is_rotary, is_15 = config.position == "rotary", config.patch_size.t > 1
+    return {
+        "_class_name": CLASS_NAME,
+        "_diffusers_version": "0.32.0",  # the first with all five models
+        "activation_fn": "gelu-approximate",
+        "attention_bias": True,
+        "attention_head_dim": config.head_width,
+        "dropout": 0.0,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "in_channels": config.in_channels,
+        "max_text_seq_length": config.text_length,
+        "norm_elementwise_affine": config.elementwise_affine,
+        "norm_eps": OUTPUT_NORM_EPS,
+        "num_attention_heads": config.num_attention_heads,
+        "num_layers": config.num_layers,
+        "ofs_embed_dim": config.ofs_embed_dim,
+        "out_channels": config.out_channels,
+        "patch_bias": not is_15,
+        "patch_size": config.patch_size.h,
+        "patch_size_t": config.patch_size.t if is_15 else None,
+        "sample_frames": config.num_frames,
+        "sample_height": config.latent_height,
+        "sample_width": config.latent_width,
+        "spatial_interpolation_scale": 1.875 if is_rotary else scales[0],
+        "temporal_compression_ratio": config.time_compressed_rate,
+        "temporal_interpolation_scale": 1.0 if is_rotary else config.time_interpolation,
+        "text_embed_dim": config.text_hidden_size,
+        "time_embed_dim": config.time_embed_dim,
+        "timestep_activation_fn": "silu",
+        "use_learned_positional_embeddings": config.learnable_position,
+        "use_rotary_positional_embeddings": is_rotary,
+    }
+
+
+def diffusers_tensors(
+    source: WeightSource, config: TransformerConfig, dtype: torch.dtype | None = None
+) -> Iterator[Outgoing]:
+    """The tensors of `source` under diffusers' names; 2B's fixed table is computed there."""
+    is_conv = config.patch_size.t == 1
+    for name, shape in source.shapes.items():
+        if name in _WITHOUT or (name == "position_table.weight" and config.position == "sincos"):
+            continue
+        if name == "patch_embedding.weight" and is_conv:
+            shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
+        theirs = diffusers_names(name)
+        for index, target in enumerate(theirs):
+            shard = None
+            if len(theirs) > 1:
+                shard = Shard(source.shapes[name], 0, _num_parts(name), index, len(theirs))
+            read = partial(source.read, name, shard)
+            size = shape if shard is None else shard.share_shape
+            yield Outgoing(target, size, dtype or source.dtypes[name], read)
+
+
+def write_diffusers(
+    source: WeightSource,
+    config: TransformerConfig,
+    path: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """A transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
+    None: the source's."""
+    about = diffusers_config(config)
+    tensors = list(diffusers_tensors(source, config, dtype))
+    with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
+        write_json(folder / "config.json", about)
+        write_safetensors_folder(folder, _STEM, tensors)

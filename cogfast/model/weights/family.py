@@ -34,28 +34,6 @@ class Family:
             out_channels=config.out_channels,
         )
 
-    @classmethod
-    def of_shapes(cls, shapes: Shapes, config: TransformerConfig, is_rotary: bool) -> Family:
-        """The family of tensors; config helps where shapes alone leave a choice: how many of the
-        numbers of a flat patch are channels."""
-        patch = shapes["patch_embedding.weight"]
-        if len(patch) == 4:  # the convolution of CogVideoX 1.0
-            patch_t, in_channels = 1, patch[1]
-            out_channels = shapes["output.weight"][0] // (patch[2] * patch[3])
-        else:
-            out_channels = config.out_channels
-            volume = max(1, shapes["output.weight"][0] // out_channels)
-            patch_t = max(1, volume // (config.patch_size.h * config.patch_size.w))
-            in_channels = patch[1] // volume
-        return cls(
-            is_rotary=is_rotary,
-            has_learned_table=is_rotary and "position_table.weight" in shapes,
-            has_ofs="ofs_embedding.fc1.weight" in shapes,
-            patch_t=patch_t,
-            in_channels=in_channels,
-            out_channels=out_channels,
-        )
-
     @property
     def name(self) -> str:
         i2v = "-I2V" if self.in_channels > self.out_channels else ""

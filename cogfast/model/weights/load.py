@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.diffusers import open_diffusers
 from cogfast.model.weights.family import Family, check_family, check_size
-from cogfast.model.weights.run import find_run_checkpoint, open_run
-from cogfast.model.weights.sat_files import find_sat_files, open_sat
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
@@ -62,17 +61,26 @@ def load_transformer(
     files allow it.
     ValueError for a checkpoint of another member of the family, or one that is damaged.
     """
-    source = _open(transformer, Path(path), ema)
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
+    return load_source(transformer, open_source(path, ema), str(path), allow_missing, shards)
+
+
+def load_source(
+    transformer: DiffusionTransformer,
+    source: WeightSource,
+    path: str,
+    allow_missing: bool = False,
+    shards: Mapping[str, Shard] | None = None,
+) -> LoadReport:
+    """As load_transformer, from weights that are open; path: for errors."""
     parameters, shards = dict(transformer.named_parameters()), shards or {}
     wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
     if not source.is_partial:
-        is_rotary = source.is_rotary
-        if is_rotary is None:
-            is_rotary = transformer.config.position == "rotary"
-        _check_complete_enough(path, source)
-        found = Family.of_shapes(source.shapes, transformer.config, is_rotary)
-        check_family(str(path), found, transformer.config)
-        check_size(str(path), source.shapes, transformer.config)
+        found = identify(source, transformer.config.out_channels)
+        check_family(path, Family.of_config(found), transformer.config)
+        check_size(path, source.shapes, transformer.config)
 
     targets = {name: _target(name, parameters) for name in source.shapes}
     _check_adapters(path, source, targets)
@@ -106,19 +114,6 @@ def load_transformer(
     return LoadReport(source.description, len(loaded), missing, unexpected, ignored, lacking)
 
 
-def _open(transformer: DiffusionTransformer, path: Path, ema: bool) -> WeightSource:
-    if not path.exists():
-        raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
-    checkpoint = find_run_checkpoint(path)
-    if checkpoint is not None:
-        return open_run(checkpoint, ema)
-    for folder in (path, path / "transformer"):
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-            names = [_plain(name) for name, _ in transformer.named_parameters()]
-            return open_diffusers(folder, names)
-    return open_sat(find_sat_files(path, ema))
-
-
 def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
     """The parameter that a checkpoint's tensor goes to; with LoRA it sits one level deeper."""
     module, _, kind = name.rpartition(".")
@@ -126,10 +121,6 @@ def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
         if candidate in parameters:
             return candidate
     return None
-
-
-def _plain(name: str) -> str:
-    return name.replace(".original.", ".")
 
 
 def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -143,16 +134,6 @@ def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
 def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
     is_computed = name == "position_table.weight" and transformer.config.position == "sincos"
     return is_computed or is_lora_parameter(name) or name in transformer.unused_parameter_names()
-
-
-def _check_complete_enough(path: str | Path, source: WeightSource) -> None:
-    needed = ["patch_embedding.weight", "output.weight"]
-    absent = [name for name in needed if name not in source.shapes]
-    if absent:
-        raise ValueError(
-            f"{path}: no {' and no '.join(absent)} in the checkpoint ({len(source.shapes)} tensors, "
-            f"first {_first(list(source.shapes))}); it holds no whole transformer"
-        )
 
 
 def _check_adapters(path: str | Path, source: WeightSource, targets: dict[str, str | None]) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,10 @@ class RunFiles:
             if n not in known
         }
         self.shapes = {**flat, **{name: tuple(about["shape"]) for name, about in known.items()}}
+
+    def has_cut(self, name: str, shard: Shard) -> bool:
+        """Whether `shard` is a share of the kind that the files have, or they have it whole."""
+        return self._cuts.get(name, (shard.dim, shard.num_parts)) == (shard.dim, shard.num_parts)
 
     def fill(
         self, out: Tensor, name: str, kind: str, shard: Shard | None = None, start: int = 0
@@ -170,6 +175,8 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
 
     def read(name: str, shard: Shard | None) -> Tensor:
         kind = trained if name in manifest["parameters"] else "frozen"
+        if shard is not None and not files.has_cut(name, shard):
+            return shard.of(read(name, None))
         shape = files.shapes[name] if shard is None else shard.share_shape
         values = torch.empty(math.prod(shape), dtype=torch.float32)
         try:
@@ -183,8 +190,24 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
         description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
         shapes=files.shapes,
         read=read,
+        dtypes=dict.fromkeys(files.shapes, torch.float32),
+        facts=_config_of_run(checkpoint_dir),
         is_partial=True,
+        lora_alpha=_config_of_run(checkpoint_dir).get("lora_alpha"),
     )
+
+
+def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
+    """The fields of TransformerConfig in the run's training_config.yaml; none: it has no such file,
+    as when a checkpoint was copied alone."""
+    path = checkpoint_dir.parent.parent / "training_config.yaml"
+    if not path.is_file():
+        return {}
+    from omegaconf import OmegaConf
+
+    from cogfast.sat_names import transformer_arguments  # its table is the factory's
+
+    return transformer_arguments(OmegaConf.load(path).model.network_config.params)
 
 
 def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.shard import join
 
 if TYPE_CHECKING:
     from cogfast.model.transformer import DiffusionTransformer
@@ -132,11 +132,16 @@ _SPLITS = {
 }
 
 
+def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
+    """(dim, number of parts) as Shard has them; None for a tensor that every file has whole."""
+    for pattern, cut in _SPLITS.items():
+        if re.fullmatch(pattern, our_name):
+            return cut
+    return None
+
+
 def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:
     """The whole tensor from its pieces in mp_rank_00, mp_rank_01, ...; replicated ones from the
     first."""
-    for pattern, (dim, num_parts) in _SPLITS.items():
-        if len(shards) > 1 and re.fullmatch(pattern, our_name):
-            pieces = [s.chunk(num_parts, dim) for s in shards]
-            return torch.cat([p[i] for i in range(num_parts) for p in pieces], dim)
-    return shards[0]
+    cut = model_parallel_cut(our_name)
+    return shards[0] if cut is None else join(shards, *cut)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,3 +61,11 @@ class Shard:
         for row in range(math.prod(self.shape[: self.dim])):
             for start, stop in self.ranges:
                 yield (row * length + start) * inner, (stop - start) * inner
+
+
+def join(shares: Sequence[Tensor], dim: int, num_parts: int) -> Tensor:
+    """The whole parameter from all its shares in order: the inverse of Shard.of."""
+    if len(shares) == 1:
+        return shares[0]
+    parts = [share.chunk(num_parts, dim) for share in shares]
+    return torch.cat([part[i] for i in range(num_parts) for part in parts], dim)

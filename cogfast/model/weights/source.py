@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from cogfast.model.weights.shard import Shard
@@ -13,12 +15,14 @@ from cogfast.model.weights.shard import Shard
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """description: for people; shapes: {our name: shape} of the whole tensors; read: our name, and
-    the Shard that is wanted of it or None -> tensor."""
+    the Shard that is wanted of it or None -> tensor in its dtype of `dtypes`."""
 
     description: str
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str, Shard | None], Tensor]
+    dtypes: dict[str, torch.dtype]
     ignored: list[str] = field(default_factory=list)  # keys that are not the transformer's
     unexpected: list[str] = field(default_factory=list)  # keys nobody knows
-    is_rotary: bool | None = None  # None: unknown, the config is believed
+    facts: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig it brings
     is_partial: bool = False  # holds what a run trained; the rest comes from elsewhere
+    lora_alpha: float | None = None  # None: unknown; SAT's default is 1

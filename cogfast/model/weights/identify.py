@@ -1,0 +1,160 @@
+"""What a set of tensors is: the member of the family, its size and its adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.family import Shapes, num_blocks
+from cogfast.model.weights.source import WeightSource
+from cogfast.shapes import PatchSize
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+_LATENT_CHANNELS = 16  # of CogVideoX's VAE
+_PATCH_HW = 2
+_HEAD_WIDTH = 64  # where no norm of queries shows it
+_NEEDED = ("patch_embedding.weight", "output.weight", "text_embedding.weight")
+_NEEDED += ("time_embedding.fc1.weight",)
+# The published sizes, for what neither shapes nor the format say; by latent frames per patch.
+_PUBLISHED = {
+    1: {"num_frames": 49, "latent_height": 60, "latent_width": 90, "text_length": 226},
+    2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 224},
+}
+
+
+def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> TransformerConfig:
+    """The config of the model that the tensors make up, from their names and shapes; what those do
+    not hold comes from the format's own facts or is the published model's.
+
+    out_channels: latent channels, needed where the patch embedding is flat (CogVideoX 1.5).
+    ValueError where the tensors are no whole transformer, or contradict the format's facts.
+    """
+    from cogfast.model.transformer import TransformerConfig  # that module imports this package
+
+    shapes = plain_shapes(source.shapes)
+    absent = [name for name in _NEEDED if name not in shapes]
+    if absent and source.is_partial and "hidden_size" in source.facts:
+        return TransformerConfig(**source.facts)  # a run that trained a part
+    if absent:
+        raise ValueError(
+            f"{source.description}: no {' and no '.join(absent)} in it ({len(shapes)} tensors, "
+            f"first {', '.join(list(source.shapes)[:5])}); it holds no whole transformer"
+        )
+    found = _of_shapes(shapes, source, out_channels)
+    for key, value in source.facts.items():
+        if key in found and found[key] != value and not key.startswith("lora_"):
+            raise ValueError(
+                f"{source.description}: its config says {key}={value}, the tensors {found[key]}; "
+                "put the config beside the tensors that belongs to them"
+            )
+    fields = {**_PUBLISHED[min(found["patch_size"].t, 2)], **source.facts, **found}
+    config = TransformerConfig(**fields)
+    table = shapes.get("position_table.weight")
+    if table is not None and len(table) == 3:
+        held = table[1] - config.grid.num_tokens
+        if held != config.text_length:
+            raise ValueError(
+                f"{source.description}: its position table has {table[1]} rows, which are not "
+                f"{config.text_length} of text and {config.grid.num_tokens} of a video of "
+                f"{config.num_frames} frames with {config.latent_height}x{config.latent_width} "
+                "latent pixels; convert from a format that says the video's size (diffusers, or "
+                "a run of cogfast)"
+            )
+    return config
+
+
+def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Without adapters, and under the names of a model that has none."""
+    return {
+        name.replace(".original.", "."): tuple(shape)
+        for name, shape in shapes.items()
+        if not is_lora_parameter(name)
+    }
+
+
+def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[str, Any]:
+    patch, rows = shapes["patch_embedding.weight"], shapes["output.weight"][0]
+    if len(patch) == 4:  # the convolution of CogVideoX 1.0
+        size = PatchSize(1, patch[2], patch[3])
+        channels = patch[1]
+    else:
+        size = source.facts.get("patch_size") or _flat_patch(rows, out_channels, source)
+        channels = patch[1] // (size.t * size.h * size.w)
+    head = shapes.get("blocks.0.attention.query_norm.weight", (_HEAD_WIDTH,))[0]
+    if patch[0] % head:
+        raise ValueError(
+            f"{source.description}: tokens {patch[0]} wide do not divide into heads {head} wide; "
+            "the files are of different models"
+        )
+    ofs = shapes.get("ofs_embedding.fc1.weight")
+    unused = shapes.get("unused_position_embeddings")
+    is_rotary = unused is not None or source.facts.get("position") == "rotary"
+    found = {
+        "num_layers": num_blocks(shapes),
+        "hidden_size": patch[0],
+        "num_attention_heads": patch[0] // head,
+        "in_channels": channels,
+        "out_channels": rows // (size.t * size.h * size.w),
+        "patch_size": size,
+        "text_hidden_size": shapes["text_embedding.weight"][1],
+        "time_embed_dim": shapes["time_embedding.fc1.weight"][0],
+        "ofs_embed_dim": None if ofs is None else ofs[0],
+        "position": "rotary" if is_rotary else "sincos",
+        "learnable_position": is_rotary and "position_table.weight" in shapes,
+        "qk_norm": "blocks.0.attention.query_norm.bias" in shapes,
+        "elementwise_affine": "final_norm.weight" in shapes,
+    }
+    if unused is not None:
+        found["max_sequence_length"] = unused[0]
+    return found | _adapters(source, found["num_layers"])
+
+
+def _flat_patch(rows: int, out_channels: int, source: WeightSource) -> PatchSize:
+    frames, rest = divmod(rows, out_channels * _PATCH_HW**2)
+    if rest or frames not in (1, 2):
+        raise ValueError(
+            f"{source.description}: the last layer has {rows} rows, which are no patches of 1x2x2 "
+            f"or 2x2x2 latent pixels with {out_channels} channels; it is no CogVideoX"
+        )
+    return PatchSize(frames, _PATCH_HW, _PATCH_HW)
+
+
+def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
+    """Fields about LoRA: the rank, and the layers that have adapters where not all have."""
+    pairs = {n: s for n, s in source.shapes.items() if ".matrix_A." in n}
+    if not pairs:
+        return {}
+    alpha = {} if source.lora_alpha is None else {"lora_alpha": source.lora_alpha}
+    layers = tuple(sorted({int(name.split(".")[1]) for name in pairs}))
+    some = {"lora_layers": layers} if len(layers) < num_layers else {}
+    return {"lora_rank": next(iter(pairs.values()))[0], **alpha, **some}
+
+
+def check_complete(source: WeightSource, config: TransformerConfig) -> None:
+    """ValueError where `source` lacks tensors of the model, or has some of another size."""
+    import torch
+
+    from cogfast.model.transformer import assemble_transformer
+
+    with torch.device("meta"):
+        model = assemble_transformer(config)
+    optional = set(model.unused_parameter_names())
+    if config.position == "sincos":
+        optional.add("position_table.weight")
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    missing = [name for name in wanted if name not in source.shapes and name not in optional]
+    if missing:
+        raise ValueError(
+            f"{source.description}: {len(missing)} of the model's {len(wanted)} tensors are not in "
+            f"it, first {', '.join(missing[:5])}; convert from a complete checkpoint"
+        )
+    for name, shape in source.shapes.items():
+        flat = shape[:1] + (torch.Size(shape[1:]).numel(),) if len(shape) == 4 else shape
+        if name in wanted and flat != wanted[name]:
+            raise ValueError(
+                f"{source.description}: {name} is {list(shape)}, in a model of {config.num_layers} "
+                f"blocks {config.hidden_size} wide it is {list(wanted[name])}; its files are of "
+                "different models"
+            )

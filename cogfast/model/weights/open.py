@@ -1,0 +1,46 @@
+"""Finds out what kind of weights a path holds, from the content, and opens them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cogfast.model.weights.cogfast_folder import is_cogfast_folder, open_cogfast
+from cogfast.model.weights.diffusers import find_diffusers_folder, open_diffusers
+from cogfast.model.weights.run import find_run_checkpoint, open_run
+from cogfast.model.weights.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.sat_files import find_sat_files, open_sat
+from cogfast.model.weights.source import WeightSource
+
+
+def open_source(path: Path, ema: bool = False) -> WeightSource:
+    """The transformer's weights or adapters at `path`: a SAT folder, one iteration of it or its .pt
+    file; a diffusers pipeline or transformer folder; a PEFT file or folder; a run of ours or one
+    of its checkpoints; our own format. ema: the moving average, which SAT and runs may have."""
+    checkpoint = find_run_checkpoint(path)
+    if checkpoint is not None:
+        return open_run(checkpoint, ema)
+    source = _open_safetensors(path)
+    if source is None:
+        return open_sat(find_sat_files(path, ema))
+    if ema:
+        raise ValueError(
+            f"{source.description}: it holds no EMA weights; only SAT folders and runs have them"
+        )
+    return source
+
+
+def _open_safetensors(path: Path) -> WeightSource | None:
+    """None: the path holds no safetensors files."""
+    if is_cogfast_folder(path):
+        return open_cogfast(path)
+    is_file = path.is_file()
+    folder = find_diffusers_folder(path.parent if is_file else path)
+    if is_file and path.suffix != ".safetensors":
+        return None
+    if is_file or (folder is None and any(path.glob("*.safetensors"))):
+        names = SafetensorsFiles(path).names()
+        if any("lora" in name for name in names) or (is_file and folder is None):
+            from cogfast.model.weights.peft import open_peft
+
+            return open_peft(path)
+    return None if folder is None else open_diffusers(folder)

@@ -1,0 +1,115 @@
+"""torch.save's files, read and written without a copy of their tensors in memory."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.model.weights.tensor_stream import Outgoing
+
+_ALIGNMENT = 64  # bytes, of every tensor in the file, as torch.save has it
+_ROOT = "archive"
+_LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
+_EXTRA_HEADER_BYTES = 4
+_STORAGE_TYPES = {
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float64: torch.DoubleStorage,
+    torch.int64: torch.LongStorage,
+}
+
+
+def read_torch_file(path: Path) -> dict[str, Any]:
+    """The content of a .pt file, tensors mapped into memory; nothing but tensors and plain data is
+    unpickled. ValueError for a file that is damaged or wants more."""
+    try:
+        with torch.serialization.safe_globals(_numpy_rng_globals()):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()
+        named = next((line.strip() for line in reason if "GLOBAL" in line), reason[0])
+        raise ValueError(
+            f"{path}: refused, since reading it would run pickled code ({named}); save it again "
+            "with tensors only: torch.save({'module': state_dict}, path)"
+        ) from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{path}: truncated or not a file of torch.save ({str(error).splitlines()[0]}); copy "
+            "it again and compare its size with the original"
+        ) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _numpy_rng_globals() -> list[object]:
+    """What SAT's training checkpoints hold beside tensors: the state of numpy's generator."""
+    import numpy as np
+    from numpy._core.multiarray import _reconstruct
+
+    return [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.uint32]
+
+
+def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:
+    """Write {key: {name: tensor}} as torch.save does, one tensor in memory at a time.
+
+    A zip of the pickled dict, whose tensors refer to entries data/0, data/1, ... with their bytes.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        _add(archive, "data.pkl", memoryview(_pickled(key, tensors)))
+        _add(archive, "byteorder", memoryview(b"little"))
+        for index, tensor in enumerate(tensors):
+            _add(archive, f"data/{index}", tensor.bytes())
+        _add(archive, "version", memoryview(b"3\n"))
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
+    entry = zipfile.ZipInfo(f"{_ROOT}/{name}")
+    entry.file_size = content.nbytes
+    place = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(entry.filename) + _EXTRA_HEADER_BYTES
+    padding = -place % _ALIGNMENT
+    entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    with archive.open(entry, "w") as out:
+        out.write(content)
+
+
+class _Storage:
+    """Stands for a tensor's bytes while the dict is pickled."""
+
+    def __init__(self, index: int, tensor: Outgoing) -> None:
+        kind = _STORAGE_TYPES[tensor.dtype]
+        self.reference = ("storage", kind, str(index), "cpu", math.prod(tensor.shape))
+
+
+class _Tensor:
+    def __init__(self, index: int, tensor: Outgoing) -> None:
+        self.storage, self.shape = _Storage(index, tensor), tensor.shape
+
+    def __reduce__(self) -> tuple:
+        stride = torch.empty(self.shape, device="meta").stride()
+        arguments = (self.storage, 0, self.shape, stride, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> tuple | None:
+        return obj.reference if isinstance(obj, _Storage) else None
+
+
+def _pickled(key: str, tensors: Sequence[Outgoing]) -> bytes:
+    file = io.BytesIO()
+    content = {key: {t.name: _Tensor(i, t) for i, t in enumerate(tensors)}}
+    _Pickler(file, protocol=2).dump(content)
+    return file.getvalue()
+
+
+def only_tensors(content: dict[str, Any]) -> dict[str, Tensor]:
+    return {k: v for k, v in content.items() if isinstance(v, Tensor)}
