@@ -79,6 +79,13 @@ _LORA: dict[str, Any] = {
     "lora_alpha": float,
     "lora_dropout": float,
     "layer_range": list[int] | None,
+    "target_modules": list[str],  # ours
+}
+# Names of the linears that have adapters, SAT's and diffusers' -> diffusers'
+_LORA_TARGETS = {
+    "query_key_value": ("to_q", "to_k", "to_v"),
+    "dense": ("to_out.0",),
+    **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0")},
 }
 # What both halves of SAT's autoencoder take; z_channels, ch and so on are read by ours.
 _CODER: dict[str, Any] = {
@@ -200,7 +207,13 @@ def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any
     _require(found, ("r",), where_params)
     _require_positive(found, ["r"], where_params)
     layers = found.get("layer_range")
+    key = join(where_params, "target_modules")
+    targets = found.get("target_modules", ["query_key_value", "dense"])
+    if not targets or not all(name in _LORA_TARGETS for name in targets):
+        use = f"one or more of {', '.join(_LORA_TARGETS)}"
+        raise KeyProblem(key, f"{key}={show(targets)}: adapters go on {use}")
     return {
+        "lora_targets": tuple(dict.fromkeys(t for name in targets for t in _LORA_TARGETS[name])),
         "lora_rank": found["r"],
         "lora_alpha": float(found.get("lora_alpha", 1.0)),  # SAT's default: scaling is 1/r
         "lora_dropout": float(found.get("lora_dropout", 0.0)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cogfast.model.lora import TARGETS
 from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
 from cogfast.model.weights.sat import freeze
 from cogfast.train.memory_plan import Policy
@@ -19,6 +20,7 @@ class Case:
 
     family: str
     lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = tuple(TARGETS)
     trains_lora_only: bool = False
     has_affine_norms: bool = True
     dtype: torch.dtype = torch.float32
@@ -33,6 +35,7 @@ class Case:
             FAMILY[self.family],
             num_attention_heads=4,
             lora_rank=self.lora_rank,
+            lora_targets=self.lora_targets,
             lora_alpha=2.0,
             elementwise_affine=self.has_affine_norms,
             text_length=self.text_length,
@@ -46,6 +49,8 @@ CASES = {
     **{family: Case(family) for family in FAMILY},
     "lora": Case("5b", lora_rank=4),  # everything trains: the adapters' input has a gradient
     "frozen": Case("5b", lora_rank=4, trains_lora_only=True),
+    "two targets": Case("5b", 4, ("to_q", "to_v"), trains_lora_only=True),
+    "one target": Case("5b", 4, ("to_out.0",)),
     "norms without weights": Case("5b", has_affine_norms=False),
     "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
     "compiled": Case("5b", is_compiled=True),
@@ -61,6 +66,7 @@ CASES |= {
         *FAMILY,
         "lora",
         "frozen",
+        "one target",
         "norms without weights",
         "bf16",
         "compiled",

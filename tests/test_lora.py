@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
-from cogfast.model.transformer import assemble_transformer
+from cogfast.model.lora import TARGETS, LoraLinear, add_lora, is_lora_parameter
+from cogfast.model.transformer import assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import freeze, to_sat_state_dict
+from tests.tiny_run import model_section
 from tests.tiny_transformers import FAMILY, inputs, tiny
 
 
@@ -32,11 +34,65 @@ def test_each_part_of_qkv_has_its_own_pair() -> None:
     w, b = lora.original.weight.double(), lora.original.bias.double()
     expected = x.double() @ w.T + b
     for i in range(3):
-        low = x.double() @ lora.matrix_A[i].double().T
-        expected[..., 4 * i : 4 * i + 4] += 3.0 / 2 * (low @ lora.matrix_B[i].double().T)
+        low = x.double() @ lora.matrix_A[str(i)].double().T
+        expected[..., 4 * i : 4 * i + 4] += 3.0 / 2 * (low @ lora.matrix_B[str(i)].double().T)
     torch.testing.assert_close(lora(x).double(), expected, atol=1e-5, rtol=0)
-    merged = torch.nn.functional.linear(x, lora.merged_weight(), lora.original.bias)
-    torch.testing.assert_close(merged.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [("to_q", "to_v"), ("to_k",), ("to_out.0",)])
+def test_targets_without_a_pair_stay_and_cost_nothing(targets: tuple[str, ...]) -> None:
+    """As all four with B zero where a target is left out: output, and gradients of the others."""
+    asked = {"lora_rank": 4, "lora_alpha": 3.0}
+    some, full = tiny("5b", **asked, lora_targets=targets), tiny("5b", **asked)
+    held = dict(some.named_parameters())
+    names = {n for n in held if is_lora_parameter(n)}
+    places = [TARGETS[target] for target in targets]
+    assert names == {
+        f"blocks.{i}.attention.{linear}.matrix_{side}.{part}"
+        for i in range(2)
+        for linear, part in places
+        for side in "AB"
+    }
+    with torch.no_grad():
+        for name, parameter in full.named_parameters():
+            plain = name if name in held else name.replace(".original.", ".")
+            if plain in held:
+                parameter.copy_(held[plain])
+            else:
+                parameter.zero_()
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        some(**inputs("5b"))
+    with FlopCounterMode(display=False) as base, torch.no_grad():
+        tiny("5b")(**inputs("5b"))
+    tokens, width = 2 * (10 + 4 * 24), 128
+    more = counted.get_total_flops() - base.get_total_flops()
+    assert more == 2 * len(targets) * 2 * tokens * 4 * (width + width)  # blocks, A and B
+    outputs = [model(**inputs("5b")) for model in (some, full)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    for output in outputs:
+        output.square().mean().backward()
+    for name in names:
+        mine, expected = held[name].grad, full.get_parameter(name).grad
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_targets_go_by_sats_names_or_diffusers(tmp_path) -> None:
+    """lora_config.params.target_modules, in the words of either trainer."""
+    section = model_section("5b", tmp_path, lora_rank=2)
+    params = section["network_config"]["params"]["modules"]["lora_config"]["params"]
+    cases = {
+        ("query_key_value",): ("to_q", "to_k", "to_v"),
+        ("dense", "to_v"): ("to_out.0", "to_v"),
+        ("to_q", "to_k", "to_v", "to_out.0"): tuple(TARGETS),
+    }
+    assert build_transformer(section).config.lora_targets == tuple(TARGETS)
+    for given, expected in cases.items():
+        params["target_modules"] = list(given)
+        assert build_transformer(section).config.lora_targets == expected
+    for wrong in (["to_q", "ff.net.2"], []):
+        params["target_modules"] = wrong
+        with pytest.raises(ValueError, match=r"target_modules=\[.*adapters go on one or more of"):
+            build_transformer(section)
 
 
 def test_alpha_is_one_unless_given() -> None:
@@ -55,8 +111,8 @@ def test_plain_checkpoint_loads_and_changes_nothing(tmp_path) -> None:
     with torch.no_grad():
         assert torch.equal(adapted(**given), plain(**given))  # B is zero
     a = adapted.blocks[0].attention.qkv.matrix_A
-    assert a[0].abs().max() <= 128**-0.5 and a[0].std() > 0.5 * 128**-0.5
-    assert not torch.equal(a[0], a[1])
+    assert a["0"].abs().max() <= 128**-0.5 and a["0"].std() > 0.5 * 128**-0.5
+    assert not torch.equal(a["0"], a["1"])
 
 
 def test_adapters_come_back_from_a_checkpoint(tmp_path) -> None:

@@ -271,7 +271,7 @@ def test_a_lora_run_holds_only_adapters(tmp_path: Path) -> None:
     before = loaded.blocks[0].fc1.weight.clone()
     report = load_transformer(loaded, tmp_path)
     assert torch.equal(loaded.blocks[0].fc1.weight, before)
-    a, b = (m.blocks[1].attention.qkv.matrix_B[2] for m in (loaded, trained))
+    a, b = (m.blocks[1].attention.qkv.matrix_B["2"] for m in (loaded, trained))
     assert torch.equal(a, b)
     assert "blocks.0.fc1.weight" in report.missing and report.num_loaded == 16
 

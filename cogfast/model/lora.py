@@ -3,31 +3,45 @@
     y = W x + b + (alpha / r) B A x
 
 with one pair (A, B) per equal part of the output: q, k and v each have their own, `out` has one.
+Some of them may go without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cogfast.model.attention import Attention
 
+SAT_ALPHA = 1.0  # of a SAT config that names none, and of checkpoints that do not say
+# What can have adapters, by diffusers' names: our linear in the attention layer, and which part.
+TARGETS = {"to_q": ("qkv", 0), "to_k": ("qkv", 1), "to_v": ("qkv", 2), "to_out.0": ("out", 0)}
+_NUM_PARTS = {"qkv": 3, "out": 1}
+
 
 class LoraLinear(nn.Module):
-    """A linear and its adapters; `original` is trained only if something says so."""
+    """A linear and its adapters; `original` is trained only if something says so. parts: those of
+    the num_parts that have a pair, None: all; a pair's names end in the number of its part."""
 
     def __init__(
-        self, original: nn.Linear, num_parts: int, rank: int, alpha: float, dropout: float
+        self,
+        original: nn.Linear,
+        num_parts: int,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        parts: Sequence[int] | None = None,
     ):
         super().__init__()
         out_features, in_features = original.weight.shape
+        names = [str(i) for i in (range(num_parts) if parts is None else sorted(parts))]
         make = lambda rows, columns: nn.Parameter(original.weight.new_zeros(rows, columns))
-        self.original = original
-        self.matrix_A = nn.ParameterList(make(rank, in_features) for _ in range(num_parts))
-        self.matrix_B = nn.ParameterList(
-            make(out_features // num_parts, rank) for _ in range(num_parts)
+        self.original, self.num_parts = original, num_parts
+        self.matrix_A = nn.ParameterDict({name: make(rank, in_features) for name in names})
+        self.matrix_B = nn.ParameterDict(
+            {name: make(out_features // num_parts, rank) for name in names}
         )
         self.scaling = alpha / rank
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
@@ -39,28 +53,36 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] -> [B, S, out]."""
-        return self.original(x) + self.delta(x, torch.cat(list(self.matrix_A)), self.matrix_B)
+        a = torch.cat(list(self.matrix_A.values()))
+        return self.original(x) + self.delta(x, a, self.matrix_B.values())
 
     def delta(self, x: Tensor, a: Tensor, b: Iterable[Tensor]) -> Tensor:
         """What the adapters add, [B, S, out]; a: the A's side by side, so that one matmul reads x."""
         low = nn.functional.linear(self.dropout(x), a) * self.scaling  # here, where it is small
-        parts = low.chunk(len(self.matrix_A), dim=-1)  # of [B, S, r]
-        deltas = [nn.functional.linear(p, each) for p, each in zip(parts, b, strict=True)]
-        return torch.cat(deltas, dim=-1)
-
-    def merged_weight(self) -> Tensor:
-        """W + (alpha / r) B A, [out, in], computed in float32, in the dtype of W."""
-        delta = [b.float() @ a.float() for a, b in zip(self.matrix_A, self.matrix_B, strict=True)]
-        weight = self.original.weight
-        return (weight.float() + torch.cat(delta) * self.scaling).to(weight.dtype)
+        names = list(self.matrix_A)
+        pairs = zip(low.chunk(len(names), dim=-1), b, strict=True)  # of [B, S, r] and [out, r]
+        deltas = dict(zip(names, [nn.functional.linear(*pair) for pair in pairs], strict=True))
+        first = deltas[names[0]]
+        nothing = first.new_zeros(()).expand_as(first)  # of a part without a pair; no memory
+        parts = [deltas.get(str(i), nothing) for i in range(self.num_parts)]
+        return torch.cat(parts, dim=-1)
 
 
-def add_lora(attention: Attention, rank: int, alpha: float = 1.0, dropout: float = 0.0) -> None:
-    """Replace the linears of `attention` by ones with adapters: three pairs for QKV, one for out."""
+def add_lora(
+    attention: Attention,
+    rank: int,
+    alpha: float = SAT_ALPHA,
+    dropout: float = 0.0,
+    targets: Iterable[str] = tuple(TARGETS),
+) -> None:
+    """Replace the linears of `attention` that `targets`, of TARGETS, name by ones with adapters."""
     if rank < 1:
         raise ValueError(f"lora_config.params.r={rank} must be 1 or more")
-    attention.qkv = LoraLinear(attention.qkv, 3, rank, alpha, dropout)
-    attention.out = LoraLinear(attention.out, 1, rank, alpha, dropout)
+    for name, num_parts in _NUM_PARTS.items():
+        parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
+        if parts:
+            original = getattr(attention, name)
+            setattr(attention, name, LoraLinear(original, num_parts, rank, alpha, dropout, parts))
 
 
 def is_lora_parameter(name: str) -> bool:

@@ -16,7 +16,7 @@ from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
 from cogfast.model.embeddings import SinusoidEmbedding, patchify, unpatchify
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import add_lora
+from cogfast.model.lora import SAT_ALPHA, TARGETS, add_lora
 from cogfast.model.positions import (
     NoPositionTable,
     NoRotation,
@@ -58,9 +58,10 @@ class TransformerConfig:
     elementwise_affine: bool = True
     max_sequence_length: int = 64  # rows of a table that SAT's rotary models carry and never read
     lora_rank: int | None = None
-    lora_alpha: float = 1.0
+    lora_alpha: float = SAT_ALPHA
     lora_dropout: float = 0.0
     lora_layers: tuple[int, ...] | None = None  # None: all
+    lora_targets: tuple[str, ...] = tuple(TARGETS)
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -272,6 +273,7 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
                     config.lora_rank,
                     config.lora_alpha,
                     config.lora_dropout,
+                    config.lora_targets,
                 )
     if device.type != "meta":
         transformer.to_empty(device=device)

@@ -246,7 +246,7 @@ def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape
         bytes_per_number=hidden.element_size(),
         num_parts=block.fc1.group.size if isinstance(block.fc1, ParallelLinear) else 1,
         splits_rows=isinstance(block, SequenceParallelBlock),
-        adapter_columns=4 * (config.lora_rank or 0),  # of q, k, v and out
+        adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
         is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
     )
 

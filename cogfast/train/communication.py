@@ -180,8 +180,9 @@ def _in_block(
         sums += samples * config.time_embed_dim * number
     is_lora = isinstance(attention.qkv, LoraLinear)
     if is_lora:
-        whole = [*attention.qkv.matrix_A, *attention.out.matrix_B]
-        sums += sum(matrix.numel() for matrix in whole) * number
+        sums += sum(matrix.numel() for matrix in attention.qkv.matrix_A.values()) * number
+    if isinstance(attention.out, LoraLinear):
+        sums += sum(matrix.numel() for matrix in attention.out.matrix_B.values()) * number
     if not layout.splits_rows:
         sums += forwards * 2 * unit  # of `out` and fc2
         sums += (has_input_gradient + has_gradient) * unit  # of the inputs of QKV and fc1

@@ -100,9 +100,11 @@ def _parallelize_attention(
     qkv, out = attention.qkv, attention.out
     if isinstance(qkv, LoraLinear):
         attention.qkv = ColumnParallelLora(qkv, column(qkv.original, group, num_parts=3))
-        attention.out = RowParallelLora(out, row(out.original, group))
     else:
         attention.qkv = column(qkv, group, num_parts=3)
+    if isinstance(out, LoraLinear):
+        attention.out = RowParallelLora(out, row(out.original, group))
+    else:
         attention.out = row(out, group)
     attention.query_norm = _shared(attention.query_norm, group)
     attention.key_norm = _shared(attention.key_norm, group)

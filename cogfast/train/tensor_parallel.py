@@ -213,14 +213,14 @@ class ParallelLora(LoraLinear):
     def __init__(self, whole: LoraLinear, original: ParallelLinear) -> None:
         nn.Module.__init__(self)
         self.group, self.original = original.group, original
-        self.scaling, self.dropout = whole.scaling, whole.dropout
+        self.scaling, self.dropout, self.num_parts = whole.scaling, whole.dropout, whole.num_parts
         self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
         self.shards: dict[str, Shard] = {}
 
-    def _cut(self, name: str, matrices: nn.ParameterList, dim: int) -> nn.ParameterList:
-        shards = [self.group.shard(matrix.shape, dim) for matrix in matrices]
-        self.shards |= {f"{name}.{i}": shard for i, shard in enumerate(shards)}
-        return nn.ParameterList(map(take_share, matrices, shards))
+    def _cut(self, name: str, matrices: nn.ParameterDict, dim: int) -> nn.ParameterDict:
+        shards = {part: self.group.shard(matrix.shape, dim) for part, matrix in matrices.items()}
+        self.shards |= {f"{name}.{part}": shard for part, shard in shards.items()}
+        return nn.ParameterDict({part: take_share(matrices[part], shards[part]) for part in shards})
 
 
 class ColumnParallelLora(ParallelLora):
@@ -232,8 +232,8 @@ class ColumnParallelLora(ParallelLora):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.original.enter(x)
-        a = copy_to_group(torch.cat(list(self.matrix_A)), self.group)
-        return self.original.product(x) + self.delta(x, a, self.matrix_B)
+        a = copy_to_group(torch.cat(list(self.matrix_A.values())), self.group)
+        return self.original.product(x) + self.delta(x, a, self.matrix_B.values())
 
 
 class RowParallelLora(ParallelLora):
@@ -244,8 +244,8 @@ class RowParallelLora(ParallelLora):
         self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B]
-        delta = self.delta(x, torch.cat(list(self.matrix_A)), b)
+        b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
+        delta = self.delta(x, torch.cat(list(self.matrix_A.values())), b)
         return self.original.leave(self.original.product(x) + delta)
 
 

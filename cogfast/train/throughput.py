@@ -38,12 +38,13 @@ def train_flops(config: TransformerConfig, num_tokens: int) -> float:
     """Model FLOPs of training on one sample; recomputed activations never count.
 
     Three forwards for full training. With LoRA the frozen linears need no weight gradient: two,
-    plus three times the adapters' 2 S r (M + M) for each of q, k, v and out, plus 3x attention.
+    plus three times the adapters' 2 S r (M + M) for each target, plus 3x attention.
     """
     linear, attention = forward_flops(config, num_tokens)
     if config.lora_rank is None:
         return 3 * (linear + attention)
-    adapters = 16.0 * num_tokens * config.lora_rank * config.hidden_size * config.num_layers
+    width = config.lora_rank * len(config.lora_targets)
+    adapters = 4.0 * num_tokens * width * config.hidden_size * config.num_layers
     return 2 * linear + 3 * (adapters + attention)
 
 
