@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.adapters import adapters_of
 from cogfast.model.weights.family import Shapes, num_blocks
 from cogfast.model.weights.source import WeightSource
 from cogfast.shapes import PatchSize
@@ -122,14 +123,13 @@ def _flat_patch(rows: int, out_channels: int, source: WeightSource) -> PatchSize
 
 
 def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
-    """Fields about LoRA: the rank, and the layers that have adapters where not all have."""
-    pairs = {n: s for n, s in source.shapes.items() if ".matrix_A." in n}
-    if not pairs:
+    """Fields about LoRA: rank, targets, and the layers that have adapters where not all have."""
+    found = adapters_of(source)
+    if found is None:
         return {}
-    alpha = {} if source.lora_alpha is None else {"lora_alpha": source.lora_alpha}
-    layers = tuple(sorted({int(name.split(".")[1]) for name in pairs}))
-    some = {"lora_layers": layers} if len(layers) < num_layers else {}
-    return {"lora_rank": next(iter(pairs.values()))[0], **alpha, **some}
+    alpha = {} if found.alpha is None else {"lora_alpha": found.alpha}
+    some = {"lora_layers": found.layers} if len(found.layers) < num_layers else {}
+    return {"lora_rank": found.ranks[0], "lora_targets": found.targets, **alpha, **some}
 
 
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:

@@ -1,0 +1,214 @@
+"""LoRA adapters as weights: what they are, whether they fit a model, and adding them to one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
+from cogfast.model.weights.diffusers import diffusers_names, from_diffusers
+from cogfast.model.weights.family import num_blocks
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+_PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
+_LORA_CONFIG = "model.network_config.params.modules.lora_config"
+_FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by width
+_TARGET_OF = {place: target for target, place in TARGETS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """What a set of adapters is: ranks that occur; alpha, None where nobody says; layers that have
+    some; targets among lora.TARGETS; others: linears that have adapters but cannot be trained with
+    them here."""
+
+    num_tensors: int
+    ranks: tuple[int, ...]
+    alpha: float | None
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+    others: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        alpha = f"unknown (SAT's default is {SAT_ALPHA:g})" if self.alpha is None else self.alpha
+        names = ", ".join((*self.targets, *self.others))
+        return f"rank {ranks}, alpha {alpha}, {len(self.layers)} layers, {names}"
+
+
+def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
+    """The adapters at `path` alone: a LoRA file, or a SAT folder or run that was trained with some.
+
+    ValueError where there are none.
+    """
+    if not Path(path).exists():
+        raise ValueError(f"{path}: no such file or folder of LoRA adapters")
+    return only_adapters(open_source(Path(path), ema))
+
+
+def only_adapters(source: WeightSource) -> WeightSource:
+    """The adapters of a source without the rest. ValueError where there are none."""
+    shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
+    if not shapes:
+        raise ValueError(f"{source.description}: no LoRA tensors in it")
+    return replace(source, shapes=shapes, is_partial=True)
+
+
+def without_adapters(source: WeightSource) -> WeightSource:
+    """The model that a source's adapters adapt, under the names of a plain one."""
+    names = {n.replace(".original.", "."): n for n in source.shapes if not is_lora_parameter(n)}
+    return replace(
+        source,
+        shapes={plain: source.shapes[name] for plain, name in names.items()},
+        dtypes={plain: source.dtypes[name] for plain, name in names.items()},
+        read=lambda name, shard: source.read(names[name], shard),
+        lora_alpha=None,
+    )
+
+
+def adapters_of(source: WeightSource) -> Adapters | None:
+    """Facts about the adapters among a source's tensors; None: it has none."""
+    ranks, layers, targets, others = set(), set(), set(), set()
+    pairs = [m for m in map(_PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
+    for pair in pairs:
+        linear = pair["module"].rpartition(".")[2]
+        target = _TARGET_OF.get((linear, int(pair["part"])))
+        ranks.add(source.shapes[pair[0]][0])
+        if pair["module"].startswith("blocks."):
+            layers.add(int(pair["module"].split(".")[1]))
+        if target is None:
+            others.add(_theirs(pair["module"], int(pair["part"])).split(".", 2)[-1])
+        else:
+            targets.add(target)
+    if not pairs:
+        return None
+    return Adapters(
+        num_tensors=2 * len(pairs),
+        ranks=tuple(sorted(ranks)),
+        alpha=source.lora_alpha,
+        layers=tuple(sorted(layers)),
+        targets=tuple(target for target in TARGETS if target in targets),
+        others=tuple(sorted(others)),
+    )
+
+
+def _theirs(module: str, part: int) -> str:
+    """diffusers' name of a linear, which people know adapters by."""
+    return diffusers_names(f"{module}.weight")[part].removesuffix(".weight")
+
+
+def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError where adapters are not for a model with tensors of these shapes, by plain name."""
+    found, has_layers = adapters_of(adapter), num_blocks(shapes)
+    num_layers = max(found.layers, default=-1) + 1
+    for name, (rows, columns) in adapter.shapes.items():
+        pair = _PAIR.fullmatch(name)
+        weight = shapes.get(f"{pair['module']}.weight")
+        if weight is None and num_layers <= has_layers:
+            raise ValueError(
+                f"{adapter.description}: {name} adapts a linear that the model does not have; use "
+                "the base that it was trained on"
+            )
+        num_parts = len(diffusers_names(f"{pair['module']}.weight"))
+        fits = weight is not None and (
+            columns == weight[1] if pair["side"] == "A" else rows * num_parts == weight[0]
+        )
+        if not fits:
+            width = next((s[1] for n, s in adapter.shapes.items() if ".qkv.matrix_A" in n), columns)
+            kind = _FAMILIES.get(width, "an adapter of another model")
+            raise ValueError(
+                f"{adapter.description}: {found.num_tensors} LoRA tensors belong to {num_layers} "
+                f"layers of width {width}: this is {kind}, the model has {has_layers} of width "
+                f"{shapes['patch_embedding.weight'][0]}; use the base that it was trained on"
+            )
+
+
+def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
+    """ValueError where a model of this config could not go on training adapters."""
+    found = adapters_of(adapter)
+    where = f"{_LORA_CONFIG}.params"
+    alpha = config.lora_alpha if found.alpha is None else found.alpha
+    lines = f"r: {found.ranks[0]}, lora_alpha: {alpha:g}"
+    if found.others:
+        raise ValueError(
+            f"{adapter.description}: it adapts {', '.join(found.others)} too, which are not "
+            f"trained with adapters here ({', '.join(TARGETS)} are); merge it into the base "
+            "(cogfast convert --merge-lora) and train new ones"
+        )
+    if len(found.ranks) > 1:
+        raise ValueError(
+            f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, and a model "
+            "has one for all; merge it into the base (cogfast convert --merge-lora)"
+        )
+    if config.lora_rank is None:
+        raise ValueError(
+            f"{adapter.description}: the config has no adapters; add {_LORA_CONFIG} with params "
+            f"{lines}"
+        )
+    if (found.ranks[0], alpha) != (config.lora_rank, config.lora_alpha):
+        raise ValueError(
+            f"{adapter.description}: rank {found.ranks[0]} and alpha {alpha:g}, the config has r="
+            f"{config.lora_rank} and lora_alpha={config.lora_alpha:g}; write {lines} in {where}"
+        )
+    if not set(found.targets) <= set(config.lora_targets):
+        raise ValueError(
+            f"{adapter.description}: adapters of {', '.join(found.targets)}, the config has "
+            f"{', '.join(config.lora_targets)}; write target_modules: "
+            f"[{', '.join(found.targets)}] in {where}"
+        )
+    layers = set(range(config.num_layers) if config.lora_layers is None else config.lora_layers)
+    if config.num_layers > found.layers[-1] and not layers.issuperset(found.layers):
+        raise ValueError(
+            f"{adapter.description}: adapters of layers {list(found.layers)}, the config has them "
+            f"in {sorted(layers)}; write layer_range: {list(found.layers)} in {where}"
+        )
+
+
+def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
+    """`base` with W + scale (alpha / r) B A in the place of W wherever there is a pair for it,
+    computed in float32 when it is read, in the base's dtype.
+
+    base: a plain model; any linear of it may have adapters. ValueError where they do not fit.
+    """
+    check_fits(adapter, base.shapes)
+    alpha = SAT_ALPHA if adapter.lora_alpha is None else adapter.lora_alpha
+    adapted = {_PAIR.fullmatch(name)["module"] for name in adapter.shapes}
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or module not in adapted:
+            return base.read(name, shard)
+        weight = base.read(name, None)
+        deltas = _deltas(adapter, module, weight.shape)
+        merged = weight.float() + from_diffusers(name, deltas).mul_(scale * alpha)
+        merged = merged.to(weight.dtype)
+        return merged if shard is None else shard.of(merged)
+
+    return replace(
+        base, description=f"{base.description} with {adapter.description} merged", read=read
+    )
+
+
+def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:
+    """B A / r of each part of a linear [out, in], float32; zero where a part has no pair."""
+    num_parts = len(diffusers_names(f"{module}.weight"))
+    deltas = []
+    for part in range(num_parts):
+        name = f"{module}.matrix_A.{part}"
+        if name in adapter.shapes:
+            a, b = (adapter.read(name.replace("_A.", f"_{s}."), None).float() for s in "AB")
+            deltas.append((b @ a).div_(a.shape[0]))
+        else:
+            deltas.append(torch.zeros(shape[0] // num_parts, shape[1]))
+    return deltas

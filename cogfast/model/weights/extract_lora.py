@@ -1,0 +1,121 @@
+"""A LoRA out of two whole models: the best of a rank for what fine-tuning changed in a linear."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cogfast.model.lora import TARGETS
+from cogfast.model.weights.family import num_blocks
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+_SPARE, _ITERATIONS = 16, 6  # of the randomized SVD: what it computes beyond what is kept
+_NUM_PARTS = {"qkv": 3, "out": 1}
+
+
+@dataclass(slots=True)
+class Extraction:
+    """source: the adapters, alpha = rank, each computed when it is read.
+
+    kept: of each linear that has been read, the share of its change that the rank holds, by
+    Frobenius norms, under names like `blocks.0 to_q`; lost: tensors that changed and that adapters
+    cannot hold.
+    """
+
+    tuned: WeightSource
+    base: WeightSource
+    rank: int
+    lost: list[str] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)
+    _last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    @property
+    def source(self) -> WeightSource:
+        shapes = {}
+        for block in range(num_blocks(self.base.shapes)):
+            for linear, part in TARGETS.values():
+                module = f"blocks.{block}.attention.{linear}"
+                rows, columns = self.base.shapes[f"{module}.weight"]
+                shapes[f"{module}.matrix_A.{part}"] = (self.rank, columns)
+                shapes[f"{module}.matrix_B.{part}"] = (rows // _NUM_PARTS[linear], self.rank)
+        return WeightSource(
+            description=f"the change from {self.base.description} to {self.tuned.description}",
+            shapes=shapes,
+            read=self._read,
+            dtypes=dict.fromkeys(shapes, torch.float32),
+            is_partial=True,
+            lora_alpha=float(self.rank),
+        )
+
+    def report(self) -> str:
+        """What the rank holds of all that was read, and what no adapter holds."""
+        least = min(self.kept, key=self.kept.get)
+        mean = sum(self.kept.values()) / len(self.kept)
+        line = (
+            f"rank {self.rank} keeps {mean:.1%} of the change of a linear on average (Frobenius "
+            f"norm), least {self.kept[least]:.1%} in {least}"
+        )
+        if self.lost:
+            shown = ", ".join(self.lost[:5]) + (", ..." if len(self.lost) > 5 else "")
+            line += f"; {len(self.lost)} other tensors changed and are lost: {shown}"
+        return line
+
+    def _read(self, name: str, shard: Shard | None) -> Tensor:
+        module, matrix, part = name.rsplit(".", 2)
+        if self._last[0] != f"{module} {part}":
+            self._last = f"{module} {part}", self._pair(module, int(part))
+        whole = self._last[1][matrix]
+        return whole if shard is None else shard.of(whole)
+
+    def _pair(self, module: str, part: int) -> dict[str, Tensor]:
+        block, _, linear = module.rpartition(".attention.")
+        weights = [s.read(f"{module}.weight", None) for s in (self.tuned, self.base)]
+        tuned, base = (w.chunk(_NUM_PARTS[linear])[part].float() for w in weights)
+        change = tuned - base
+        norm = change.norm().item()
+        if norm == 0:
+            u, s, v = (change.new_zeros(n, self.rank) for n in (len(change), 1, change.shape[1]))
+            kept = 1.0
+        else:
+            size = min(self.rank + _SPARE, *change.shape)
+            with torch.random.fork_rng(devices=[]):  # the SVD draws its first directions
+                torch.manual_seed(0)
+                found = torch.svd_lowrank(change, q=size, niter=_ITERATIONS)
+            u, s, v = (f[..., : self.rank] for f in found)
+            kept = min(1.0, s.norm().item() / norm)
+        target = next(t for t, place in TARGETS.items() if place == (linear, part))
+        self.kept[f"{block} {target}"] = kept
+        return {"matrix_A": (v * s.sqrt()).T.contiguous(), "matrix_B": u * s.sqrt()}
+
+
+def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extraction:
+    """Adapters of q, k, v and out that turn `base` into `tuned` as well as a rank can; both are
+    plain whole models of one config. Tensors are read one at a time.
+
+    ValueError for models that differ in names or shapes, and a rank that no linear has.
+    """
+    differing = [n for n in base.shapes if tuned.shapes.get(n) != base.shapes[n]]
+    if differing or not base.shapes.keys() >= tuned.shapes.keys():
+        name = (differing or sorted(tuned.shapes.keys() - base.shapes.keys()))[0]
+        raise ValueError(
+            f"{tuned.description} and {base.description} are no two states of one model: {name} is "
+            f"{tuned.shapes.get(name, 'absent')} and {base.shapes.get(name, 'absent')}; name the "
+            "base that was trained"
+        )
+    most = min(base.shapes["blocks.0.attention.out.weight"])
+    if not 1 <= rank <= most:
+        raise ValueError(f"--rank {rank}: the linears have ranks from 1 to {most}; use one of them")
+    adapted = tuple(f".attention.{linear}.weight" for linear in _NUM_PARTS)
+    lost = [
+        name
+        for name in base.shapes
+        if not name.endswith(adapted)
+        and not torch.equal(base.read(name, None).float(), tuned.read(name, None).float())
+    ]
+    return Extraction(tuned, base, rank, lost)
