@@ -8,6 +8,7 @@ outputs are what diffusers makes of them when called directly.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from diffusers import AutoencoderKLCogVideoX
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cogfast.model import decode_memory
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
+from cogfast.model.decode_memory import bytes_per_pixel, plan_decode
 from cogfast.model.weights.vae import to_diffusers, to_sat
 
 TOLERANCE, SAMPLE_TOLERANCE = 2e-5, 5e-5  # golden/README.md: float32 against float64 is 6e-6
@@ -394,3 +397,61 @@ def test_options_are_checked(tiny: TinyVae, vae: VideoAutoencoder) -> None:
         vae.encode(torch.zeros(1, 3, 1, 60, 64))
     with pytest.raises(ValueError, match="give the vae folder of a diffusers CogVideoX model"):
         VideoAutoencoder()
+
+
+@torch.no_grad()
+def test_decoding_stays_in_its_memory(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    """What is free decides between whole frames and tiles; whole frames are the numbers of before,
+    tiles those of tiles that are asked for, and encoding never sees them."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(1, 16, 1, 16, 10, generator=generator)  # a frame of 128x80
+    whole, image = vae.decode(z), torch.rand(1, 3, 1, 128, 80, generator=generator)
+    moments = vae.encode(image)
+    limited = tiny.build()
+    plan = limited.limit_decode_memory(1 << 40, 1, 128, 80)
+    assert plan.tile is None
+    assert torch.equal(limited.decode(z), whole)
+
+    small = limited.limit_decode_memory(int(0.9 * plan.num_bytes), 1, 128, 80)
+    assert small.num_bytes <= 0.9 * plan.num_bytes
+    found = limited.decode(z)
+    assert torch.equal(found, tiny.build(use_tiling=True, tile_size=small.tile).decode(z))
+    assert torch.equal(limited.encode(image).mean, moments.mean)
+    difference = (found - whole).norm() / whole.norm()
+    print(f"tiles {small.tile} of 128x80: {difference:.3f} of the whole frames' norm apart")
+    assert 0 < difference < 1  # random weights: group norm of a tile is not the frame's
+
+    # room again
+    assert limited.limit_decode_memory(1 << 40, 1, 128, 80) == plan
+    assert torch.equal(limited.decode(z), whole)
+
+
+@torch.no_grad()
+def test_bytes_of_decoding_are_those_of_its_tensors(tiny: TinyVae) -> None:
+    """PyTorch's profiler adds up what the allocator gave and took back in one call of the decoder:
+    the tensors and, on a CPU, up to as much again inside convolutions (their im2col)."""
+    vae = tiny.build()
+    z = torch.randn(1, 16, 3, 6, 8)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        vae.decode(z)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    running = itertools.accumulate(e.nbytes() for e in events)
+    per_pixel = bytes_per_pixel(vae.inner, 3) / decode_memory._INSIDE_CONVOLUTIONS
+    assert 0.99 < max(running) / (per_pixel * 48 * 64) < 2.1
+    whole = vae.limit_decode_memory(1 << 40, 9, 48, 64).num_bytes
+    assert vae.bfloat16().limit_decode_memory(1 << 40, 9, 48, 64).num_bytes == whole // 2
+
+
+@pytest.mark.parametrize("size", [(480, 720), (768, 1360), (1360, 768), (96, 80)])
+def test_tiles_fit_their_budget_or_take_the_least(size: tuple[int, int]) -> None:
+    per_pixel, video = 46000.0, 3 * 49 * size[0] * size[1] * 2
+    whole = plan_decode(*size, per_pixel, video, 1 << 50)
+    assert whole.tile is None
+    seen = []
+    for share in (1, 0.7, 0.5, 0.3, 0.1, 0.05, 0):
+        plan = plan_decode(*size, per_pixel, video, int(share * whole.num_bytes))
+        seen.append(plan.num_bytes)
+        assert plan.num_bytes <= share * whole.num_bytes or plan.tile in (None, (96, 80))
+        if plan.tile is not None:
+            assert (plan.tile[0] % 48, plan.tile[1] % 40) == (0, 0)
+    assert seen == sorted(seen, reverse=True)

@@ -213,16 +213,18 @@ def write_config(
     return path
 
 
-def start(words: list[str], processes: int = 1) -> subprocess.Popen:
+def start(
+    words: list[str], processes: int = 1, program: tuple[str, ...] = ("-m", "cogfast")
+) -> subprocess.Popen:
     """Start `cogfast WORDS`, under torchrun where there is more than one process."""
-    command = [sys.executable, "-m", "cogfast", *words]
+    command = [sys.executable, *program, *words]
     if processes > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
-            *(f"--master_port={port}", "-m", "cogfast", *words),
+            *(f"--master_port={port}", *program, *words),
         ]
     return subprocess.Popen(
         command,
@@ -235,9 +237,14 @@ def start(words: list[str], processes: int = 1) -> subprocess.Popen:
     )
 
 
-def run(words: list[str], processes: int = 1, timeout: float = 240) -> subprocess.CompletedProcess:
+def run(
+    words: list[str],
+    processes: int = 1,
+    timeout: float = 240,
+    program: tuple[str, ...] = ("-m", "cogfast"),
+) -> subprocess.CompletedProcess:
     """Run `cogfast WORDS` to its end; stdout and stderr together in .stdout."""
-    process = start(words, processes)
+    process = start(words, processes, program)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -16,17 +16,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cogfast.model.decode_memory import (
+    TILE_OVERLAP,
+    TILE_STEP,
+    DecodePlan,
+    bytes_per_pixel,
+    plan_decode,
+    tiled,
+)
 from cogfast.model.weights.vae import read_sat_vae, to_diffusers
-from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_pixel_frames
+from cogfast.shapes import (
+    SPATIAL_COMPRESSION,
+    TEMPORAL_COMPRESSION,
+    num_latent_frames,
+    num_pixel_frames,
+)
 
 logger = logging.getLogger(__name__)
 
 _NORM_GROUPS = 32  # SAT's Normalize
 _DIFFUSERS_FRAMES = 8  # pixel frames per call of diffusers' own encode
 _SERIAL_LATENTS = 2  # latent frames per call; the first call takes one more
-# diffusers' tiles overlap by these shares of their rows and columns.
-_TILE_OVERLAP = (1 / 6, 1 / 5)
-_TILE_STEP = (48, 40)  # tile sizes whose stride falls on whole latent pixels
 
 EncodeChunks = Literal["whole", "diffusers"]
 DecodeChunks = Literal["serial", "whole"]
@@ -81,9 +91,10 @@ class VideoAutoencoder(nn.Module):
         self.decode_chunks = decode_chunks
         self.latent_channels: int = self.inner.config.latent_channels
         self.inner.use_slicing = use_slicing
+        self.use_tiling = self.has_decode_tiles = use_tiling
         if use_tiling:
             rows, columns = _check_tile_size(tile_size)
-            self.inner.enable_tiling(rows, columns, *_TILE_OVERLAP)
+            self.inner.enable_tiling(rows, columns, *TILE_OVERLAP)
         self.eval().requires_grad_(False)
 
     @property
@@ -102,6 +113,7 @@ class VideoAutoencoder(nn.Module):
                 f"frames of {height}x{width} do not divide into latent pixels; "
                 f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
             )
+        self.inner.use_tiling = self.use_tiling
         is_whole = self.encode_chunks == "whole"
         self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
         posterior = self.inner.encode(video.to(self.dtype).contiguous()).latent_dist
@@ -118,10 +130,36 @@ class VideoAutoencoder(nn.Module):
         num_frames = num_pixel_frames(latents.shape[2])
         if latents.shape[2] % 2 == 0:
             latents = torch.cat([latents[:, :, :1], latents], dim=2)
-        is_whole = self.decode_chunks == "whole"
-        self.inner.num_latent_frames_batch_size = latents.shape[2] if is_whole else _SERIAL_LATENTS
+        self._set_decode_chunks(latents.shape[2])
+        self.inner.use_tiling = self.has_decode_tiles
         video = self.inner.decode(latents.to(self.dtype)).sample
         return video[:, :, -num_frames:]
+
+    def limit_decode_memory(
+        self, num_bytes: int, num_frames: int, height: int, width: int
+    ) -> DecodePlan:
+        """Decode videos of up to `num_frames` of height x width pixels, one at a time, in tiles if
+        they need more than `num_bytes` otherwise. Tiles that the config asks for stay.
+
+        A tile has group norm statistics of its own, so its numbers are others; encoding is whole.
+        """
+        num_latents = num_latent_frames(num_frames)
+        num_latents += 1 - num_latents % 2  # decode's copy of the first
+        self._set_decode_chunks(num_latents)
+        per_pixel = bytes_per_pixel(self.inner, num_latents)
+        video = 3 * num_pixel_frames(num_latents) * height * width * self.dtype.itemsize
+        if self.use_tiling:
+            tile = (self.inner.tile_sample_min_height, self.inner.tile_sample_min_width)
+            return tiled(height, width, tile, per_pixel, video)
+        plan = plan_decode(height, width, per_pixel, video, num_bytes)
+        self.has_decode_tiles = plan.tile is not None
+        if plan.tile is not None:
+            self.inner.enable_tiling(*plan.tile, *TILE_OVERLAP)
+        return plan
+
+    def _set_decode_chunks(self, num_latents: int) -> None:
+        is_whole = self.decode_chunks == "whole"
+        self.inner.num_latent_frames_batch_size = num_latents if is_whole else _SERIAL_LATENTS
 
 
 def video_autoencoder_from_sat(
@@ -276,9 +314,9 @@ def _check_tile_size(size: Sequence[int] | None) -> tuple[int | None, int | None
     """Rows and columns of a tile; None: diffusers' own 240x360."""
     if size is None:
         return None, None
-    if len(size) != 2 or any(n <= 0 or n % step for n, step in zip(size, _TILE_STEP, strict=True)):
+    if len(size) != 2 or any(n <= 0 or n % step for n, step in zip(size, TILE_STEP, strict=True)):
         raise ValueError(
             f"tile_size={list(size)} must be [rows, columns] in pixels, rows a multiple of "
-            f"{_TILE_STEP[0]} and columns of {_TILE_STEP[1]}; use [240, 360]"
+            f"{TILE_STEP[0]} and columns of {TILE_STEP[1]}; use [240, 360]"
         )
     return size[0], size[1]

@@ -17,7 +17,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from cogfast.model.autoencoder import Moments
-from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION
+from cogfast.model.decode_memory import DecodePlan
+from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent_frames
 
 COLOURS = 3
 NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2
@@ -200,3 +201,10 @@ class WaveletAutoencoder(nn.Module):
         """Latents [B, C, T, h, w] -> video [B, 3, 4(T-1)+1, 8h, 8w], not clamped."""
         bands = latents.float().permute(0, 2, 3, 4, 1)  # [B, T, h, w, C]
         return _from_blocks((bands * self.scale + self.mean) @ self.analysis)
+
+    def limit_decode_memory(
+        self, num_bytes: int, num_frames: int, height: int, width: int
+    ) -> DecodePlan:
+        """Whole frames, whatever the limit: the bands in float32, twice, and the video."""
+        num_blocks = num_latent_frames(num_frames) * height * width // SPATIAL_COMPRESSION**2
+        return DecodePlan(None, 3 * num_blocks * NUM_BANDS * 4)

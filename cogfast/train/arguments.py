@@ -23,6 +23,7 @@ class TrainArguments:
     experiment_name: str = "cogfast"
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
     load: str | None = None  # folder of the weights to start from
+    load_lora: str | None = None  # adapters to start from: a LoRA file, a SAT folder or a run
     save: str | None = None  # folder that run folders are made in; none: runs
     resume: str | None = None  # auto, latest, or a run or checkpoint folder
     accept_changes: bool = False  # resume though keys that decide what is trained are other ones
@@ -106,6 +107,7 @@ class TrainArguments:
     sampling_num_frames: int | None = None  # latent frames; none: as trained
     sampling_fps: int | None = None  # none: the training data's, or SAT's 8
     only_save_latents: bool = False
+    vae_memory_gib: float | None = None  # that decoding may take; none: what is free
 
     @classmethod
     def from_config(cls, config: Config) -> TrainArguments:

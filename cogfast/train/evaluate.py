@@ -178,7 +178,6 @@ class Evaluator:
             self.diffusion,
             self.encoder,
             size,
-            seed=_SEED,
             device=self.groups.device,
             num_steps=self.args.eval_sampling_steps,
         )
@@ -200,12 +199,12 @@ class Evaluator:
         """args.eval_prompts, or held-out captions; with held-out first frames for I2V."""
         texts: Sequence[str] = self.args.eval_prompts
         if texts and not self.encoder.image_input:
-            return [Prompt(i, text) for i, text in enumerate(texts)]
+            return [Prompt(i, text, _SEED + i) for i, text in enumerate(texts)]
         number = len(texts) or min(self.args.eval_num_samples, len(self.dataset))
         chosen = [i * len(self.dataset) // number for i in range(number)]  # spread over the data
         captions = None if self.encoder.image_input else _captions(self.dataset)
         if captions is not None:
-            return [Prompt(i, captions[sample]) for i, sample in enumerate(chosen)]
+            return [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         return [
             self._prompt(i, self.dataset[sample], texts[i] if texts else None)
             for i, sample in enumerate(chosen)
@@ -219,7 +218,8 @@ class Evaluator:
         elif self.encoder.image_input:
             image = in_unit_range(item["images"] if "images" in item else item["video"][0])
         embedding = None if text else item.get("prompt_embedding")
-        return Prompt(index, text or item.get("txt", ""), image, image_latents, embedding)
+        text = text or item.get("txt", "")
+        return Prompt(index, text, _SEED + index, image, image_latents, embedding)
 
 
 def _captions(dataset: Dataset) -> Sequence[str] | None:

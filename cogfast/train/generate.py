@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder
 from cogfast.train.process_groups import ProcessGroups
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_FPS = 8  # CogVideoX 1.0's
 
@@ -60,21 +64,23 @@ class LatentSize:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to sample; `index` among all prompts gives the noise.
+    """What to sample; `index` is its place among all prompts, `seed` gives the noise.
 
     image: [3, H, W] in [-1, 1], or image_latents [C, 1, h, w], scaled, for image-to-video;
-    embedding: [L, E] instead of the text through the encoder.
+    embedding: [L, E] instead of the text through the encoder. size: where it is not the others'.
     """
 
     index: int
     text: str
+    seed: int
     image: Tensor | None = None
     image_latents: Tensor | None = None
     embedding: Tensor | None = None
+    size: LatentSize | None = None
 
 
 class VideoMaker:
-    """Prompts to latents to frames, all of one size; a prompt's noise is its own."""
+    """Prompts to latents to frames, those of a call of one size; a prompt's noise is its own."""
 
     def __init__(
         self,
@@ -83,18 +89,20 @@ class VideoMaker:
         encoder: Encoder,
         size: LatentSize,
         *,
-        seed: int,
         device: torch.device,
         num_steps: int | None = None,
     ) -> None:
-        """num_steps: instead of the sampler's own."""
+        """size: of prompts that bring none; num_steps: instead of the sampler's own."""
         if diffusion.sampler is None:
             raise ValueError("model.sampler_config is missing; sampling needs one")
         self.sampler = diffusion.sampler
         if num_steps is not None:
             self.sampler = self.sampler.with_num_steps(num_steps)
         self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
-        self.size, self.seed, self.device = size, seed, device
+        self.size, self.device = size, device
+
+    def size_of(self, prompt: Prompt) -> LatentSize:
+        return prompt.size or self.size
 
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
@@ -111,7 +119,7 @@ class VideoMaker:
 
         The text of the unconditional half is zeros, as captions are dropped in training.
         """
-        size, rng = self.size, self._random(prompts)
+        size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
         empty = torch.zeros_like(conditioning.text)
         unconditional = Conditioning(text=empty, image_latents=conditioning.image_latents)
@@ -124,12 +132,12 @@ class VideoMaker:
             _NoiseOfSteps(rng),
         )
 
-    def frames(self, latents: Tensor) -> np.ndarray:
+    def frames(self, latents: Tensor, num_frames: int) -> np.ndarray:
         """uint8 frames [F, H, W, 3] of one video's latents [C, T, h, w]."""
-        return to_frames(self.encoder.decode(latents[None], self.size.num_frames)[0])
+        return to_frames(self.encoder.decode(latents[None], num_frames)[0])
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
-        return SlotRandom(self.seed, 0, [p.index for p in prompts], 0, self.device)
+        return SlotRandom(0, 0, [p.seed for p in prompts], 0, self.device)
 
     def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
         """The prompts' images, without noise: behind the first frame zeros, or all the same."""
@@ -144,7 +152,7 @@ class VideoMaker:
         else:
             frames = torch.stack([p.image for p in prompts]).to(self.device)[:, :, None]
             latents = self.encoder.encode_video(frames, self._random(prompts), "image_first_stage")
-        return self.encoder.beside_frames(latents, self.size.frames)
+        return self.encoder.beside_frames(latents, self.size_of(prompts[0]).frames)
 
 
 class _NoiseOfSteps:
@@ -187,38 +195,54 @@ def write_samples(
     """Sample this rank's share and write files; rank 0 adds prompts.json and the contact sheet.
 
     is_in_step: all ranks call the network together (ZeRO-3); those that share a model do so in any
-    case, and the first of them decodes and writes. Returns all files on every rank. A rank's error
-    is raised on every rank, once what the others made is written.
+    case, and the first of them decodes and writes. Returns all files on every rank. A prompt that
+    fails is told and costs no other its video; the first error is raised at the end, on every rank.
     """
     done: dict[int, _Row] = {}
-    error = None
+    errors: list[Exception] = []
     is_in_step = is_in_step or groups.tensor is not None
     mine = share(prompts, groups, is_in_step)
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
+        conditioning = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            conditioning = maker.condition(part) if error is None else None
-        except Exception as caught:
-            error = caught
-        if any(groups.gather(error is not None)) if is_in_step else error is not None:
-            break
+            conditioning = maker.condition(part)
+        except Exception as error:
+            _note(errors, error, part)
+        # in step nobody samples what one of them cannot
+        is_ready = conditioning is not None
+        if not all(groups.gather(is_ready) if is_in_step else [is_ready]):
+            continue
         try:
             latents = maker.latents(part, conditioning)
-            for prompt, one in zip(part, latents, strict=True) if groups.is_first_of_model else ():
+        except Exception as error:
+            _note(errors, error, part)
+            continue
+        for prompt, one in zip(part, latents, strict=True) if groups.is_first_of_model else ():
+            try:
                 done[prompt.index] = _write(folder, maker, prompt, one, latents_only)
-        except Exception as caught:
-            error = caught
+            except Exception as error:
+                _note(errors, error, [prompt])
     reports = groups.gather(done)
     merged = {index: row for part in reports for index, row in part.items()}
     rows = [merged[index] for index in sorted(merged)]
     if groups.is_main and rows:
         try:
             _write_overview(folder, rows)
-        except Exception as caught:
-            error = error or caught
-    groups.agree(error)
+        except Exception as error:
+            errors.append(error)
+    groups.agree(errors[0] if errors else None)
     return [folder / row.file for row in rows]
+
+
+def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) -> None:
+    """Remember an error and say whose it is; the tensors of its frames are let go."""
+    traceback.clear_frames(error.__traceback__)
+    errors.append(error)
+    names = ", ".join(f"{p.index} ({p.text!r})" for p in prompts)
+    what = str(error).partition("\n")[0]
+    logger.warning("prompt %s failed: %s: %s", names, type(error).__name__, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +258,14 @@ def _write(
     folder: Path, maker: VideoMaker, prompt: Prompt, latents: Tensor, latents_only: bool
 ) -> _Row:
     """One sample's file: the video, or its latents [C, T, h, w]."""
+    size = maker.size_of(prompt)
     if latents_only:
         name = file_name(prompt) + ".safetensors"
-        _write_latents(folder / name, latents, prompt, maker.size)
+        _write_latents(folder / name, latents, prompt, size)
         return _Row(name, prompt.text, None)
     name = file_name(prompt) + ".mp4"
-    frames = maker.frames(latents)
-    write_video(folder / name, frames, maker.size.fps)
+    frames = maker.frames(latents, size.num_frames)
+    write_video(folder / name, frames, size.fps)
     return _Row(name, prompt.text, _thumbnails(frames))
 
 

@@ -14,20 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from cogfast.config import Config, refuse, resolve
 from cogfast.data.datasets import VideoFolder, VideoList
 from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.sat_names import transformer_arguments
-from cogfast.shapes import (
-    SPATIAL_COMPRESSION,
-    PatchSize,
-    check_num_frames,
-    check_video_size,
-    num_pixel_frames,
-)
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
 from cogfast.train.frozen_parts import check_frozen_parts, is_none
 from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
+from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
 # Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
 _PLACEHOLDER = re.compile(r"\{your [^}]*\}")
@@ -122,9 +117,12 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
                 "args.sampling_image_size",
                 f"args.sampling_image_size={args.sampling_image_size} must be [rows, columns]",
             )
-        _check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
+        check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
+    if args.vae_memory_gib is not None and args.vae_memory_gib <= 0:
+        text = f"args.vae_memory_gib={args.vae_memory_gib} must be above 0; null takes what is free"
+        refuse(config, "args.vae_memory_gib", text)
     if args.sampling_num_frames is not None:
-        _check_latent_frames(config, network, args.sampling_num_frames)
+        check_latent_frames(config, network, args.sampling_num_frames)
 
 
 def _require_sections(config: Config, *names: str) -> None:
@@ -165,6 +163,11 @@ def _check_load(config: Config, args: TrainArguments) -> None:
         refuse(
             config, "args.load", f"args.load={args.load} does not exist; name the weights' folder"
         )
+    if args.load_lora is not None:
+        try:
+            check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
+        except ValueError as error:
+            refuse(config, "args.load_lora", f"args.load_lora: {error}")
 
 
 def _check_steps(config: Config, args: TrainArguments) -> None:
@@ -266,57 +269,6 @@ def _check_pixel_data(
             if not folder or not Path(folder).is_dir():
                 refuse(config, f"args.{name}", f"args.{name}: no folder {folder}; name your data")
     params = config.data.params
-    _check_frames(config, network, params.max_num_frames, "data.params.max_num_frames")
-    _check_size(config, network, *params.video_size, key="data.params.video_size")
+    check_frames(config, network, params.max_num_frames, "data.params.max_num_frames")
+    check_size(config, network, *params.video_size, key="data.params.video_size")
     check_frozen_parts(config, network["text_length"])
-
-
-def _capacity(network: dict[str, Any]) -> int:
-    """Pixel frames that the position table holds: it has an entry per token of time."""
-    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
-    return num_pixel_frames(rows * network["patch_size"].t)
-
-
-def _check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
-    try:
-        check_num_frames(num_frames, network["patch_size"], _capacity(network), key)
-    except ValueError as error:
-        refuse(config, key, str(error))
-
-
-def _check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
-    """SAT counts sampling_num_frames in latent frames, the padding of CogVideoX 1.5 included."""
-    key = "args.sampling_num_frames"
-    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
-    most = rows * network["patch_size"].t
-    if not 1 <= latent_frames <= most:
-        refuse(
-            config,
-            key,
-            f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
-            f"table holds {most}: use {most} at most",
-        )
-
-
-def _check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
-    patch: PatchSize = network["patch_size"]
-    try:
-        check_video_size(height, width, patch, key)
-    except ValueError as error:
-        refuse(config, key, str(error))
-    held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
-    is_exact = network["position"] == "sincos" or network["learnable_position"]
-    if is_exact and [height, width] != held:
-        refuse(
-            config,
-            key,
-            f"{key}=[{height}, {width}]: the model's position table is for {held} only; use that, "
-            f"or change latent_height and latent_width of {_NETWORK} and train without its weights",
-        )
-    if height > held[0] or width > held[1]:
-        refuse(
-            config,
-            key,
-            f"{key}=[{height}, {width}]: the model's position table ends at {held}; use that at "
-            f"most, or raise latent_height and latent_width of {_NETWORK}",
-        )

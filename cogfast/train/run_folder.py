@@ -129,7 +129,7 @@ def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_
         (folder / f"training_config{mark if changed else ''}.yaml").write_text(config_text)
     environment = json.dumps(_environment(world_size), indent=2)
     (folder / f"environment{mark}.json").write_text(environment + "\n")
-    changes = _git("diff", "HEAD")
+    changes = git("diff", "HEAD")
     if changes:
         (folder / f"changes{mark}.diff").write_text(changes + "\n")
 
@@ -168,11 +168,11 @@ def _environment(world_size: int) -> dict[str, object]:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "host": platform.node(),
         "world_size": world_size,
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": git("rev-parse", "HEAD"),
     }
 
 
-def _git(*words: str) -> str | None:
+def git(*words: str) -> str | None:
     """What git says of the source, or None where it is installed without git."""
     source = Path(__file__).resolve().parents[2]
     if not (source / ".git").exists():  # git would speak of a project around it

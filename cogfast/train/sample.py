@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
+import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.data.clip_transform import resize_and_center_crop
 from cogfast.kernels.block_kernels import choose_kernels
-from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.decode_memory import DecodePlan
 from cogfast.model.weights.run import find_run_checkpoint
-from cogfast.shapes import SPATIAL_COMPRESSION, num_pixel_frames
+from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.attention_choice import choose_for_sampling
 from cogfast.train.checkpoint import read_manifest
-from cogfast.train.generate import DEFAULT_FPS, LatentSize, Prompt, VideoMaker, write_samples
+from cogfast.train.encode import Encoder
+from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.preflight import check_sample
-from cogfast.train.process_groups import start_processes
+from cogfast.train.process_groups import ProcessGroups, start_processes
+from cogfast.train.run_folder import git
+from cogfast.train.video_size import sampled_sizes
 
 logger = logging.getLogger(__name__)
+
+_GIB = 2**30
 
 
 def sample(
@@ -38,14 +46,16 @@ def sample(
     ema: bool,
     num_steps: int | None = None,
 ) -> list[Path]:
-    """Sample a video of every prompt into `out`; prompts are shared between the ranks.
+    """Sample a video of every prompt into `out`; prompts are shared between the models of ranks.
 
     weights: a run or checkpoint folder of ours, read on top of args.load; ema: its averaged
     weights. num_steps: instead of the sampler's own. Writes mp4s, contact_sheet.png, prompts.json
-    and settings.json; a prompt's video depends on the seed and its place alone.
+    and settings.json. The n-th video, counted from 0, has the seed `seed` + n: with it, its prompt
+    alone gives it again.
     """
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
+    sizes = sampled_sizes(config, args, images)
     groups = start_processes(args.model_parallel_size)
     transformer = assemble_transformer(
         config, args, groups, weights, ema, allow_missing=args.force_inference
@@ -55,94 +65,126 @@ def sample(
     attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
     transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
     encoder = assemble_encoder(config, args, transformer, groups)
-    diffusion = assemble_diffusion(config)
-    size = _latent_size(config, args, transformer, encoder.image_input, images)
-    pixels = (size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION)
+    plan = None if args.only_save_latents else _limit_decoding(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, made one by one.
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
-    wanted = [
-        Prompt(i * num_copies + copy, text, None if image is None else read_image(image, pixels))
-        for i, (text, image) in enumerate(zip(prompts, images, strict=True))
-        for copy in range(num_copies)
-    ]
+    given = list(zip(prompts, images, sizes, strict=True))
+    wanted = []
+    for i in range(len(given) * num_copies):
+        text, image, size = given[i // num_copies]
+        pixels = None if image is None else read_image(image, _pixels(size))
+        wanted.append(Prompt(i, text, seed + i, pixels, size=size))
     maker = VideoMaker(
         transformer,
-        diffusion,
+        assemble_diffusion(config),
         encoder,
-        size,
-        seed=seed,
+        sizes[0],
         device=groups.device,
         num_steps=num_steps,
     )
+    if groups.is_main:
+        settings = {"weights": weights or args.load, "ema": ema}
+        settings |= _settings(config, args, maker, plan)
+        rows = [
+            _prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)
+        ]
+        _write_settings(out, settings | {"prompts": rows})
     files = write_samples(
         out,
         maker,
         wanted,
         groups,
-        at_a_time=at_a_time,
+        at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
         latents_only=args.only_save_latents,
     )
-    if groups.is_main:
-        settings = {"seed": seed, "weights": weights or args.load, "ema": ema}
-        settings |= {"num_steps": maker.sampler.num_steps}
-        settings |= {"images": [None if i is None else str(i) for i in images]}
-        settings |= dataclasses.asdict(size)
-        (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-        what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
-        logger.info("%d %s in %s", len(files), what, out)
+    what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
+    logger.info("%d %s in %s", len(files), what, out)
     groups.close()
     return files
 
 
-def _latent_size(
-    config: Config,
-    args: TrainArguments,
-    transformer: DiffusionTransformer,
-    is_image_to_video: bool,
-    images: Sequence[Path | None],
-) -> LatentSize:
-    """From args.sampling_*; what is not given is the training data's, then the model's own."""
-    model = transformer.config
-    patch_t = model.patch_size.t
-    data = (config.data.get("params") or {}) if config.data else {}
-    size = args.sampling_image_size or data.get("video_size")
-    if size is None and is_image_to_video and images and images[0] is not None:
-        size = _largest_fit(_image_size(images[0]), transformer)
-    if size is None:
-        size = (model.latent_height * SPATIAL_COMPRESSION, model.latent_width * SPATIAL_COMPRESSION)
-    channels = args.latent_channels or model.out_channels
-    height, width = (int(side) // SPATIAL_COMPRESSION for side in size)
-    fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
-    if args.sampling_num_frames is None:
-        num_frames = data.get("max_num_frames", model.num_frames)
-    else:  # SAT counts latent frames, those that padding adds included: 22 of 1.5 are 81 frames
-        surplus = (args.sampling_num_frames - 1) % patch_t
-        num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
-    return LatentSize.of_video(channels, num_frames, height, width, patch_t, fps)
+def _limit_decoding(
+    encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
+) -> DecodePlan:
+    """Have the first stage decode in tiles where the largest video needs more than
+    args.vae_memory_gib, or than is free on the fullest device: the same tiles on all."""
+    asked = args.vae_memory_gib
+    budget = min(groups.gather(_free_bytes(groups.device))) if asked is None else int(asked * _GIB)
+    largest = max(sizes, key=lambda size: size.height * size.width)
+    plan, error = None, None
+    try:
+        if groups.is_first_of_model:
+            plan = encoder.limit_decode_memory(budget, largest.num_frames, *_pixels(largest))
+    except Exception as caught:
+        error = caught
+    groups.agree(error)
+    plan = groups.broadcast(plan)
+    needed = plan.num_bytes / _GIB
+    if plan.num_bytes > budget and asked is not None:
+        raise ValueError(
+            f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
+            f"{_pixels(largest)[0]}x{_pixels(largest)[1]} takes {needed:.2f} GiB in the smallest "
+            "tiles; give it that, or save latents alone (args.only_save_latents=true)"
+        )
+    if plan.tile is not None:
+        logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
+    if plan.num_bytes > budget:
+        logger.warning("%.1f GiB are free, decoding takes about %.1f", budget / _GIB, needed)
+    return plan
 
 
-def _image_size(path: Path) -> tuple[int, int]:
-    from PIL import Image
+def _free_bytes(device: torch.device) -> int:
+    """What this process may take more of."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # what PyTorch holds and does not use is free to it
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    import psutil
 
-    with Image.open(path) as image:
-        return image.height, image.width
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _largest_fit(
-    image: tuple[int, int], transformer: DiffusionTransformer
-) -> tuple[int, int] | None:
-    """The image's shape at a short side of 768 pixels (CogVideoX1.5), rounded to whole patches;
-    None where the model takes one size only (upstream sat/sample_video.py)."""
-    model = transformer.config
-    if model.patch_size.t == 1:
-        return None
-    rows, columns = (
-        SPATIAL_COMPRESSION * side for side in (model.patch_size.h, model.patch_size.w)
-    )
-    scale = 768 / min(image)
-    return round(image[0] * scale / rows) * rows, round(image[1] * scale / columns) * columns
+def _pixels(size: LatentSize) -> tuple[int, int]:
+    return size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION
+
+
+def _settings(
+    config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
+) -> dict[str, Any]:
+    """Everything that decides the numbers, for all prompts."""
+    plain = OmegaConf.to_container(config.model, resolve=True)
+    size = maker.size
+    return {
+        "dtype": args.precision,
+        "num_steps": maker.sampler.num_steps,
+        "sampler": plain["sampler_config"],
+        "denoiser": plain["denoiser_config"],
+        "channels": size.channels,
+        "frames": size.frames,
+        "num_frames": size.num_frames,
+        "fps": size.fps,
+        "scale_factor": maker.encoder.scale_factor,
+        "decode_tile": plan.tile if plan is not None else None,
+        "model_parallel_size": args.model_parallel_size,
+        "versions": {
+            **{name: version(name) for name in ("cogfast", "torch", "diffusers", "transformers")},
+            "commit": git("rev-parse", "HEAD"),
+        },
+    }
+
+
+def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
+    rows, columns = _pixels(prompt.size)
+    found = {"text": prompt.text, "seed": prompt.seed, "height": rows, "width": columns}
+    return found if image is None else found | {"image": str(image)}
+
+
+def _write_settings(out: Path, settings: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (out / "settings.json").write_text(text + "\n", encoding="utf-8")
 
 
 def read_image(path: Path, size: tuple[int, int]) -> Tensor:

@@ -1,0 +1,153 @@
+"""How large and how long videos are: what is asked for, and what the members of the family take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config, refuse
+from cogfast.sat_names import transformer_arguments
+from cogfast.shapes import (
+    SPATIAL_COMPRESSION,
+    PatchSize,
+    check_num_frames,
+    check_video_size,
+    num_pixel_frames,
+)
+from cogfast.train.arguments import TrainArguments
+from cogfast.train.generate import DEFAULT_FPS, LatentSize
+
+_NETWORK = "model.network_config.params"
+_SHORT_SIDE = 768  # pixels, of CogVideoX 1.5's videos (upstream sat/sample_video.py)
+
+
+def sampled_sizes(
+    config: Config, args: TrainArguments, images: Sequence[Path | None]
+) -> list[LatentSize]:
+    """The size of each prompt's video: args.sampling_image_size, else for 1.5-I2V the picture's
+    shape at the short side of the data, else the data's or the model's own. ValueError for what the model cannot make."""
+    network = transformer_arguments(config.model.network_config.params)
+    data = (config.data.get("params") or {}) if config.data else {}
+    patch: PatchSize = network["patch_size"]
+    channels = args.latent_channels or network["out_channels"]
+    fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
+    if args.sampling_num_frames is not None:  # in latent frames, those of padding included
+        surplus = (args.sampling_num_frames - 1) % patch.t
+        num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
+    elif "max_num_frames" in data:
+        num_frames = data["max_num_frames"]
+        check_frames(config, network, num_frames, "data.params.max_num_frames")
+    else:
+        num_frames = network["num_frames"]
+    sizes = []
+    for image in images:
+        height, width = _pixels(config, args, network, data, image)
+        rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
+        sizes.append(LatentSize.of_video(channels, num_frames, rows, columns, patch.t, fps))
+    return sizes
+
+
+def _pixels(
+    config: Config, args: TrainArguments, network: dict[str, Any], data: Any, image: Path | None
+) -> tuple[int, int]:
+    given = data.get("video_size")
+    key, size = "args.sampling_image_size", args.sampling_image_size
+    if size is None and image is not None and network["patch_size"].t > 1:
+        short_side = min(given) if given is not None else _SHORT_SIDE
+        height, width = _like_picture(image, network["patch_size"], short_side)
+        problem = _size_problem(network, height, width, f"--image {image}: its shape")
+        if problem is not None:
+            raise ValueError(f"{problem}, or give {key}")
+        return height, width
+    if size is None and given is not None:
+        key, size = "data.params.video_size", given
+    if size is None:
+        return tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
+    height, width = map(int, size)
+    check_size(config, network, height, width, key)
+    return height, width
+
+
+def _like_picture(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
+    """The picture's shape at a short side of so many pixels, rounded to whole patches."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            height, width = image.height, image.width
+    except UnidentifiedImageError:
+        raise ValueError(f"--image {path}: not a picture; use a PNG or JPEG file") from None
+    rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
+    scale = short_side / min(height, width)
+    return round(height * scale / rows) * rows, round(width * scale / columns) * columns
+
+
+def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
+    """ValueError for a number of pixel frames that the model cannot take."""
+    most = num_pixel_frames(_table_frames(network))
+    try:
+        check_num_frames(num_frames, network["patch_size"], most, key)
+    except ValueError as error:
+        refuse(config, key, str(error))
+
+
+def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
+    """SAT counts sampling_num_frames in latent frames, the padding of CogVideoX 1.5 included."""
+    key, most = "args.sampling_num_frames", _table_frames(network)
+    if not 1 <= latent_frames <= most:
+        refuse(
+            config,
+            key,
+            f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
+            f"table holds {most}: use {most} at most",
+        )
+    patch_t = network["patch_size"].t
+    step = 2 * patch_t  # latent frames of 8 or 16 pixel frames
+    surplus = (latent_frames - 1) % patch_t
+    frames = num_pixel_frames(latent_frames - surplus)
+    if (frames - 1) % (8 * patch_t) == 0:
+        return
+    below = (latent_frames - 1) // step * step + patch_t
+    fits = " or ".join(str(n) for n in (below, below + step) if n <= most)
+    padding = f", {surplus} of padding," if surplus else ""
+    refuse(
+        config,
+        key,
+        f"{key}={latent_frames} latent frames{padding} make {frames} frames; CogVideoX "
+        f"{'1.0' if patch_t == 1 else '1.5'} takes {8 * patch_t}N+1 frames, which are "
+        f"{step}N+{patch_t} of latents: use {fits}",
+    )
+
+
+def _table_frames(network: dict[str, Any]) -> int:
+    """Latent frames that the position table holds: it has an entry per token of time."""
+    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
+    return rows * network["patch_size"].t
+
+
+def check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
+    """ValueError for rows and columns of pixels that the model cannot take."""
+    problem = _size_problem(network, height, width, key)
+    if problem is not None:
+        refuse(config, key, problem)
+
+
+def _size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
+    try:
+        check_video_size(height, width, network["patch_size"], key)
+    except ValueError as error:
+        return str(error)
+    held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
+    is_exact = network["position"] == "sincos" or network["learnable_position"]
+    if is_exact and [height, width] != held:
+        return (
+            f"{key}=[{height}, {width}]: the model's position table is for {held} only; use that, "
+            f"or change latent_height and latent_width of {_NETWORK} and train without its weights"
+        )
+    if height > held[0] or width > held[1]:
+        return (
+            f"{key}=[{height}, {width}]: the model's position table ends at {held}; use that at "
+            f"most, or raise latent_height and latent_width of {_NETWORK}"
+        )
+    return None
