@@ -22,7 +22,8 @@ from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.model.initialization import initialize
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
-from cogfast.model.weights.load import LoadReport, load_transformer
+from cogfast.model.weights.adapters import adapters_of, open_adapter
+from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.slot_random import random_bits
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.compilers import compile_blocks
@@ -67,9 +68,9 @@ def assemble_transformer(
     weights of `args.load` or `weights`, and its blocks as args.kernels and args.compile ask.
 
     Nothing is in memory twice, and nothing whole of which we keep a share, but for a parameter at a
-    time. `weights`, where given, come instead of args.load, or on top where they are a part (a LoRA
-    run's on its base); ema: their averaged kind. allow_missing: accept `args.load` where it lacks
-    tensors.
+    time. args.load_lora comes on top. `weights`, where given, come instead of both, or on top of
+    args.load where they are a part (a LoRA run's on its base); ema: their averaged kind.
+    allow_missing: accept `args.load` where it lacks tensors.
     """
     with torch.device("meta"):
         transformer = build_transformer(config.model)
@@ -98,6 +99,11 @@ def assemble_transformer(
         _refuse_part(str(weights), report)
     elif weights is None:
         logger.info("args.load is not set: the weights are random")
+    if args.load_lora is not None and weights is None:
+        adapter = open_adapter(args.load_lora)
+        loaded = load_source(transformer, adapter, args.load_lora, shards=shards)
+        fresh.intersection_update(loaded.missing)
+        logger.info("%s: %s", adapter.description, adapters_of(adapter))
     if report is not None:
         logger.info("%s", report)
     initialize(transformer, args.seed, shards, fresh)
