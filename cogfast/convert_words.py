@@ -18,8 +18,21 @@ def parse_convert(words: Sequence[str]) -> dict[str, Any]:
     parser = Parser(prog="cogfast convert", description=_WHAT, allow_abbrev=False)
     parser.add_argument("src", metavar="SRC")
     parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
-    parser.add_argument("--to", required=True, choices=("sat", "diffusers", "cogfast"))
+    parser.add_argument("--to", required=True, choices=("sat", "diffusers", "peft", "cogfast"))
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument(
+        "--merge-lora",
+        nargs="?",
+        const="",
+        metavar="LORA",
+        help="add these adapters to the weights, or SRC's own where no LORA is named",
+    )
+    parser.add_argument(
+        "--extract-lora",
+        metavar="BASE",
+        help="adapters that come nearest to what SRC changed in the weights of BASE",
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters to extract")
     parser.add_argument(
         "--model-parallel-size",
         type=int,

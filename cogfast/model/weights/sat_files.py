@@ -132,14 +132,16 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
 
 def write_sat(
     source: WeightSource,
-    config: TransformerConfig,
+    config: TransformerConfig | None,
     path: Path,
     model_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
     """A SAT folder with the tensors of `source`, cut over model_parallel_size files, and the tables
-    that SAT's code expects beside them. dtype: of the weights; None: the source's."""
-    heads, count = config.num_attention_heads, model_parallel_size
+    that SAT's code expects beside them. config: None for adapters alone; dtype: of the weights,
+    None for the source's."""
+    count = model_parallel_size
+    heads = 1 if config is None else config.num_attention_heads
     if count < 1 or heads % count:
         fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
@@ -159,13 +161,14 @@ def write_sat(
 
 def sat_tensors(
     source: WeightSource,
-    config: TransformerConfig,
+    config: TransformerConfig | None,
     index: int = 0,
     count: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Outgoing]:
     """What file `index` of `count` holds, under SAT's names."""
-    for name, tensor in (*_tables(source, config), *_weights(source, dtype)):
+    tables = () if config is None else _tables(source, config)
+    for name, tensor in (*tables, *_weights(source, dtype)):
         shape, read = tensor.shape, tensor.read
         if name == "patch_embedding.weight" and config.patch_size.t == 1:  # a convolution there
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
@@ -184,8 +187,6 @@ def _weights(source: WeightSource, dtype: torch.dtype | None) -> Iterator[tuple[
 
 def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[str, Outgoing]]:
     """What SAT's code expects and `source` has not."""
-    if "patch_embedding.weight" not in source.shapes:
-        return  # adapters alone
     if config.position == "sincos" and _TABLE not in source.shapes:
         rows = PositionTable(
             config.grid,

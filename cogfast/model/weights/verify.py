@@ -1,0 +1,170 @@
+"""Whether a converted model computes what its source does: one forward of each, in float32."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.model.weights.identify import plain_shapes
+from cogfast.model.weights.load import load_source
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.source import WeightSource
+from cogfast.shapes import TokenGrid
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+_EXACT = 1e-5  # of the output's scale: two implementations of the same float32 model
+_MOST_GRID = (2, 4, 6)  # tokens along time, rows and columns, where the model can be given so few
+_TIMESTEP = 500
+_ROOM = 1.25  # of the weights' bytes: activations, a tensor that is being read
+
+
+def check_memory(source: WeightSource) -> None:
+    """ValueError where one model in float32 does not fit into the memory that is free."""
+    needed = int(_ROOM * 4 * sum(math.prod(s) for s in plain_shapes(source.shapes).values()))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo") as lines:  # what the kernel can give back counts as free
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    free = found.get("MemAvailable", free)
+    if needed > free:
+        raise ValueError(
+            f"--verify runs the model in float32, which takes {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} are free; leave it out, or convert on a larger machine"
+        )
+
+
+def verify(
+    source: WeightSource, config: TransformerConfig, target: Path, to: str, is_rounded: bool
+) -> str:
+    """Reload the target, with diffusers where it is diffusers', and compare one forward with the
+    source's. Returns what was found in one line; ValueError where the two are not the same model.
+    diffusers computes 2B's fixed table, so the source's is not looked at there.
+
+    is_rounded: the target has another dtype, so that a difference is no fault.
+    """
+    given = _inputs(config)
+    if to == "diffusers" and config.position == "sincos":
+        weights = {n: s for n, s in source.shapes.items() if n != "position_table.weight"}
+        source = replace(source, shapes=weights)
+    expected = _ours(source, config, given)
+    gc.collect()
+    stock = ""
+    if to == "diffusers":
+        found, plain = _diffusers(target, config, given)
+        stock = (
+            f" with norm_out's epsilon at {config_eps():g}, as trained; with diffusers' own "
+            f"epsilon {(plain - expected).abs().max():.1e}"
+        )
+    else:
+        found = _ours(open_source(target), config, given)
+    difference, scale = (found - expected).abs().max(), expected.abs().max()
+    line = f"largest difference {difference:.1e} of outputs up to {scale:.2g}{stock}"
+    if not torch.isfinite(found).all() or (not is_rounded and difference > _EXACT * scale):
+        raise ValueError(f"{target}: it does not compute what the source does: {line}; delete it")
+    return line
+
+
+def config_eps() -> float:
+    from cogfast.model.transformer import OUTPUT_NORM_EPS
+
+    return OUTPUT_NORM_EPS
+
+
+def _inputs(config: TransformerConfig) -> dict[str, Tensor]:
+    """Arguments of forward: one small video; where a table of positions fixes the rows and columns,
+    a short one."""
+    generator = torch.Generator().manual_seed(0)
+    grid, patch = config.grid, config.patch_size
+    t, h, w = (min(n, most) for n, most in zip((grid.t, grid.h, grid.w), _MOST_GRID, strict=True))
+    has_table = config.position == "sincos" or config.learnable_position
+    if has_table:
+        t, h, w = 1, grid.h, grid.w
+    size = (t * patch.t, h * patch.h, w * patch.w)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    text_length = config.text_length if has_table else min(config.text_length, 16)
+    given = {
+        "latents": draw(1, config.out_channels, *size),
+        "timesteps": torch.tensor([_TIMESTEP]),
+        "text": draw(1, text_length, config.text_hidden_size),
+    }
+    if config.in_channels > config.out_channels:
+        given["image_latents"] = draw(1, config.in_channels - config.out_channels, *size)
+    return given
+
+
+@torch.no_grad()
+def _ours(source: WeightSource, config: TransformerConfig, given: dict[str, Tensor]) -> Tensor:
+    from cogfast.model.transformer import assemble_transformer
+
+    with torch.device("meta"):  # no initial values are drawn for what is loaded
+        transformer = assemble_transformer(config)
+    transformer.to_empty(device="cpu").eval()
+    if config.position == "sincos":
+        transformer.position_table.reset()
+    load_source(transformer, source, source.description)
+    return transformer(**given)
+
+
+@torch.no_grad()
+def _diffusers(
+    folder: Path, config: TransformerConfig, given: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The output with the epsilon that the models were trained with, and with diffusers' own."""
+    try:
+        from diffusers import CogVideoXTransformer3DModel
+    except ImportError:
+        raise ValueError(
+            "--verify --to diffusers loads the target with diffusers; pip install diffusers"
+        ) from None
+    model, report = CogVideoXTransformer3DModel.from_pretrained(
+        str(folder), torch_dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    for what in ("missing_keys", "unexpected_keys"):
+        if report[what]:
+            names = ", ".join(sorted(report[what])[:5])
+            raise ValueError(f"{folder}: diffusers finds {len(report[what])} {what}: {names}")
+    model.eval()
+    patch_embed = model.patch_embed
+    if config.learnable_position:
+        # diffusers puts a sincos table in the learned one's place for any other number of frames
+        frames = given["latents"].shape[2]
+        tokens = TokenGrid.from_latents(given["latents"], config.patch_size).num_tokens
+        patch_embed.sample_frames = (frames - 1) * config.time_compressed_rate + 1
+        patch_embed.pos_embedding = patch_embed.pos_embedding[:, : config.text_length + tokens]
+    plain = run_diffusers(model, config, given)
+    model.norm_out.norm.eps = config_eps()
+    return run_diffusers(model, config, given), plain
+
+
+def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, Tensor]) -> Tensor:
+    """Our arguments of forward through diffusers' CogVideoXTransformer3DModel: [B, C, T, h, w]."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    latents = given["latents"]
+    grid = TokenGrid.from_latents(latents, config.patch_size)
+    if "image_latents" in given:
+        latents = torch.cat([latents, given["image_latents"]], dim=1)
+    rotary = None
+    if config.position == "rotary":
+        size, most = (grid.h, grid.w), (config.grid.h, config.grid.w)
+        crops = ((0, 0), size) if config.patch_size.t == 1 else None
+        is_15 = {} if crops else {"grid_type": "slice", "max_size": most}
+        rotary = get_3d_rotary_pos_embed(config.head_width, crops, size, grid.t, **is_15)
+    ofs = None if config.ofs_embed_dim is None else torch.full((1,), config.default_ofs)
+    output = model(
+        latents.transpose(1, 2),
+        given["text"],
+        given["timesteps"],
+        ofs=ofs,
+        image_rotary_emb=rotary,
+        return_dict=False,
+    )[0]
+    return output.transpose(1, 2)
