@@ -17,6 +17,7 @@ from cogfast.model.weights.adapters import (
     check_fits,
     merge_lora,
     only_adapters,
+    with_adapters,
     without_adapters,
 )
 from cogfast.model.weights.extract_lora import extract_lora
@@ -94,6 +95,13 @@ def test_merging_keeps_the_bases_dtype_and_rounds_once() -> None:
     assert (found != expected).float().mean() < 1e-3  # float32 may round another way at a tie
 
 
+def test_adapters_and_their_base_are_told_apart_and_joined() -> None:
+    source = source_of(tiny("5b", seed=5, lora_rank=4, lora_targets=("to_q", "to_out.0")), 3.0)
+    joined = with_adapters(without_adapters(source), only_adapters(source))
+    assert joined.shapes == source.shapes and joined.lora_alpha == 3.0
+    assert all(torch.equal(joined.read(n, None), source.read(n, None)) for n in source.shapes)
+
+
 def test_an_adapter_of_another_model_is_refused() -> None:
     five = only_adapters(source_of(tiny("5b", lora_rank=2, num_layers=3), 1.0))
     shapes = source_of(tiny("5b"), None).shapes
@@ -129,8 +137,13 @@ def test_an_adapter_of_another_model_is_refused() -> None:
         ({"lora_alpha": 1.0}, r"lora_alpha=1; write r: 2, lora_alpha: 6 in model.network_config"),
         ({"lora_targets": ("to_q",)}, r"write target_modules: \[to_q, to_v\]"),
         ({"lora_layers": (0,)}, r"adapters of layers \[0, 1\], the .* write layer_range: \[0, 1\]"),
+        ({"num_layers": 1}, r"8 LoRA tensors belong to 2 layers of width 128: .* the model has 1"),
+        (
+            {"hidden_size": 64},
+            r"2 layers of width 128: .* the model has 2 of width 64; use the base",
+        ),
     ],
-    ids=["none", "rank", "alpha", "targets", "layers"],
+    ids=["none", "rank", "alpha", "targets", "layers", "depth", "width"],
 )
 def test_a_config_that_does_not_fit_gets_its_line(changes: dict, match: str) -> None:
     config = replace(FAMILY["5b"], lora_rank=2, lora_alpha=6.0, lora_targets=("to_q", "to_v"))

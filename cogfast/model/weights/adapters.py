@@ -146,6 +146,7 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
             f"trained with adapters here ({', '.join(TARGETS)} are); merge it into the base "
             "(cogfast convert --merge-lora) and train new ones"
         )
+    check_fits(adapter, _adaptable(config))
     if len(found.ranks) > 1:
         raise ValueError(
             f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, and a model "
@@ -168,11 +169,47 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
             f"[{', '.join(found.targets)}] in {where}"
         )
     layers = set(range(config.num_layers) if config.lora_layers is None else config.lora_layers)
-    if config.num_layers > found.layers[-1] and not layers.issuperset(found.layers):
+    if not layers.issuperset(found.layers):
         raise ValueError(
             f"{adapter.description}: adapters of layers {list(found.layers)}, the config has them "
             f"in {sorted(layers)}; write layer_range: {list(found.layers)} in {where}"
         )
+
+
+def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights that TARGETS are parts of, and of the one that shows the width."""
+    width = config.hidden_size
+    shapes = {"patch_embedding.weight": (width, config.in_channels)}
+    for i in range(config.num_layers):
+        shapes[f"blocks.{i}.attention.qkv.weight"] = (3 * width, width)
+        shapes[f"blocks.{i}.attention.out.weight"] = (width, width)
+    return shapes
+
+
+def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
+    """`base`, a plain model, with adapters on its linears: what a LoRA checkpoint of SAT holds.
+
+    ValueError where they do not fit.
+    """
+    check_fits(adapter, base.shapes)
+    adapted = {_PAIR.fullmatch(name)["module"] for name in adapter.shapes}
+    names = {}
+    for name in base.shapes:
+        module, _, kind = name.rpartition(".")
+        names[f"{module}.original.{kind}" if module in adapted else name] = name
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        is_base = name in names
+        return base.read(names[name], shard) if is_base else adapter.read(name, shard)
+
+    return replace(
+        base,
+        description=f"{base.description} with {adapter.description}",
+        shapes={new: base.shapes[old] for new, old in names.items()} | adapter.shapes,
+        dtypes={new: base.dtypes[old] for new, old in names.items()} | adapter.dtypes,
+        read=read,
+        lora_alpha=adapter.lora_alpha,
+    )
 
 
 def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
