@@ -2,6 +2,8 @@
 
 Each is a run of the YAML file BASE with these overrides. ["copy", SAVE, STEP, RUN] makes a run folder
 that has the checkpoint of STEP of the only run below SAVE, and no other.
+
+What a gather of weights brings lands when it is waited for: whoever does not wait reads old ones.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from cogfast.config import load_config
 from cogfast.train.process_groups import start_processes
 from cogfast.train.trainer import Trainer
+from tests.test_fused_step import gather_late
 from tests.tiny_run import run_folder
 
 
@@ -37,4 +42,5 @@ def train(steps: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
+    dist.all_gather_into_tensor = gather_late
     train(json.loads(sys.argv[1]))

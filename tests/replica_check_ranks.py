@@ -76,6 +76,10 @@ def whole_parameters(name: str, group: TensorParallelGroup, rank: int) -> dict[s
         if rank == 1:
             flip(parameter(LARGE), -1, bit)
     found["as before"] = outcome(check)
+    if rank == 1:
+        flip(parameter(LARGE), -1, 0)
+    arrive = lambda: flip(parameter(LARGE), -1, 0) if rank == 1 else None
+    found["awaited"] = outcome(ReplicaCheck(transformer, group, EVERY, await_weights=arrive))
     for other in (1, parameter(LARGE).numel() - 1):  # of the same chunk, and of another
         if rank == 1:
             swap(parameter(LARGE), 0, other)

@@ -3,6 +3,9 @@
 Without clipping the two are equal bit for bit, in fp32 and in bf16: a bf16 gradient is the same
 number in fp32. With clipping the norm is added up in another order, so the clip factor may differ
 in its last bit.
+
+In the runs of two processes what a gather brings lands when it is waited for, and no sooner: whoever
+reads weights without waiting reads old ones.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.optimizer import parameter_groups
-from cogfast.train.process_groups import start_processes
+from cogfast.train.process_groups import ProcessGroups, start_processes
 from cogfast.train.zero_engine import ZeroEngine
 from tests.tiny_run import ROOT
 
@@ -61,6 +69,14 @@ CASES = [
     # Last: DeepSpeed remembers the mpu.
     *(Case(stage, dtype="fp32", clip=0.05, is_model_shared=True) for stage in (1, 2)),
 ]
+
+
+# Gathers are under way when the step returns, or waited for at once: the same numbers.
+EVENTFUL = [
+    Case(stage, dtype, 0.05, accumulation)
+    for stage, dtype, accumulation in ((2, "bf16", 3), (2, "fp32", 1), (1, "bf16", 1))
+]
+EVALUATED_AT, SAVED_AT = (2, 4, BAD_STEP), 7
 
 
 class SharedModel:
@@ -147,6 +163,7 @@ def micro_batch(engine: ZeroEngine, step: int, i: int, is_bad: bool = False) -> 
 
 def snapshot(engine: ZeroEngine) -> dict[str, Tensor]:
     """Weights of the model, and this rank's masters, moments, EMA and counts."""
+    engine.wait_for_weights()
     out = {f"model {n}": p.detach().clone() for n, p in engine.transformer.named_parameters()}
     for kind in ("master", *engine.state_kinds()):
         for i, s in enumerate(engine.slices):
@@ -182,11 +199,95 @@ def trajectory(case: Case, use_stock_step: bool) -> dict:
     }
 
 
+_all_gather: Callable = dist.all_gather_into_tensor
+EVENTS: list[str] = []
+GATHERS: list = []
+
+
+class LateGather:
+    """An all-gather under way whose result lands when it is waited for."""
+
+    def __init__(self, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+        self.output, self.landing = output, torch.empty_like(output)
+        self.work = _all_gather(self.landing, given, group=group, async_op=True)
+        EVENTS.append("gather starts")
+
+    def wait(self) -> None:
+        EVENTS.append("gather is waited for")
+        self.work.wait()
+        self.output.copy_(self.landing)
+
+
+def gather_late(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> object:
+    if not async_op:
+        return _all_gather(output_tensor, input_tensor, group=group)
+    GATHERS.append(LateGather(output_tensor, input_tensor, group))
+    return GATHERS[-1]
+
+
+def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -> dict:
+    """Evaluations and a save right behind steps; waits: for the weights, right behind each step."""
+    engine, found = make(case, False), {}
+    x = torch.linspace(-1, 1, 13).to(next(engine.transformer.parameters()).dtype)
+    writer = CheckpointWriter(folder, engine, groups, keep_last=1)
+    for step in range(STEPS):
+        for i in range(case.accumulation):
+            micro_batch(engine, step, i, step == BAD_STEP)
+            engine.step(1e-2)
+            if waits:
+                engine.wait_for_weights()
+        if step in EVALUATED_AT:
+            kind = "master" if step == EVALUATED_AT[0] else "shadow"
+            with torch.no_grad(), engine.weights(kind):
+                found[f"weights at {step}"] = engine.transformer.middle.weight.clone()
+                found[f"evaluated at {step}"] = engine(x)
+        if step == SAVED_AT:
+            writer.save(step, {})
+    writer.wait()
+    saved = load_file(folder / f"{SAVED_AT:08d}" / f"rank-{groups.rank:05d}.safetensors")
+    return found | {f"saved {k}": v for k, v in saved.items()} | snapshot(engine)
+
+
+def order_of_events(use_stock_step: bool) -> list[str]:
+    """Of the second step and what follows it: work of the host, and a forward pass."""
+    engine = make(Case(), use_stock_step)
+    engine.transformer.first.register_forward_hook(lambda *_: EVENTS.append("forward"))
+    for step in range(2):
+        micro_batch(engine, step, 0)
+        EVENTS.clear()
+        GATHERS.clear()
+        engine.step(1e-2)
+    EVENTS.append("step returns")
+    end = time.monotonic() + 60
+    while not all(gather.work.is_completed() for gather in GATHERS):
+        assert time.monotonic() < end, "a gather does not end until it is waited for"
+        time.sleep(0.001)
+    EVENTS.append("host's work, beside which gathers end")
+    micro_batch(engine, 2, 0)
+    events = EVENTS.copy()
+    engine.wait_for_weights()
+    return events
+
+
 def run_cases(out: Path) -> None:
-    """Save every case's run with our step and with DeepSpeed's, {(case's name, is stock): ...}."""
+    """Save every case's run with our step and with DeepSpeed's, {(case's name, is stock): ...}, and
+    those of EVENTFUL, {(case's name, "waits" or "late"): ...}."""
     groups = start_processes()
     cases = [c for c in CASES if groups.world_size > 1 or not c.is_model_shared]
-    found = {(c.name, stock): trajectory(c, stock) for c in cases for stock in (False, True)}
+    found: dict = {}
+    if groups.world_size > 1:
+        dist.all_gather_into_tensor = gather_late
+        for case, waits in itertools.product(EVENTFUL, (True, False)):
+            key = case.name, "waits" if waits else "late"
+            folder = out / ", ".join(key)
+            found[key] = eventful_run(case, waits, groups, folder)
+        found["order"] = {stock: order_of_events(stock) for stock in (False, True)}
+    found |= {(c.name, stock): trajectory(c, stock) for c in cases for stock in (False, True)}
     torch.save(found, out / f"{groups.rank}-of-{groups.world_size}.pt")
     groups.close()
 
@@ -259,6 +360,30 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     assert before["updates 0"] == BAD_STEP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", EVENTFUL, ids=lambda case: case.name)
+def test_whoever_reads_weights_waits_for_them(runs: dict, case: Case, rank: int) -> None:
+    """Bit for bit: forward passes, an evaluation, a skipped step and a save right behind a step."""
+    late, waits = (runs[2, rank][case.name, how] for how in ("late", "waits"))
+    assert late.keys() == waits.keys()
+    kinds = {name.split()[0] for name in late}
+    assert kinds >= {"weights", "evaluated", "saved", "model", "master", "shadow", "updates"}
+    for name, value in waits.items():
+        assert torch.equal(late[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_weights_are_gathered_while_the_host_goes_on(runs: dict, rank: int) -> None:
+    """A gather for each of the two parameter groups; DeepSpeed's step ends with its own."""
+    work = ["step returns", "host's work, beside which gathers end"]
+    starts, waits = ["gather starts"] * 2, ["gather is waited for"] * 2
+    order = runs[2, rank]["order"]
+    assert order[False] == [*starts, *work, *waits, "forward"]
+    assert order[True] == [*work, "forward"]
 
 
 class NoHostReads(TorchDispatchMode):

@@ -46,7 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 def test_equal_copies_pass(found: list[dict], model: str) -> None:
     """Shards, which differ everywhere, and the padding of ZeRO-3's parts are none."""
     for rank in found:
-        for case in ("equal", "as before", "between", "never", "zero-3, equal"):
+        for case in ("equal", "as before", "between", "never", "awaited", "zero-3, equal"):
             assert rank[model][case] == "", case
 
 

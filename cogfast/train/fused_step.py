@@ -9,8 +9,13 @@ a flattened copy of the gradients, a float32 copy of that (4 more bytes of memor
 clipping in place, and a pass that copies the weights back. It also reads the norm on the host.
 On a GPU: not measured.
 
-DeepSpeed keeps reducing the gradients and gathering the weights. Private names of DeepSpeed 0.19 are
-used here and in zero_engine.py alone.
+The new weights are gathered while training goes on to the next batch, whose forward pass waits for
+all of them: they come as a piece of every rank's partition at a time, not block after block. Beside
+the gather run the frozen autoencoder and text encoder where the batch brings pixels and captions;
+with latents from a cache there is only its copy and the noise. GPU time: not measured.
+
+DeepSpeed keeps reducing the gradients. Private names of DeepSpeed 0.19 are used here and in
+zero_engine.py alone.
 """
 
 from __future__ import annotations
@@ -28,20 +33,32 @@ _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
 _ALIGNMENT = 16
 
 
-def gather_weights(zero) -> None:
-    """Every rank's partition of the weights, in the training dtype, to all ranks.
+class WeightGather:
+    """Every rank's partition of the weights, in the training dtype, to all ranks: started by who
+    wrote them, waited for by who reads them.
 
-    zero: DeepSpeed's optimizer of stage 1 or 2.
+    zero: DeepSpeed's optimizer of stage 1 or 2. All waits are to come from one thread and one CUDA
+    stream: of NCCL's collectives the stream that waits first is the only one that does, and the host
+    goes on; of gloo's the host waits.
     """
-    from deepspeed.runtime.utils import all_gather_dp_groups
 
-    all_gather_dp_groups(
-        groups_flat=zero.bit16_groups_flat,
-        partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
-        dp_process_group=zero.real_dp_process_group,
-        start_alignment_factor=zero.nccl_start_alignment_factor,
-        allgather_bucket_size=zero.allgather_bucket_size,
-    )
+    def __init__(self, zero) -> None:
+        self.zero = zero
+        self._under_way: list[dist.Work] = []
+
+    def start(self) -> None:
+        self.wait()
+        zero = self.zero
+        wholes, parts = zero.bit16_groups_flat, own_weights(zero)
+        for whole, part, group in zip(wholes, parts, zero.real_dp_process_group, strict=True):
+            if dist.get_world_size(group) > 1:
+                work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                self._under_way.append(work)
+
+    def wait(self) -> None:
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
 
 
 def own_weights(zero) -> list[Tensor]:
@@ -76,11 +93,12 @@ def why_stock(zero, optimizer: torch.optim.Optimizer, version: str) -> str | Non
 class FusedStep:
     """Takes the place of `zero.step`.
 
-    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16 or fp32.
+    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16 or fp32. gather: of its
+    weights; a step ends with it under way.
     """
 
-    def __init__(self, zero) -> None:
-        self.zero, self.optimizer = zero, zero.optimizer
+    def __init__(self, zero, gather: WeightGather) -> None:
+        self.zero, self.optimizer, self.gather = zero, zero.optimizer, gather
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
         self._landed: dict[int, Tensor] = {}
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
@@ -99,6 +117,7 @@ class FusedStep:
         step was skipped, both on the device.
         """
         zero, optimizer = self.zero, self.optimizer
+        self.gather.wait()  # before the weights are written again
         zero.micro_step_id = -1  # no micro-batch of the next step yet
         gradients = [self._gradient(i) for i in range(len(self.partitions))]
         norm = self._norm(gradients)
@@ -113,7 +132,7 @@ class FusedStep:
         for i, partition in enumerate(self.partitions):
             partition.grad = zero.averaged_gradients[i] = zero.all_grad_tensors[i] = None
         self._landed.clear()
-        gather_weights(zero)
+        self.gather.start()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm of the whole model's gradient, float32; each of its elements counts once.

@@ -7,6 +7,7 @@ nothing else tells: every process trains on, each with a model of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -26,22 +27,28 @@ class ReplicaCheck:
     """Ends a run whose tensor-parallel processes differ in a parameter that all of them have.
 
     group: None where every process has a model of its own, and nothing to compare. every: optimizer
-    steps between two checks; None never checks. Each reads the replicated
-    parameters once, sends 8 bytes per parameter to the others of the group, and reads the host once.
+    steps between two checks; None never checks. await_weights: returns when the parameters may be
+    read. Each check reads the replicated ones once, sends 8 bytes per parameter to the others of the
+    group, and reads the host once.
     """
 
     def __init__(
-        self, transformer: nn.Module, group: TensorParallelGroup | None, every: int | None
+        self,
+        transformer: nn.Module,
+        group: TensorParallelGroup | None,
+        every: int | None,
+        await_weights: Callable[[], None] = lambda: None,
     ) -> None:
         shards = find_shards(transformer)
         self.replicated = {n: p for n, p in transformer.named_parameters() if n not in shards}
-        self.group, self.every = group, every
+        self.group, self.every, self.await_weights = group, every, await_weights
 
     def after_step(self, step: int) -> None:
         """To be called by all processes after optimizer step `step`; where the copies differ, each
         of the group raises the same RuntimeError."""
         if self.group is None or not self.every or step % self.every:
             return
+        self.await_weights()
         mine = hash_parameters(list(self.replicated.values()))
         hashes = mine.new_empty(self.group.size * len(mine))
         dist.all_gather_into_tensor(hashes, mine, group=self.group.process_group)

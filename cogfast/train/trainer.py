@@ -90,7 +90,10 @@ class Trainer:
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)
         self.replica_check = ReplicaCheck(
-            transformer, self.groups.tensor, args.replica_check_interval
+            transformer,
+            self.groups.tensor,
+            args.replica_check_interval,
+            self.engine.wait_for_weights,
         )
         self.checkpointing = ActivationCheckpointing(
             transformer, args.activation_checkpointing, self.groups, args.compile
@@ -166,6 +169,7 @@ class Trainer:
             if self.step > self.writer.saved_step:
                 self._save(metrics)
             metrics.draw_loss()
+        engine.wait_for_weights()
         if self.step > self.writer.saved_step:
             raise RuntimeError(
                 f"step {self.step} could not be saved (the error stands above); the last checkpoint "
@@ -180,7 +184,8 @@ class Trainer:
 
         batch: {"mp4": [B, F, 3, H, W] in [-1, 1], "txt": [str], "fps", "num_frames"} or
         {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]}; "slots" [int] are the
-        samples' places in the global batch, by default this rank's first ones.
+        samples' places in the global batch, by default this rank's first ones. To read weights before
+        the network has run, call `self.engine.wait_for_weights()` first.
         """
         rng = self._random(batch)
         with self.profiler.range("encode"):

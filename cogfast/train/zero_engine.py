@@ -22,7 +22,7 @@ from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.shard import Shard
 from cogfast.train.arguments import TrainArguments
-from cogfast.train.fused_step import FusedStep, gather_weights, own_weights, why_stock
+from cogfast.train.fused_step import FusedStep, WeightGather, own_weights, why_stock
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ class ZeroEngine:
     asks (Megatron's model parallel unit); without one every rank has a model of its own.
     tensor_rank, data_rank: our place among those who share a model, and those who share its data.
     use_stock_step: DeepSpeed's own step of stages 1 and 2 even where FusedStep could take its place.
+
+    After `step` the weights may still be on their way from other ranks. A forward pass waits for
+    them, and so do `publish`, `weights` and `whole`; who reads them otherwise calls
+    `wait_for_weights` first. Masters and optimizer state are there.
     """
 
     def __init__(
@@ -136,6 +140,8 @@ class ZeroEngine:
         else:
             self.parts = self.zero.single_partition_of_fp32_groups
             self.slices = list(self._stage12_slices(names))
+        self._gather = WeightGather(self.zero) if self.stage < 3 else None
+        transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
         self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()
@@ -171,6 +177,11 @@ class ZeroEngine:
         elif self.stage == 3 or self.engine.fp16_enabled():
             self._count_skipped(float(self.zero.overflow))  # on the host already
 
+    def wait_for_weights(self) -> None:
+        """Until those of the last step are there; every rank must come here before it leaves."""
+        if self._gather is not None:
+            self._gather.wait()
+
     def _count_skipped(self, is_skipped: Tensor | float) -> None:
         self.num_skipped += is_skipped
         self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
@@ -181,7 +192,7 @@ class ZeroEngine:
 
         reason = why_stock(self.zero, self.optimizer, deepspeed.__version__)
         if reason is None:
-            FusedStep(self.zero)
+            FusedStep(self.zero, self._gather)
         else:
             logger.info("ZeRO-%d takes DeepSpeed's own step: %s", self.stage, reason)
         return reason is None
@@ -272,6 +283,7 @@ class ZeroEngine:
     @torch.no_grad()
     def publish(self, kind: str = "master") -> None:
         """Make the model's own weights those of "master" or of the EMA ("shadow"), everywhere."""
+        self.wait_for_weights()
         sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
         if self.stage == 3:
             self.zero._partition_all_parameters()
@@ -284,12 +296,14 @@ class ZeroEngine:
             return
         for weights, source in zip(own_weights(self.zero), sources, strict=True):
             weights.data.copy_(source)
-        gather_weights(self.zero)
+        self._gather.start()
+        self._gather.wait()
 
     @contextmanager
     def weights(self, kind: str) -> Iterator[None]:
         """Evaluate with other weights: within the block the model holds `kind`'s, then its own."""
         if kind == "master":
+            self.wait_for_weights()
             yield
             return
         self.publish(kind)
@@ -301,6 +315,7 @@ class ZeroEngine:
     @contextmanager
     def whole(self, parameter: nn.Parameter, is_written: bool = False) -> Iterator[Tensor]:
         """A frozen parameter's values, which ZeRO-3 partitions too; every rank must call it."""
+        self.wait_for_weights()
         if self.stage < 3:
             yield parameter.data
             return
