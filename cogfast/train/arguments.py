@@ -24,7 +24,6 @@ class TrainArguments:
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
     load: str | None = None  # folder of the weights to start from
     load_lora: str | None = None  # adapters to start from: a LoRA file, a SAT folder or a run
-    load_lora: str | None = None  # adapters to start from: a LoRA file, a SAT folder or a run
     save: str | None = None  # folder that run folders are made in; none: runs
     resume: str | None = None  # auto, latest, or a run or checkpoint folder
     accept_changes: bool = False  # resume though keys that decide what is trained are other ones

@@ -15,7 +15,6 @@ from cogfast.config import Config, refuse, resolve
 from cogfast.data.datasets import VideoFolder, VideoList
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.adapters import check_config, open_adapter
-from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.sat_names import transformer_arguments
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
@@ -164,11 +163,6 @@ def _check_load(config: Config, args: TrainArguments) -> None:
         refuse(
             config, "args.load", f"args.load={args.load} does not exist; name the weights' folder"
         )
-    if args.load_lora is not None:
-        try:
-            check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
-        except ValueError as error:
-            refuse(config, "args.load_lora", f"args.load_lora: {error}")
     if args.load_lora is not None:
         try:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
