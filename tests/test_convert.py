@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from cogfast.config import load_config
 from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights import tensor_stream
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.identify import identify
+from cogfast.model.weights.diffusers import (
+    diffusers_config,
+    diffusers_names,
+    diffusers_tensors,
+    our_names,
+)
+from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.sat import PREFIX, to_sat_state_dict
+from cogfast.model.weights.safetensors_files import plan_files, write_safetensors_folder
+from cogfast.model.weights.sat import PREFIX, from_sat_name, to_sat_state_dict
+from cogfast.model.weights.sat_files import sat_tensors
+from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.torch_files import write_torch_file
+from cogfast.model.weights.vae import to_sat as vae_to_sat
 from tests.test_transformer_diffusers import run_diffusers
+from tests.test_weights_load import write_run
+from tests.tiny_run import ROOT
 from tests.tiny_transformers import FAMILY, inputs, tiny
 
 UNUSED = f"{PREFIX}transformer.position_embeddings.weight"  # which diffusers has no place for
@@ -113,3 +134,201 @@ def test_diffusers_loads_it_and_computes_the_same(name: str, sat_folders, tmp_pa
     state = theirs.state_dict()
     again = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "twice").state_dict()
     assert_same(again, state)
+
+
+# what differs among the published config.json files; the rest is the class's defaults
+PUBLISHED = {
+    "2b": {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
+    "5b": {},
+    "5b_i2v": {"in_channels": 32, "use_learned_positional_embeddings": True},
+    "1.5_5b": {},
+    "1.5_5b_i2v": {"in_channels": 32, "ofs_embed_dim": 512},
+}
+OF_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+OF_15 = {"patch_bias": False, "patch_size_t": 2, "sample_frames": 81}
+OF_15 |= {"sample_height": 300, "sample_width": 300}
+GOLDEN_NAMES = {"2b": "cogvideox_2b", "5b": "cogvideox_5b", "5b_i2v": "cogvideox_5b_i2v"}
+GOLDEN_NAMES |= {"1.5_5b": "cogvideox1.5_5b", "1.5_5b_i2v": "cogvideox1.5_5b_i2v"}
+
+
+def real_size(name: str, golden: Path) -> WeightSource:
+    """The published model as SAT's code has it: names and shapes, bf16 weights on meta."""
+    keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
+    shapes = {from_sat_name(key): tuple(shape) for key, shape in keys.items()}
+    shapes.pop(None, None)  # the rotary tables
+    return WeightSource(
+        description=name,
+        shapes=shapes,
+        read=lambda name, shard: torch.empty(shapes[name], device="meta"),
+        dtypes=dict.fromkeys(shapes, torch.bfloat16),
+    )
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_plans_of_real_sizes(name: str, golden: Path) -> None:
+    """Names, shapes and files of the published models, without their weights."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    source = real_size(name, golden)
+    config = identify(source)
+    check_complete(source, config)
+    keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
+    sat = {t.name: list(t.shape) for t in sat_tensors(source, config)}
+    assert sat == keys
+    cut = [{t.name: t.shape for t in sat_tensors(source, config, i, 2)} for i in (0, 1)]
+    assert cut[0] == cut[1] and cut[0].keys() == keys.keys()
+
+    about = diffusers_config(config)
+    with torch.device("meta"):
+        class_ = CogVideoXTransformer3DModel.from_config(about)
+    given = {**(OF_5B if name != "2b" else {}), **(OF_15 if "1.5" in name else {})}
+    assert about == {**class_.config, **about, **given, **PUBLISHED[name]}
+    tensors = list(diffusers_tensors(source, config))
+    wanted = {n: tuple(p.shape) for n, p in class_.state_dict().items()}
+    assert {t.name: t.shape for t in tensors} == wanted
+    files = plan_files(tensors, "diffusion_pytorch_model")
+    sizes = [sum(t.nbytes for t in held) for held in files.values()]
+    assert max(sizes) <= 5e9 and sum(sizes) > 5e9 * (len(sizes) - 1)
+    assert len(sizes) == (1 if name == "2b" else 3)
+    assert sum(sizes) == 2 * sum(p.numel() for p in class_.state_dict().values())
+
+
+def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
+    """The table, both ways, against maps that upstream's converter and diffusers agreed on."""
+    path = golden / "keys" / "sat_to_diffusers.json"
+    for mapped in json.loads(path.read_text())["verified_full_maps_tiny"].values():
+        held = {from_sat_name(key): theirs for key, theirs in mapped.items()}
+        held = {name: theirs for name, theirs in held.items() if theirs != ["(dropped)"]}
+        for name, theirs in held.items():
+            assert sorted(diffusers_names(name)) == sorted(theirs), name
+        inverse = our_names([name for theirs in held.values() for name in theirs])
+        assert {name: sorted(parts) for name, parts in inverse.items()} == {
+            name: sorted(theirs) for name, theirs in held.items()
+        }
+
+
+@pytest.mark.parametrize("case", ["t2v_2b", "t2v_5b", "t2v_5b_mp2", "i2v_1.5_5b"])
+def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> None:
+    """Its folders through diffusers' format and back: tensors, shares and outputs are upstream's."""
+    folder = golden / case
+    if not (folder / "1").is_dir():
+        pytest.skip("the project carries no weights of this case")
+    count = 2 if "mp2" in case else 1
+    convert(folder, tmp_path / "theirs", "diffusers", verify=True)
+    convert(tmp_path / "theirs", tmp_path / "back", "sat", model_parallel_size=count)
+    for i in range(count):
+        after, before = sat_state(tmp_path / "back", i), sat_state(folder, i)
+        assert not after.pop(UNUSED, torch.zeros(1)).any()
+        before.pop(UNUSED, None)
+        assert after.keys() == before.keys()
+        for key, value in before.items():
+            computed = ".pos_embed." in key  # by us, in upstream's float32
+            assert torch.allclose(after[key], value, atol=1e-6 if computed else 0, rtol=0), key
+
+
+def test_the_vae_both_ways(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLCogVideoX
+
+    model = tiny_vae()
+    state = vae_to_sat(model.state_dict(), 4, 3)
+    torch.save({"state_dict": {**state, "loss.logvar": torch.zeros(())}}, tmp_path / "any.pt")
+    convert(tmp_path / "any.pt", tmp_path / "vae", "diffusers", verify=True, scaling_factor=1.15)
+    loaded, report = AutoencoderKLCogVideoX.from_pretrained(
+        tmp_path / "vae", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert_same(loaded.state_dict(), model.state_dict())
+    for key, value in model.config.items():
+        expected = 1.15 if key == "scaling_factor" else value
+        assert key.startswith("_") or loaded.config[key] == (
+            list(expected) if isinstance(expected, tuple) else expected
+        )
+    convert(tmp_path / "vae", tmp_path / "sat", "sat", verify=True)
+    assert_same(torch.load(tmp_path / "sat/3d-vae.pt")["state_dict"], state)
+    with pytest.raises(ValueError, match="a VAE goes --to sat or diffusers, not peft"):
+        convert(tmp_path / "vae", tmp_path / "x", "peft")
+    del state["decoder.conv_in.conv.bias"]
+    torch.save({"state_dict": state}, tmp_path / "any.pt")
+    with pytest.raises(ValueError, match="1 tensors are missing, .* decoder.conv_in.conv.bias"):
+        convert(tmp_path / "any.pt", tmp_path / "x", "diffusers")
+
+
+def tiny_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKLCogVideoX
+
+    torch.manual_seed(0)
+    return AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 128)).eval()
+
+
+def test_a_run_and_its_average(tmp_path: Path) -> None:
+    """From a run's slices, with what training_config.yaml says of the model."""
+    trained = tiny("1.5_5b_i2v")
+    folder = write_run(tmp_path / "run", trained)
+    config = load_config([ROOT / "configs" / "cogvideox1.5_5b_i2v.yaml"])
+    network = OmegaConf.to_container(config.model.network_config)
+    network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
+    network["params"] |= {"time_embed_dim": 64, "ofs_embed_dim": 64}
+    network["params"]["modules"]["patch_embed_config"]["params"]["text_hidden_size"] = 32
+    OmegaConf.save(
+        {"model": {"network_config": network}}, tmp_path / "run" / "training_config.yaml"
+    )
+    state = to_sat_state_dict(trained)
+    for ema, path in ((False, tmp_path / "run"), (True, folder)):
+        convert(path, tmp_path / f"sat-{ema}", "sat", ema=ema, model_parallel_size=2, verify=True)
+        convert(tmp_path / f"sat-{ema}", tmp_path / f"one-{ema}", "sat")
+        found = sat_state(tmp_path / f"one-{ema}")
+        assert_same(found, {key: value.detach() + ema for key, value in state.items()})
+    convert(tmp_path / "run", tmp_path / "ours", "cogfast", dtype="bfloat16", verify=True)
+    about = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (about["text_length"], about["latent_width"]) == (224, 300)
+    report = load_transformer(tiny("1.5_5b_i2v", latent_height=8), tmp_path / "ours")
+    assert not report.missing and "weights of cogfast" in str(report)
+
+
+def test_verify_sees_a_target_that_is_another_model(
+    sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tensor_stream.Outgoing.bytes
+
+    def one_wrong(self: tensor_stream.Outgoing) -> memoryview:
+        if "norm1.linear.bias" not in self.name and "adaLN_modulations.1.1.bias" not in self.name:
+            return plain(self)
+        return memoryview(bytes(self.nbytes))
+
+    monkeypatch.setattr(tensor_stream.Outgoing, "bytes", one_wrong)
+    for to in ("diffusers", "sat"):
+        with pytest.raises(ValueError, match="does not compute what the source does: largest diff"):
+            convert(sat_folders["5b"], tmp_path / to, to, verify=True)
+
+
+def test_verify_needs_memory(sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cogfast.model.weights.verify.available_bytes", lambda: 1 << 20)
+    message = r"runs the model in float32, which takes 0.0 GiB, and 0.0 are free; leave it out, or"
+    with pytest.raises(ValueError, match=message):
+        convert(sat_folders["5b"], tmp_path / "target", "sat", verify=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
+    """What we write, read by torch in its three ways, by zip, and by safetensors."""
+    state = {
+        "matrix": torch.randn(5, 7).bfloat16(),
+        "number": torch.tensor(3.0),
+        "half": torch.randn(3, 1, 2).half(),
+        "int": torch.arange(6),
+    }
+    tensors = [
+        tensor_stream.Outgoing(k, tuple(v.shape), v.dtype, lambda v=v: v) for k, v in state.items()
+    ]
+    file = tmp_path / "x.pt"
+    write_torch_file(file, "module", tensors)
+    for how in ({"weights_only": False}, {"weights_only": True}, {"mmap": True}):
+        assert_same(torch.load(file, **how)["module"], state)
+    assert zipfile.ZipFile(file).testzip() is None
+    loaded = torch.load(file, mmap=True)["module"]
+    assert all(value.untyped_storage().data_ptr() % 64 == 0 for value in loaded.values())
+    write_safetensors_folder(tmp_path, "model", tensors, most_bytes=90)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.name for path in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert_same({k: v for path in files for k, v in load_file(path).items()}, state)
+    assert safe_open(files[0], "pt").metadata() == {"format": "pt"}

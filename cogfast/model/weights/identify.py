@@ -18,10 +18,11 @@ _PATCH_HW = 2
 _HEAD_WIDTH = 64  # where no norm of queries shows it
 _NEEDED = ("patch_embedding.weight", "output.weight", "text_embedding.weight")
 _NEEDED += ("time_embedding.fc1.weight",)
-# The published sizes, for what neither shapes nor the format say; by latent frames per patch.
+# The published sizes, for what neither shapes nor the format say; by latent frames per patch. SAT
+# trained 1.5 with 224 rows of text, diffusers' published config says 226; the weights know neither.
 _PUBLISHED = {
     1: {"num_frames": 49, "latent_height": 60, "latent_width": 90, "text_length": 226},
-    2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 224},
+    2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 226},
 }
 
 

@@ -136,6 +136,24 @@ def convert_vae(
     logger.info("%s: %d tensors, %.0f MiB, written to %s", vae.description, len(names), count, path)
 
 
+def verify_vae(vae: VaeSource, target: Path, is_rounded: bool) -> str:
+    """Load the target into diffusers' class and compare every tensor. Returns what was found in one
+    line; ValueError where it is not the source's."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    file = target / SAT_FILE_NAME
+    written = open_vae(file if file.is_file() else target)
+    with torch.device("meta"):
+        model = AutoencoderKLCogVideoX.from_config(vae_config(written))
+    model.load_state_dict({name: written.read(name) for name in written.shapes}, assign=True)
+    difference = 0.0
+    for name, tensor in model.state_dict().items():
+        difference = max(difference, (tensor.float() - vae.read(name).float()).abs().max().item())
+    if difference and not is_rounded:
+        raise ValueError(f"{target}: its tensors differ from the source's by {difference}; delete it")
+    return f"loads into diffusers' {_CLASS_NAME}, largest difference of a number {difference:.1e}"
+
+
 def vae_config(vae: VaeSource) -> dict[str, Any]:
     """diffusers' config.json, all but the scaling factor. ValueError for tensors of another kind."""
     from diffusers import AutoencoderKLCogVideoX

@@ -30,15 +30,21 @@ _ROOM = 1.25  # of the weights' bytes: activations, a tensor that is being read
 def check_memory(source: WeightSource) -> None:
     """ValueError where one model in float32 does not fit into the memory that is free."""
     needed = int(_ROOM * 4 * sum(math.prod(s) for s in plain_shapes(source.shapes).values()))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with open("/proc/meminfo") as lines:  # what the kernel can give back counts as free
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    free = found.get("MemAvailable", free)
+    free = available_bytes()
     if needed > free:
         raise ValueError(
             f"--verify runs the model in float32, which takes {needed / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} are free; leave it out, or convert on a larger machine"
         )
+
+
+def available_bytes() -> int:
+    """Memory that is free, or that the kernel gives back when asked."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(found["MemAvailable"].split()[0]) * 1024
 
 
 def verify(
