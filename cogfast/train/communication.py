@@ -2,7 +2,7 @@
 
 A ring's count, which is also what one GPU receives: of N bytes among n GPUs, an all-reduce sends
 2 (n-1)/n N, a reduce-scatter or an all-gather, where N is the whole of it, (n-1)/n N. Batches,
-checkpoints and evaluations are left out.
+replica checks, checkpoints and evaluations are left out.
 
     per optimizer step            ZeRO-1               ZeRO-2                  ZeRO-3
     gradients of what is trained  all-reduce           all-reduce each time    reduce-scatter each time
