@@ -332,3 +332,21 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
     assert [path.name for path in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert_same({k: v for path in files for k, v in load_file(path).items()}, state)
     assert safe_open(files[0], "pt").metadata() == {"format": "pt"}
+
+
+def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
+    """It stays as it is, whatever dtype is asked for; diffusers computes its own, which is told."""
+    state = sat_state(sat_folders["2b"])
+    table = f"{PREFIX}mixins.pos_embed.pos_embedding"
+    convert(sat_folders["2b"], tmp_path / "half", "sat", dtype="float16")
+    half = sat_state(tmp_path / "half")
+    assert torch.equal(half[table], state[table]) and half[table].dtype == torch.float32
+    assert {v.dtype for k, v in half.items() if k != table} == {torch.float16}
+    convert(sat_folders["2b"], tmp_path / "exact", "diffusers")
+    assert "table of positions" not in caplog.text
+    (tmp_path / "bf16/1").mkdir(parents=True)
+    file = tmp_path / "bf16/1/mp_rank_00_model_states.pt"
+    torch.save({"module": {k: v.bfloat16() for k, v in state.items()}}, file)
+    convert(file, tmp_path / "theirs", "diffusers", verify=True)
+    assert "table of positions is up to 1.9e-03 off" in caplog.text
+    assert identify(open_source(file)) == of_four_heads("2b")

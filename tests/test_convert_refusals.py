@@ -116,6 +116,12 @@ def test_no_cogvideox(tmp_path: Path) -> None:
         convert(tmp_path / "nowhere", tmp_path / "target", "sat")
 
 
+def test_a_file_of_an_old_torch(made: Path, tmp_path: Path) -> None:
+    state = torch.load(made / "sat" / FILE)
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert_refused(tmp_path / "x.pt", "before torch 1.6, .* torch.load it and torch.save it again")
+
+
 class Hostile:
     def __reduce__(self):
         return (Path.touch, (Path("/tmp/cogfast-was-here"),))

@@ -67,7 +67,7 @@ def write_cogfast(
 ) -> None:
     """A folder with every tensor of `source`. dtype: of the weights; None: the source's."""
     tensors = [
-        Outgoing(name, shape, dtype or source.dtypes[name], partial(source.read, name, None))
+        Outgoing(name, shape, source.dtype_in_target(name, dtype), partial(source.read, name, None))
         for name, shape in source.shapes.items()
     ]
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:

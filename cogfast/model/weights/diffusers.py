@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cogfast.model.positions import PositionTable
 from cogfast.model.weights.safetensors_files import (
     SafetensorsFiles,
     write_json,
@@ -50,7 +52,9 @@ _MODULES = {
     "output": ["proj_out"],
 }
 _WITHOUT = ("unused_position_embeddings",)  # SAT's, which no code reads
+_TABLE_ROUNDING = 1e-6  # of the same table in float32
 _STEM = "diffusion_pytorch_model"
+logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
 OUTPUT_NORM_EPS = 1e-5  # diffusers' own; the models were trained with 1e-6
 
@@ -233,7 +237,23 @@ def diffusers_tensors(
                 shard = Shard(source.shapes[name], 0, _num_parts(name), index, len(theirs))
             read = partial(source.read, name, shard)
             size = shape if shard is None else shard.share_shape
-            yield Outgoing(target, size, dtype or source.dtypes[name], read)
+            yield Outgoing(target, size, source.dtype_in_target(name, dtype), read)
+
+
+def _compare_table(source: WeightSource, config: TransformerConfig) -> None:
+    """Say so where 2B's table in `source` is not the one that diffusers computes in its place: a
+    checkpoint of a bf16 or fp16 run has it rounded."""
+    if config.position != "sincos" or "position_table.weight" not in source.shapes:
+        return
+    scales = (config.time_interpolation, config.height_interpolation, config.width_interpolation)
+    table = PositionTable(config.grid, config.text_length, config.hidden_size, scales).weight
+    difference = (source.read("position_table.weight", None).float() - table).abs().max().item()
+    if difference > _TABLE_ROUNDING:
+        logger.warning(
+            "%s: its table of positions is up to %.1e off the one that diffusers computes in its "
+            "place; the weights are exact",
+            *(source.description, difference),
+        )
 
 
 def write_diffusers(
@@ -245,6 +265,7 @@ def write_diffusers(
     """A transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
     None: the source's."""
     about = diffusers_config(config)
+    _compare_table(source, config)
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", about)

@@ -92,7 +92,6 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         )
     ofs = shapes.get("ofs_embedding.fc1.weight")
     unused = shapes.get("unused_position_embeddings")
-    is_rotary = unused is not None or source.facts.get("position") == "rotary"
     found = {
         "num_layers": num_blocks(shapes),
         "hidden_size": patch[0],
@@ -103,8 +102,8 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         "text_hidden_size": shapes["text_embedding.weight"][1],
         "time_embed_dim": shapes["time_embedding.fc1.weight"][0],
         "ofs_embed_dim": None if ofs is None else ofs[0],
-        "position": "rotary" if is_rotary else "sincos",
-        "learnable_position": is_rotary and "position_table.weight" in shapes,
+        "position": "rotary" if source.is_rotary else "sincos",
+        "learnable_position": source.is_rotary and "position_table.weight" in shapes,
         "qk_norm": "blocks.0.attention.query_norm.bias" in shapes,
         "elementwise_affine": "final_norm.weight" in shapes,
     }

@@ -182,7 +182,7 @@ def sat_tensors(
 def _weights(source: WeightSource, dtype: torch.dtype | None) -> Iterator[tuple[str, Outgoing]]:
     for name, shape in source.shapes.items():
         read = partial(source.read, name, None)
-        yield name, Outgoing(sat_name(name), shape, dtype or source.dtypes[name], read)
+        yield name, Outgoing(sat_name(name), shape, source.dtype_in_target(name, dtype), read)
 
 
 def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[str, Outgoing]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cogfast.model.weights.tensor_stream import Outgoing
 
 _ALIGNMENT = 64  # bytes, of every tensor in the file, as torch.save has it
+_PICKLE_MAGIC = b"\x80\x02"  # at the start of files that are no zip
 _ROOT = "archive"
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
 _EXTRA_HEADER_BYTES = 4
@@ -43,6 +44,13 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             "with tensors only: torch.save({'module': state_dict}, path)"
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
+        with path.open("rb") as file:
+            is_old = file.read(2) == _PICKLE_MAGIC
+        if is_old:
+            raise ValueError(
+                f"{path}: in the format of torch.save before torch 1.6, which cannot be mapped into "
+                "memory; torch.load it and torch.save it again"
+            ) from None
         raise ValueError(
             f"{path}: truncated or not a file of torch.save ({str(error).splitlines()[0]}); copy "
             "it again and compare its size with the original"
