@@ -28,6 +28,17 @@ def parse_convert(words: Sequence[str]) -> dict[str, Any]:
         help="add these adapters to the weights, or SRC's own where no LORA is named",
     )
     parser.add_argument(
+        "--add-lora",
+        metavar="LORA",
+        help="write these adapters beside SRC's weights, as LoRA checkpoints of SAT have them",
+    )
+    parser.add_argument(
+        "--lora-alpha",
+        type=float,
+        metavar="X",
+        help="of adapters in a SAT checkpoint, which does not say: its config's lora_alpha; else 1",
+    )
+    parser.add_argument(
         "--extract-lora",
         metavar="BASE",
         help="adapters that come nearest to what SRC changed in the weights of BASE",

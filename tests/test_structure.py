@@ -67,6 +67,7 @@ OTHER_MEANINGS = {
     ("model/weights/adapters.py", "ranks"): "of LoRA's matrices",
     ("model/weights/adapters.py", "lora_rank"): "of LoRA's matrices",
     ("model/weights/extract_lora.py", "rank"): "of LoRA's matrices",
+    ("model/weights/convert_adapters.py", "rank"): "of LoRA's matrices",
     ("model/weights/identify.py", "ranks"): "of LoRA's matrices",
     ("model/weights/peft.py", "ranks"): "of LoRA's matrices",
     ("model/weights/peft.py", "rank"): "of LoRA's matrices",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def only_adapters(source: WeightSource) -> WeightSource:
     """The adapters of a source without the rest. ValueError where there are none."""
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     if not shapes:
-        raise ValueError(f"{source.description}: no LoRA tensors in it")
+        raise ValueError(f"{source.description}: it has no LoRA tensors")
     return replace(source, shapes=shapes, is_partial=True)
 
 
@@ -73,8 +73,13 @@ def without_adapters(source: WeightSource) -> WeightSource:
         shapes={plain: source.shapes[name] for plain, name in names.items()},
         dtypes={plain: source.dtypes[name] for plain, name in names.items()},
         read=lambda name, shard: source.read(names[name], shard),
+        facts=_without_lora(source.facts),
         lora_alpha=None,
     )
+
+
+def _without_lora(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if not key.startswith("lora_")}
 
 
 def adapters_of(source: WeightSource) -> Adapters | None:
@@ -208,6 +213,7 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
         shapes={new: base.shapes[old] for new, old in names.items()} | adapter.shapes,
         dtypes={new: base.dtypes[old] for new, old in names.items()} | adapter.dtypes,
         read=read,
+        facts=_without_lora(base.facts),
         lora_alpha=adapter.lora_alpha,
     )
 

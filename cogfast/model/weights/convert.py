@@ -9,20 +9,16 @@ from pathlib import Path
 
 import torch
 
-from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
-from cogfast.model.weights.adapters import merge_lora as merge
-from cogfast.model.weights.adapters import only_adapters, open_adapter, without_adapters
+from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.cogfast_folder import write_cogfast
+from cogfast.model.weights.convert_adapters import extracted, with_lora_options, write_adapters
 from cogfast.model.weights.diffusers import write_diffusers
-from cogfast.model.weights.extract_lora import Extraction
-from cogfast.model.weights.extract_lora import extract_lora as extract
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.peft import write_peft
 from cogfast.model.weights.sat_files import write_sat
 from cogfast.model.weights.source import WeightSource
-from cogfast.model.weights.vae_files import convert_vae, open_vae
+from cogfast.model.weights.vae_files import convert_vae, open_vae, verify_vae
 from cogfast.model.weights.verify import check_memory
 from cogfast.model.weights.verify import verify as verify_target
 
@@ -35,15 +31,18 @@ def convert(
     to: str,
     ema: bool = False,
     merge_lora: str | None = None,
+    add_lora: str | None = None,
     extract_lora: str | None = None,
     rank: int | None = None,
+    lora_alpha: float | None = None,
     model_parallel_size: int = 1,
     dtype: str | None = None,
     verify: bool = False,
     allow_unexpected: bool = False,
     scaling_factor: float | None = None,
 ) -> None:
-    """What `cogfast convert` does. merge_lora: adapters to merge into the model, "" for its own.
+    """What `cogfast convert` does. merge_lora: adapters to merge into the model, "" for its own;
+    add_lora: to write beside it; lora_alpha: of adapters whose files do not say.
     ValueError for what the user can mend."""
     source_path, target_path = Path(src), Path(dst)
     if not source_path.exists():
@@ -54,19 +53,20 @@ def convert(
     vae = open_vae(source_path)
     if vae is not None:
         convert_vae(vae, target_path, to, kind, scaling_factor)
+        if verify:
+            logger.info("%s: %s", dst, verify_vae(vae, target_path, is_rounded=kind is not None))
         return
     if scaling_factor is not None:
         raise ValueError(f"--scaling-factor={scaling_factor} is a VAE's; {src} is a transformer")
     source = open_source(source_path, ema)
     _refuse_unexpected(source, allow_unexpected)
-    if merge_lora is not None:
-        source = _merged(source, merge_lora)
+    source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
     extraction = None
     if extract_lora is not None:
-        extraction = _extracted(source, extract_lora, rank)
+        extraction = extracted(source, extract_lora, rank)
         source = extraction.source
     if to == "peft" or all(is_lora_parameter(name) for name in source.shapes):
-        _write_adapters(source, target_path, to, kind, model_parallel_size, verify)
+        write_adapters(source, target_path, to, kind, model_parallel_size, verify)
         if extraction is not None:
             logger.info("%s", extraction.report())
         return
@@ -85,61 +85,6 @@ def convert(
     if verify:
         found = verify_target(source, config, target_path, to, is_rounded=kind is not None)
         logger.info("%s: %s", dst, found)
-
-
-def _write_adapters(
-    source: WeightSource,
-    path: Path,
-    to: str,
-    dtype: torch.dtype | None,
-    model_parallel_size: int,
-    is_verified: bool,
-) -> None:
-    """The adapters of `source` without a model."""
-    if to not in ("peft", "sat"):
-        raise ValueError(
-            f"{source.description}: adapters alone; --to peft and --to sat write them, and a model "
-            f"with them merged comes from cogfast convert BASE {path} --to {to} --merge-lora LORA"
-        )
-    if model_parallel_size != 1 or is_verified or (dtype is not None and to == "peft"):
-        option = "--verify" if is_verified else "--dtype" if dtype else "--model-parallel-size"
-        raise ValueError(f"{option} is for whole models; {source.description} gives adapters alone")
-    if to == "peft":
-        written = write_peft(source, path)
-        logger.info("%s: the adapters of %s", written, source.description)
-        return
-    write_sat(source, None, path, dtype=dtype)
-    alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
-    logger.info(
-        "%s: the adapters alone of %s; their config has lora_config.params.lora_alpha: %g",
-        *(path, source.description, alpha),
-    )
-
-
-def _merged(source: WeightSource, lora: str) -> WeightSource:
-    has_own = any(is_lora_parameter(name) for name in source.shapes)
-    if lora and has_own:
-        raise ValueError(
-            f"{source.description}: it has adapters of its own; merge them first, with --merge-lora "
-            "and no name"
-        )
-    if not lora and not has_own:
-        raise ValueError(f"{source.description}: no LoRA tensors to merge; write --merge-lora LORA")
-    adapter = open_adapter(lora) if lora else only_adapters(source)
-    base = without_adapters(source)
-    if not base.shapes:
-        raise ValueError(
-            f"{source.description}: adapters alone; give the base as SRC and them as --merge-lora"
-        )
-    return merge(base, adapter)
-
-
-def _extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
-    if rank is None:
-        raise ValueError(f"--extract-lora {base} needs --rank R, such as --rank 64")
-    if not Path(base).exists():
-        raise ValueError(f"--extract-lora {base}: no such file or folder")
-    return extract(source, open_source(Path(base)), rank)
 
 
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:

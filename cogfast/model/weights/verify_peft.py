@@ -1,0 +1,63 @@
+"""Whether diffusers takes a LoRA file that we wrote, and gives the adapters their strength."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cogfast.model.lora import SAT_ALPHA
+from cogfast.model.weights.adapters import adapters_of
+from cogfast.model.weights.peft import linear_parts
+from cogfast.model.weights.source import WeightSource
+
+_HEAD_WIDTH = 64  # any that divides the width
+_EXACT = 1e-5  # of the largest number: two ways of multiplying in float32
+
+
+@torch.no_grad()
+def verify_peft(source: WeightSource, file: Path, is_rounded: bool) -> str:
+    """Load `file` into diffusers' transformer, without a base, as `pipe.load_lora_weights` does, and
+    compare what each linear gets, (alpha / r) B A, with the source's. Returns what was found in one
+    line; ValueError where they differ. is_rounded: the file has another dtype."""
+    try:
+        from diffusers import CogVideoXTransformer3DModel
+        from peft.tuners.lora import LoraLayer
+    except ImportError:
+        raise ValueError(
+            "--verify --to peft loads the target with diffusers and peft; pip install diffusers peft"
+        ) from None
+    alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
+    num_layers = adapters_of(source).layers[-1] + 1
+    width = source.shapes[next(n for n in source.shapes if ".qkv.matrix_A." in n or ".out." in n)][
+        1
+    ]
+    with torch.device("meta"):
+        model = CogVideoXTransformer3DModel(
+            num_attention_heads=width // _HEAD_WIDTH,
+            attention_head_dim=_HEAD_WIDTH,
+            num_layers=num_layers,
+            use_rotary_positional_embeddings=True,  # else it computes a table
+        )
+    for module in model.modules():  # adapters go to their weights' device; one number is all of each
+        for name, weight in list(module.named_parameters(recurse=False)):
+            nothing = torch.zeros(()).expand(weight.shape)
+            setattr(module, name, nn.Parameter(nothing, requires_grad=False))
+    model.load_lora_adapter(str(file), low_cpu_mem_usage=True)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    largest = scale = 0.0
+    for name in [n for n in source.shapes if ".matrix_A." in n]:
+        module, _, part = name.rsplit(".", 2)
+        layer = layers.pop(linear_parts(module)[int(part)])
+        a, b = (source.read(name.replace("_A.", f"_{s}."), None).float() for s in "AB")
+        (adapter,) = layer.scaling
+        given = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+        expected = b @ a * (alpha / a.shape[0])
+        difference = (given * layer.scaling[adapter] - expected).abs().max().item()
+        largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
+    line = f"largest difference {largest:.1e} of changes of weights up to {scale:.2g} in diffusers"
+    if layers or largest != largest or (not is_rounded and largest > _EXACT * scale):
+        more = f"; {len(layers)} linears have adapters that are not in the source" if layers else ""
+        raise ValueError(f"{file}: it does not give what the source does: {line}{more}; delete it")
+    return line
