@@ -18,7 +18,7 @@ usage: cogfast {train,sample,convert} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   sample  make videos: cogfast sample RUN_FOLDER --prompt TEXT --out DIR
-  convert turn weights into another format: cogfast convert SRC DST --to sat|diffusers|cogfast
+  convert turn weights into another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
 
 `cogfast train --help` and so on list the options.
 """
@@ -55,8 +55,14 @@ def sample(words: Sequence[str]) -> None:
 
     request = parse_sample(words)
     from cogfast.config import load_config
+    from cogfast.train.model_folder import fill_from_pipeline
 
     config = load_config(request.base, request.overrides, request.allow_import)
+    config = fill_from_pipeline(config)
+    if request.dry_run:
+        if _is_first_rank():
+            sys.stdout.write(config.describe())
+        return
     _start_logging()
     prompts, images = read_prompts(request, config.args)
     from cogfast.train.preflight import check_sample
@@ -68,10 +74,19 @@ def sample(words: Sequence[str]) -> None:
     warn_of_different_schedules(config)
     from pathlib import Path
 
+    from cogfast.train.added_lora import AddedLora
     from cogfast.train.sample import sample as sample_videos
 
-    out = Path(request.out or config.args.output_dir)
-    sample_videos(config, prompts, images, out, config.args.seed, request.weights, request.ema)
+    sample_videos(
+        config,
+        prompts,
+        images,
+        Path(request.out or config.args.output_dir),
+        config.args.seed,
+        request.weights,
+        request.ema,
+        loras=[AddedLora.parse(word) for word in request.lora],
+    )
 
 
 def convert(words: Sequence[str]) -> None:

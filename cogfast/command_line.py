@@ -39,6 +39,7 @@ class Request:
     images: list[str] | None = None
     out: str | None = None
     weights: str | None = None  # the run folder to sample from; none: args.load
+    lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
     ema: bool = False
 
 
@@ -83,31 +84,50 @@ def parse_train(words: Sequence[str]) -> Request:
 
 def parse_sample(words: Sequence[str]) -> Request:
     parser = _parser(
-        "sample", "Make videos with a run's weights, or with those that args.load names."
+        "sample",
+        "Make videos with a run, a model's folder (diffusers pipeline), or what args.load names.",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt per line")
     parser.add_argument("--image", action="append", metavar="PNG", help="first frame, per prompt")
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help="averaged weights")
+    parser.add_argument(
+        "--lora",
+        action="append",
+        metavar="PATH[:SCALE]",
+        help="adapters on top: a LoRA file, a SAT folder or a run; may be repeated",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the merged configuration and stop"
+    )
     parser.add_argument("--out", metavar="DIR", help="where the videos go; else args.output_dir")
-    parser.add_argument("words", nargs="*", metavar="RUN_FOLDER | key=value")
+    parser.add_argument("words", nargs="*", metavar="FOLDER | key=value")
     found = _parse(parser, words, visible=("seed",))
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.words)
     if len(sources) + bool(base) != 1:
-        raise ValueError("give either --base model.yaml inference.yaml or one run folder")
+        raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
+    run_config = _run_config(Path(sources[0])) if sources else None
+    # How ranks shared the model of a run says nothing of those that make its videos.
+    fitting = ["args.model_parallel_size=1", "args.sequence_parallel=false"] if run_config else []
+    if sources and run_config is None:
+        from cogfast.train.model_folder import find_config
+
+        run_config, fitting = find_config(Path(sources.pop()))
     return Request(
-        base=base or [str(_run_config(Path(sources[0])))],
-        overrides=[*_flag_overrides(found), *moved, *overrides],
+        base=base or [str(run_config)],
+        overrides=[*fitting, *_flag_overrides(found), *moved, *overrides],
         allow_import=found.allow_import,
+        dry_run=found.dry_run,
         prompts=found.prompt,
         prompt_file=found.prompt_file,
         images=found.image,
         out=found.out,
         weights=sources[0] if sources else None,
         ema=bool(sources) if found.ema is None else found.ema,
+        lora=tuple(found.lora or ()),
     )
 
 
@@ -212,11 +232,9 @@ def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, [word for word, is_one in zip(words, is_override, strict=True) if is_one]
 
 
-def _run_config(folder: Path) -> Path:
-    """The configuration that a run, or the run of a checkpoint, was trained with."""
-    for place in (folder, folder.parent.parent):
-        if (place / _RUN_CONFIG).is_file():
-            return place / _RUN_CONFIG
+def _run_config(folder: Path) -> Path | None:
+    """The configuration that a run, or the run of a checkpoint, was trained with; None: no run."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such run folder")
-    raise ValueError(f"{folder} has no {_RUN_CONFIG}; give a run's folder, or use --base")
+        raise ValueError(f"{folder}: no such folder")
+    places = (folder / _RUN_CONFIG, folder.parent.parent / _RUN_CONFIG)
+    return next((path for path in places if path.is_file()), None)

@@ -128,10 +128,11 @@ def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> 
 
 @pytest.mark.slow
 def test_two_processes_make_the_latents_of_one(
-    tmp_path: Path, runs: dict[str, Path], picture: Path
+    tmp_path: Path, data: Path, runs: dict[str, Path], picture: Path
 ) -> None:
     """As two models, to the bit; as one model in two shares, to rounding. The seeds are the
     prompts', so that one of them alone gives its latents again, on whatever number."""
+    lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
     prompts = [word for text in "abc" for word in ("--prompt", text)]
     words = [*prompts, "args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=1"]
     cases = {
@@ -139,6 +140,7 @@ def test_two_processes_make_the_latents_of_one(
         "tensor": (runs["5b"], LATENTS, TENSOR),
         "tensor-i2v": (runs["5b_i2v"], LATENTS, TENSOR, "--image", str(picture)),
         "tensor-video": (runs["5b_i2v"], TENSOR, "--image", str(picture)),
+        "tensor-lora": (runs["5b"], LATENTS, TENSOR, "--lora", str(lora)),
     }
     lists = [
         [str(folder), *words, *more, "--out", str(tmp_path / name)]
@@ -148,10 +150,12 @@ def test_two_processes_make_the_latents_of_one(
     assert done.returncode == 0, done.stdout
     sample(runs["5b"], tmp_path / "one", *words, LATENTS)
     sample(runs["5b_i2v"], tmp_path / "one-i2v", *words, LATENTS, "--image", str(picture))
+    sample(runs["5b"], tmp_path / "one-lora", *words, LATENTS, "--lora", str(lora))
     names = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("one", "data")]
     assert names[0] == names[1]
     assert torch.equal(latents(tmp_path / "one"), latents(tmp_path / "data"))
-    for one, two in (("one", "tensor"), ("one-i2v", "tensor-i2v")):
+    for kind in ("", "-i2v", "-lora"):
+        one, two = f"one{kind}", f"tensor{kind}"
         expected, found = latents(tmp_path / one), latents(tmp_path / two)
         assert (found - expected).norm() <= 1e-4 * expected.norm()
     assert len(list((tmp_path / "tensor-video").glob("*.mp4"))) == 3
@@ -200,6 +204,13 @@ def test_lora_needs_its_base_and_a_full_run_does_not(
     full = train(tmp_path / "full", data, "5b", f"args.load={base}")
     words = ["--prompt", "a", LATENTS]
     sample(lora, tmp_path / "with", *words)
+    raw = [*words, "--no-ema"]
+    sample(lora, tmp_path / "lora-run", *raw)
+    sample(runs["5b"], tmp_path / "added", *raw, "--lora", str(lora))
+    found, expected = latents(tmp_path / "added"), latents(tmp_path / "lora-run")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+    sample(runs["5b"], tmp_path / "base", *raw)
+    assert not torch.allclose(latents(tmp_path / "base"), expected, rtol=0, atol=1e-3)
     sample(full, tmp_path / "before", *words)
     assert not torch.allclose(latents(tmp_path / "with"), latents(tmp_path / "before"), atol=1e-3)
 

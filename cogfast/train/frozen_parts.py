@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from cogfast.config import Config, refuse, resolve
 
 _IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders
+# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
+PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _FIRST_STAGE = "model.first_stage_config"
 _ENCODERS = "model.conditioner_config.params.emb_models"
 

@@ -19,13 +19,11 @@ from cogfast.sat_names import transformer_arguments
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
-from cogfast.train.frozen_parts import check_frozen_parts, is_none
+from cogfast.train.frozen_parts import PLACEHOLDER, check_frozen_parts, is_none
 from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
-# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
-_PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _PIXEL_DATA = (VideoFolder, VideoList)
 _LEAST = {  # of numbers of args
     1: (
@@ -149,7 +147,7 @@ def _plain(section: DictConfig) -> Any:
 def _check_placeholders(config: Config) -> None:
     for name, section in config.sections().items():
         for key, value in _strings(_plain(section), name):
-            if _PLACEHOLDER.search(value):
+            if PLACEHOLDER.search(value):
                 refuse(
                     config,
                     key,

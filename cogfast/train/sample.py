@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.decode_memory import DecodePlan
 from cogfast.model.weights.run import find_run_checkpoint
 from cogfast.shapes import SPATIAL_COMPRESSION
+from cogfast.train.added_lora import AddedLora, add_loras, open_loras
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.attention_choice import choose_for_sampling
@@ -45,21 +47,26 @@ def sample(
     weights: str | None,
     ema: bool,
     num_steps: int | None = None,
+    loras: Sequence[AddedLora] = (),
 ) -> list[Path]:
     """Sample a video of every prompt into `out`; prompts are shared between the models of ranks.
 
     weights: a run or checkpoint folder of ours, read on top of args.load; ema: its averaged
-    weights. num_steps: instead of the sampler's own. Writes mp4s, contact_sheet.png, prompts.json
+    weights, or those of args.load. num_steps: instead of the sampler's own. loras: adapters that
+    are added to what was loaded. Writes mp4s, contact_sheet.png, prompts.json
     and settings.json. The n-th video, counted from 0, has the seed `seed` + n: with it, its prompt
     alone gives it again.
     """
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
     sizes = sampled_sizes(config, args, images)
+    adapters = open_loras(loras, ema)
     groups = start_processes(args.model_parallel_size)
+    source = args.load if weights is None and ema else weights
     transformer = assemble_transformer(
-        config, args, groups, weights, ema, allow_missing=args.force_inference
+        config, args, groups, source, ema, allow_missing=args.force_inference
     ).eval()
+    add_loras(transformer, adapters)
     run = None if weights is None else find_run_checkpoint(Path(weights))
     stored = None if run is None else read_manifest(run).get("attention_backend")
     attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
@@ -86,6 +93,7 @@ def sample(
     )
     if groups.is_main:
         settings = {"weights": weights or args.load, "ema": ema}
+        settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
         settings |= _settings(config, args, maker, plan)
         rows = [
             _prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)

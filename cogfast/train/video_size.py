@@ -19,7 +19,7 @@ from cogfast.train.arguments import TrainArguments
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
 
 _NETWORK = "model.network_config.params"
-_SHORT_SIDE = 768  # pixels, of CogVideoX 1.5's videos (upstream sat/sample_video.py)
+_SIZE_15 = (768, 1360)  # rows and columns of CogVideoX 1.5's videos
 
 
 def sampled_sizes(
@@ -54,7 +54,7 @@ def _pixels(
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
     if size is None and image is not None and network["patch_size"].t > 1:
-        short_side = min(given) if given is not None else _SHORT_SIDE
+        short_side = min(given) if given is not None else min(_SIZE_15)
         height, width = _like_picture(image, network["patch_size"], short_side)
         problem = _size_problem(network, height, width, f"--image {image}: its shape")
         if problem is not None:
@@ -63,7 +63,9 @@ def _pixels(
     if size is None and given is not None:
         key, size = "data.params.video_size", given
     if size is None:
-        return tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
+        held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
+        is_15 = network["patch_size"].t > 1  # whose table is larger than its videos
+        return tuple(map(min, held, _SIZE_15)) if is_15 else tuple(held)
     height, width = map(int, size)
     check_size(config, network, height, width, key)
     return height, width

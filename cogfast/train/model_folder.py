@@ -1,0 +1,158 @@
+"""A folder that holds a model and no run of ours: the config that belongs to it, and what a
+diffusers pipeline brings beside the transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from cogfast.config import Config
+from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.family import Family
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.source import WeightSource
+from cogfast.shapes import SPATIAL_COMPRESSION
+from cogfast.train.frozen_parts import PLACEHOLDER, is_none
+
+# configs/ in the source tree, and where an installed package has them
+_CONFIGS = (
+    Path(__file__).resolve().parents[2] / "configs",
+    Path(sys.prefix, "share/cogfast/configs"),
+)
+_NETWORK = "model.network_config.params"
+_NUMBERS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "in_channels", "out_channels"),
+    *("time_embed_dim", "num_frames", "elementwise_affine"),
+)
+_INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
+_TABLE_15 = 300  # latent rows and columns, any shape of picture; a pipeline may name its own size
+_SAMPLERS = {
+    "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
+    "CogVideoXDDIMScheduler": "VideoDDIMSampler",
+}
+_SCHEDULE = {  # what CogVideoX's schedule is, in diffusers' words
+    "beta_schedule": "scaled_linear",
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "timestep_spacing": "trailing",
+}
+_DISCRETIZATION = {
+    "snr_shift_scale": "shift_scale",
+    "beta_start": "linear_start",
+    "beta_end": "linear_end",
+}
+
+
+def find_config(folder: Path) -> tuple[Path, list[str]]:
+    """The file of configs/ for the model in `folder` (diffusers', SAT's or our own format), and the
+    key=value words that fit it to that model."""
+    try:
+        source = open_source(folder)
+    except ValueError as error:
+        text = f"{error} (it has no training_config.yaml either, so it is no run's folder)"
+        raise ValueError(text) from None
+    model = identify(source)
+    family = Family.of_config(model)
+    files = [place / Path(family.config_file).name for place in _CONFIGS]
+    file = next((path for path in files if path.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"{folder} holds {family.name}, but {files[0]} is not there; give the model's YAML: "
+            f"--base model.yaml inference.yaml args.load={folder}"
+        )
+    values = {"args.load": str(folder), "args.mode": "inference"}
+    values |= _network_values(model) | _precision_values(source) | _schedule_values(folder)
+    return file, [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _network_values(model: TransformerConfig) -> dict[str, Any]:
+    """Keys of the model and data sections whose values are the model's own."""
+    patch, position = model.patch_size, f"{_NETWORK}.modules.pos_embed_config.params"
+    size = [model.latent_height, model.latent_width]
+    is_15 = patch.t > 1
+    values: dict[str, Any] = {name: getattr(model, name) for name in _NUMBERS}
+    values["patch_size"] = [patch.t, patch.h, patch.w] if is_15 else patch.h
+    values["latent_height"], values["latent_width"] = (
+        [max(side, _TABLE_15) for side in size] if is_15 else size
+    )
+    if model.ofs_embed_dim is not None:
+        values["ofs_embed_dim"] = model.ofs_embed_dim
+    values["modules.patch_embed_config.params.text_hidden_size"] = model.text_hidden_size
+    values = {f"{_NETWORK}.{key}": value for key, value in values.items()}
+    values[f"{position}.text_length"] = model.text_length
+    if model.position == "sincos":
+        values |= {f"{position}.{name}": getattr(model, name) for name in _INTERPOLATIONS}
+    else:
+        values[f"{position}.hidden_size_head"] = model.head_width
+    if not is_15 or max(size) < _TABLE_15:
+        values["data.params.video_size"] = [side * SPATIAL_COMPRESSION for side in size]
+    return values
+
+
+def _precision_values(source: WeightSource) -> dict[str, bool]:
+    """The checkpoint's dtype; fp16 needs a GPU, and float32 holds the same numbers."""
+    dtype = Counter(source.dtypes.values()).most_common(1)[0][0]
+    is_fp16 = dtype == torch.float16 and torch.cuda.is_available()
+    is_bf16 = dtype == torch.bfloat16
+    return {"deepspeed.fp16.enabled": is_fp16, "deepspeed.bf16.enabled": is_bf16}
+
+
+def _schedule_values(folder: Path) -> dict[str, Any]:
+    """Sampler and noise schedule of a pipeline's scheduler; none: the config's."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        return {}
+    scheduler = json.loads(file.read_text())
+    name = scheduler.get("_class_name")
+    wrong = {
+        key: scheduler.get(key) for key, only in _SCHEDULE.items() if scheduler.get(key) != only
+    }
+    if name not in _SAMPLERS or wrong:
+        raise ValueError(
+            f"{file}: {name} with {wrong or 'its settings'} is not CogVideoX's sampling; use "
+            f"{' or '.join(_SAMPLERS)} with {', '.join(f'{k}={v}' for k, v in _SCHEDULE.items())}"
+        )
+    where = "model.denoiser_config.params.discretization_config.params"
+    values = {
+        f"{where}.{ours}": scheduler[k] for k, ours in _DISCRETIZATION.items() if k in scheduler
+    }
+    target = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[name]}"
+    return {"model.sampler_config.target": target, **values}
+
+
+def fill_from_pipeline(config: Config) -> Config:
+    """The config with the VAE and the text encoder of args.load, where that is a pipeline's folder,
+    for those that it does not name: none, or upstream's placeholder."""
+    folder = None if config.args.get("load") is None else Path(config.args.load)
+    if folder is None or not (folder / "vae" / "config.json").is_file():
+        return config
+    model = OmegaConf.to_container(config.model, resolve=True)
+    origins = dict(config.origins)
+    stage = model.get("first_stage_config")
+    if is_none(stage) or _is_unnamed(stage, "ckpt_path") or _is_unnamed(stage, "path"):
+        path = str(folder / "vae")
+        target = "cogfast.model.autoencoder.VideoAutoencoder"
+        model["first_stage_config"] = {"target": target, "params": {"path": path}}
+        model["scale_factor"] = json.loads((folder / "vae" / "config.json").read_text()).get(
+            "scaling_factor", model["scale_factor"]
+        )
+        origins |= dict.fromkeys(("model.first_stage_config", "model.scale_factor"), str(folder))
+    conditioner = model.get("conditioner_config") or {"params": {}}
+    for entry in conditioner["params"].get("emb_models") or []:
+        if _is_unnamed(entry, "model_dir") and (folder / "text_encoder").is_dir():
+            entry["params"]["model_dir"] = str(folder)
+            origins["model.conditioner_config"] = str(folder)
+    return dataclasses.replace(config, model=OmegaConf.create(model), origins=origins)
+
+
+def _is_unnamed(node: dict[str, Any], key: str) -> bool:
+    value = (node.get("params") or {}).get(key)
+    return isinstance(value, str) and PLACEHOLDER.search(value) is not None
