@@ -224,4 +224,4 @@ def assemble_batches(
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
-    return ModelBatches(loader, groups)
+    return ModelBatches(loader, groups, args.device_prefetch)

@@ -32,7 +32,7 @@ _LEAST = {  # of numbers of args
         *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor", "profiling_steps"),
         "replica_check_interval",
     ),
-    0: ("keep_last", "eval_num_samples", "num_workers", "decode_timeout"),
+    0: (*("keep_last", "eval_num_samples", "num_workers", "decode_timeout", "device_prefetch"),),
     -1: ("profiling",),
 }
 _NETWORK = "model.network_config.params"
