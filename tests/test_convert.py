@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cogfast.config import load_config
 from cogfast.model.transformer import TransformerConfig
@@ -29,7 +29,8 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.safetensors_files import plan_files, write_safetensors_folder
 from cogfast.model.weights.sat import PREFIX, from_sat_name, to_sat_state_dict
 from cogfast.model.weights.sat_files import sat_tensors
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.torch_files import write_torch_file
 from cogfast.model.weights.vae import to_sat as vae_to_sat
 from tests.test_transformer_diffusers import run_diffusers
@@ -156,12 +157,13 @@ def real_size(name: str, golden: Path) -> WeightSource:
     keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
     shapes = {from_sat_name(key): tuple(shape) for key, shape in keys.items()}
     shapes.pop(None, None)  # the rotary tables
-    return WeightSource(
+    source = WeightSource(
         description=name,
         shapes=shapes,
         read=lambda name, shard: torch.empty(shapes[name], device="meta"),
         dtypes=dict.fromkeys(shapes, torch.bfloat16),
     )
+    return with_flat_patches(source)
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -283,6 +285,55 @@ def test_a_run_and_its_average(tmp_path: Path) -> None:
     assert (about["text_length"], about["latent_width"]) == (224, 300)
     report = load_transformer(tiny("1.5_5b_i2v", latent_height=8), tmp_path / "ours")
     assert not report.missing and "weights of cogfast" in str(report)
+
+
+RUN_CUTS = {  # as training cuts a model: more than SAT does
+    **dict.fromkeys(("attention.qkv.weight", "attention.qkv.bias"), (0, 3)),
+    **dict.fromkeys(("modulation.linear.weight", "modulation.linear.bias"), (0, 12)),
+    **dict.fromkeys(("fc1.weight", "fc1.bias"), (0, 1)),
+    **dict.fromkeys(("attention.out.weight", "fc2.weight"), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shares_and_slices_of_a_run(count: int, tmp_path: Path) -> None:
+    """Tensor-parallel shares, each in ranges over two files, without the run's config."""
+    model = tiny("5b", hidden_size=256, num_attention_heads=4)
+    parameters, slices = {}, {}
+    files: dict[str, dict] = {}
+    for name, parameter in model.named_parameters():
+        cut = RUN_CUTS.get(name.split(".", 2)[-1]) if name.startswith("blocks.") else None
+        held, whole = count if cut else 1, parameter.detach()
+        parameters[name] = {"shape": list(whole.shape), "dtype": "bfloat16"}
+        if held > 1:
+            parameters[name]["cut"] = list(cut)
+        for i in range(held):
+            flat = whole if held == 1 else Shard(tuple(whole.shape), *cut, i, held).of(whole)
+            flat, middle = flat.flatten(), flat.numel() // 3
+            for which, (start, stop) in enumerate(((0, middle), (middle, flat.numel()))):
+                if start == stop:
+                    continue
+                file, key = f"rank-{2 * i + which:05d}.safetensors", f"master/{name}/{start}"
+                files.setdefault(file, {})[key] = flat[start:stop].clone()
+                about = {"parameter": name, "kind": "master", "start": start}
+                about |= {"numel": stop - start} | ({"share": [i, held]} if held > 1 else {})
+                slices.setdefault(file, {})[key] = about
+    for file, tensors in files.items():
+        save_file(tensors, tmp_path / file)
+    manifest = {"format": "cogfast-checkpoint-2", "step": 3}
+    manifest |= {"parameters": parameters, "slices": slices}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    expected = {key: value.detach() for key, value in to_sat_state_dict(model).items()}
+    convert(tmp_path, tmp_path / "theirs", "diffusers", verify=True)
+    convert(tmp_path / "theirs", tmp_path / "sat", "sat")
+    expected[UNUSED] = torch.zeros_like(expected[UNUSED])
+    # the published size stands where nobody says it: the tables are larger, the weights the same
+    found = {k: v for k, v in sat_state(tmp_path / "sat").items() if "freqs" not in k}
+    assert_same(found, {k: v for k, v in expected.items() if "freqs" not in k})
+    convert(tmp_path, tmp_path / "cut", "sat", model_parallel_size=2)
+    convert(tmp_path / "cut", tmp_path / "ours", "cogfast")
+    ours = load_file(tmp_path / "ours" / "weights.safetensors")
+    assert_same(ours, {name: p.detach() for name, p in model.named_parameters()})
 
 
 def test_verify_sees_a_target_that_is_another_model(

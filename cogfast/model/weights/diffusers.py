@@ -20,7 +20,7 @@ from cogfast.model.weights.safetensors_files import (
     write_safetensors_folder,
 )
 from cogfast.model.weights.shard import Shard, join
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
 from cogfast.shapes import TEMPORAL_COMPRESSION, PatchSize
 
@@ -139,7 +139,7 @@ def open_diffusers(folder: Path) -> WeightSource:
         return files.read_range(keys[which], shard.dim, start, stop)
 
     used = {key for keys in held.values() for key in keys}
-    return WeightSource(
+    source = WeightSource(
         description=f"diffusers folder {folder}",
         shapes=shapes,
         read=read,
@@ -147,6 +147,7 @@ def open_diffusers(folder: Path) -> WeightSource:
         unexpected=sorted(set(files.names()) - used),
         facts=_facts(config),
     )
+    return with_flat_patches(source)
 
 
 def _facts(config: dict[str, Any]) -> dict[str, Any]:

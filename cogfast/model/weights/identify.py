@@ -78,12 +78,7 @@ def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[str, Any]:
     patch, rows = shapes["patch_embedding.weight"], shapes["output.weight"][0]
-    if len(patch) == 4:  # the convolution of CogVideoX 1.0
-        size = PatchSize(1, patch[2], patch[3])
-        channels = patch[1]
-    else:
-        size = source.facts.get("patch_size") or _flat_patch(rows, out_channels, source)
-        channels = patch[1] // (size.t * size.h * size.w)
+    size = source.facts.get("patch_size") or _patch_size(rows, out_channels, source)
     head = shapes.get("blocks.0.attention.query_norm.weight", (_HEAD_WIDTH,))[0]
     if patch[0] % head:
         raise ValueError(
@@ -96,7 +91,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         "num_layers": num_blocks(shapes),
         "hidden_size": patch[0],
         "num_attention_heads": patch[0] // head,
-        "in_channels": channels,
+        "in_channels": patch[1] // (size.t * size.h * size.w),
         "out_channels": rows // (size.t * size.h * size.w),
         "patch_size": size,
         "text_hidden_size": shapes["text_embedding.weight"][1],
@@ -112,7 +107,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
     return found | _adapters(source, found["num_layers"])
 
 
-def _flat_patch(rows: int, out_channels: int, source: WeightSource) -> PatchSize:
+def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize:
     frames, rest = divmod(rows, out_channels * _PATCH_HW**2)
     if rest or frames not in (1, 2):
         raise ValueError(
@@ -151,8 +146,7 @@ def check_complete(source: WeightSource, config: TransformerConfig) -> None:
             f"it, first {', '.join(missing[:5])}; convert from a complete checkpoint"
         )
     for name, shape in source.shapes.items():
-        flat = shape[:1] + (torch.Size(shape[1:]).numel(),) if len(shape) == 4 else shape
-        if name in wanted and flat != wanted[name]:
+        if name in wanted and shape != wanted[name]:
             raise ValueError(
                 f"{source.description}: {name} is {list(shape)}, in a model of {config.num_layers} "
                 f"blocks {config.hidden_size} wide it is {list(wanted[name])}; its files are of "

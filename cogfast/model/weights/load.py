@@ -124,11 +124,9 @@ def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
 
 
 def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Equal shapes, or a flat tensor or a convolution's weight with the same numbers in order."""
+    """Equal shapes, or a flat tensor with the same numbers in order."""
     same_numel = torch.Size(found).numel() == torch.Size(wanted).numel()
-    is_flat = len(found) == 1
-    is_convolution = len(found) == 4 and len(wanted) == 2 and found[0] == wanted[0]
-    return tuple(found) == tuple(wanted) or (same_numel and (is_flat or is_convolution))
+    return tuple(found) == tuple(wanted) or (same_numel and len(found) == 1)
 
 
 def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:

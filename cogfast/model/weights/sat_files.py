@@ -22,7 +22,7 @@ from cogfast.model.weights.sat import (
     sat_name,
 )
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.torch_files import only_tensors, read_torch_file, write_torch_file
 
@@ -92,7 +92,7 @@ def open_sat(files: list[Path]) -> WeightSource:
     fixed = shards[0].get(ours.get(_TABLE, ""))
     is_rotary = _UNUSED_TABLE in ours  # 2B's code deletes that table
     merged = f", {len(files)} model-parallel files merged" if len(files) > 1 else ""
-    return WeightSource(
+    source = WeightSource(
         description=f"SAT checkpoint {files[0].parent}{merged}",
         shapes={name: shape(name) for name in ours},
         read=read,
@@ -101,6 +101,7 @@ def open_sat(files: list[Path]) -> WeightSource:
         unexpected=unexpected,
         facts=grid_facts(*tables, table=fixed, is_rotary=is_rotary),
     )
+    return with_flat_patches(source)
 
 
 def _read_module(path: Path) -> dict[str, Tensor]:

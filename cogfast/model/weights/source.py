@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cogfast.model.weights.shard import Shard
+from cogfast.shapes import PatchSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +38,31 @@ class WeightSource:
     @property
     def is_rotary(self) -> bool:
         return "unused_position_embeddings" in self.shapes or self.facts.get("position") == "rotary"
+
+
+def with_flat_patches(source: WeightSource) -> WeightSource:
+    """`source` with CogVideoX 1.0's patch embedding, a convolution [M, C, h, w] in SAT's and
+    diffusers' files, as the linear [M, C*h*w] that it is here."""
+    key = "patch_embedding.weight"
+    shape = source.shapes.get(key, ())
+    if len(shape) != 4:
+        return source
+    patch = PatchSize(1, *shape[2:])
+    said = source.facts.get("patch_size", patch)
+    if said != patch:
+        raise ValueError(
+            f"{source.description}: its config says patch_size={said}, the tensors {patch}; put the "
+            "config beside the tensors that belongs to them"
+        )
+    flat = (shape[0], math.prod(shape[1:]))
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        values = source.read(name, shard)
+        return values.reshape(flat) if name == key and shard is None else values
+
+    return replace(
+        source,
+        shapes={**source.shapes, key: flat},
+        read=read,
+        facts={**source.facts, "patch_size": patch},
+    )
