@@ -36,7 +36,8 @@ def parse_convert(words: Sequence[str]) -> dict[str, Any]:
         "--lora-alpha",
         type=float,
         metavar="X",
-        help="of adapters in a SAT checkpoint, which does not say: its config's lora_alpha; else 1",
+        help="that adapters were trained with, where their files do not say it: those of SAT (1, if "
+        "its config names no lora_alpha) and of CogVideo's diffusers trainer (64)",
     )
     parser.add_argument(
         "--extract-lora",

@@ -82,8 +82,8 @@ def test_the_strength_of_a_sat_checkpoint_is_what_its_config_says(tmp_path: Path
             merged = tiny("5b_i2v", **HEADS)
             load_transformer(merged, tmp_path / name)
             assert (merged(**given) - expected).abs().max() < 3e-2  # weights rounded to bfloat16
-    with pytest.raises(ValueError, match="--lora-alpha 2: .* says 3; leave it out"):
-        convert(tmp_path / "peft", tmp_path / "x", "sat", lora_alpha=2.0)
+    convert(tmp_path / "peft", tmp_path / "again", "peft", lora_alpha=2.0)
+    assert alpha_of(tmp_path / "again") == 2
 
 
 def test_an_extracted_lora_verifies_and_adapters_alone_have_their_targets(
@@ -104,6 +104,11 @@ def test_an_extracted_lora_verifies_and_adapters_alone_have_their_targets(
         "for whole models, and .* --add-lora LORA": {"to": "sat", "model_parallel_size": 2},
         "adapters alone; give the base": {"to": "sat", "merge_lora": ""},
         "of its own, and --add-lora": {"to": "sat", "add_lora": str(alone)},
+        "has LoRA tensors, and --extract-lora compares plain models": {
+            "to": "peft",
+            "extract_lora": str(base),
+            "rank": 4,
+        },
         "leave one of them out": {"to": "sat", "add_lora": "x", "merge_lora": ""},
     }
     for match, options in cases.items():

@@ -42,7 +42,7 @@ def convert(
     scaling_factor: float | None = None,
 ) -> None:
     """What `cogfast convert` does. merge_lora: adapters to merge into the model, "" for its own;
-    add_lora: to write beside it; lora_alpha: of adapters whose files do not say.
+    add_lora: to write beside it; lora_alpha: of adapters, whatever their files say.
     ValueError for what the user can mend."""
     source_path, target_path = Path(src), Path(dst)
     if not source_path.exists():

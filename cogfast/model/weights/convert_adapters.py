@@ -43,7 +43,7 @@ def with_lora_options(
             f"{source.description}: it has adapters of its own, and {option} {lora} is for a plain "
             "model; merge its own first, with --merge-lora and no name"
         )
-    if lora is None and alpha is not None:
+    if lora is None:
         source = _with_alpha(source, alpha)
     if merge == "":
         base = without_adapters(source)
@@ -69,7 +69,14 @@ def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
         raise ValueError(f"--extract-lora {base} needs --rank R, such as --rank 64")
     if not Path(base).exists():
         raise ValueError(f"--extract-lora {base}: no such file or folder")
-    return extract_lora(source, open_source(Path(base)), rank)
+    models = [source, open_source(Path(base))]
+    for model in models:
+        if _has_adapters(model):
+            raise ValueError(
+                f"{model.description}: it has LoRA tensors, and --extract-lora compares plain models; "
+                "merge them first, with cogfast convert --merge-lora"
+            )
+    return extract_lora(*models, rank)
 
 
 def write_adapters(
@@ -113,11 +120,5 @@ def _has_adapters(source: WeightSource) -> bool:
 
 
 def _with_alpha(source: WeightSource, alpha: float | None) -> WeightSource:
-    """alpha: what the user says of adapters whose files do not."""
-    if alpha is None:
-        return source
-    if source.lora_alpha not in (None, alpha):
-        raise ValueError(
-            f"--lora-alpha {alpha:g}: {source.description} says {source.lora_alpha:g}; leave it out"
-        )
-    return replace(source, lora_alpha=alpha)
+    """alpha: what the user says; None: what the file does."""
+    return source if alpha is None else replace(source, lora_alpha=alpha)

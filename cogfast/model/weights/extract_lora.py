@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,8 @@ from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
-logger = logging.getLogger(__name__)
-
 _SPARE, _ITERATIONS = 16, 6  # of the randomized SVD: what it computes beyond what is kept
+_OPTIONAL = {"position_table.weight", "unused_position_embeddings"}  # not in every format
 _NUM_PARTS = {"qkv": 3, "out": 1}
 
 
@@ -100,22 +99,22 @@ def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extracti
 
     ValueError for models that differ in names or shapes, and a rank that no linear has.
     """
-    differing = [n for n in base.shapes if tuned.shapes.get(n) != base.shapes[n]]
-    if differing or not base.shapes.keys() >= tuned.shapes.keys():
-        name = (differing or sorted(tuned.shapes.keys() - base.shapes.keys()))[0]
-        raise ValueError(
-            f"{tuned.description} and {base.description} are no two states of one model: {name} is "
-            f"{tuned.shapes.get(name, 'absent')} and {base.shapes.get(name, 'absent')}; name the "
-            "base that was trained"
-        )
+    names = (tuned.shapes.keys() | base.shapes.keys()) - _OPTIONAL
+    for name in sorted(names):
+        sizes = [s.shapes.get(name, ()) for s in (tuned, base)]
+        if math.prod(sizes[0]) != math.prod(sizes[1]):  # formats differ in shapes, too
+            raise ValueError(
+                f"{tuned.description} and {base.description} are no two states of one model: "
+                f"{name} is {list(sizes[0])} and {list(sizes[1])}; name the base that was trained"
+            )
     most = min(base.shapes["blocks.0.attention.out.weight"])
     if not 1 <= rank <= most:
         raise ValueError(f"--rank {rank}: the linears have ranks from 1 to {most}; use one of them")
     adapted = tuple(f".attention.{linear}.weight" for linear in _NUM_PARTS)
-    lost = [
-        name
-        for name in base.shapes
-        if not name.endswith(adapted)
-        and not torch.equal(base.read(name, None).float(), tuned.read(name, None).float())
-    ]
+    lost = []
+    for name in base.shapes:
+        if name in tuned.shapes and not name.endswith(adapted):
+            one, other = (s.read(name, None).float().flatten() for s in (base, tuned))
+            if not torch.equal(one, other):
+                lost.append(name)
     return Extraction(tuned, base, rank, lost)

@@ -32,6 +32,7 @@ _HEADER_KEY = "lora_adapter_metadata"
 _COMPONENT = "transformer."  # of a pipeline: before every name
 _PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
 _PEFT_ALPHA = 8.0  # PEFT's default for settings that do not name it
+_NOT_SAID = " (no alpha in it: strength 1; cogfast convert --to peft --lora-alpha X writes another)"
 # our linears that PEFT knows as one linear or several; adapters of any of them can be merged
 _LINEARS = (
     *(f"blocks.{{i}}.{m}" for m in ("attention.qkv", "attention.out", "fc1", "fc2")),
@@ -101,7 +102,7 @@ def open_peft(path: str | Path) -> WeightSource:
 
     is_said = settings is not None or alphas
     return WeightSource(
-        description=f"PEFT LoRA {file}" + ("" if is_said else ", no alpha in it: strength 1"),
+        description=f"PEFT LoRA {file}" + ("" if is_said else _NOT_SAID),
         shapes=shapes,
         read=read,
         dtypes={name: files.dtype(key) for name, key in found.ours.items()},

@@ -40,7 +40,8 @@ def verify_peft(source: WeightSource, file: Path, is_rounded: bool) -> str:
             num_layers=num_layers,
             use_rotary_positional_embeddings=True,  # else it computes a table
         )
-    for module in model.modules():  # adapters go to their weights' device; one number is all of each
+    # Adapters go to the device of the weights that they adapt, so these are no meta tensors.
+    for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             nothing = torch.zeros(()).expand(weight.shape)
             setattr(module, name, nn.Parameter(nothing, requires_grad=False))
