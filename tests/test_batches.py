@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -246,6 +247,19 @@ def test_a_slow_sample_is_named(tmp_path):
         (batch,) = list(loader)
     assert batch["bad"] == [("sample 2", "reading took longer than args.decode_timeout=1 s")]
     assert time.monotonic() - start < 20  # and the thread that still reads holds nobody up
+
+
+def test_a_hung_file_costs_one_thread():
+    """Not one an epoch, and not its time-out again."""
+    before, start = threading.active_count(), time.monotonic()
+    with BatchLoader(
+        Latents(4, slow=2), GlobalOrder(4, 0, 4), micro_batch=4, num_steps=8, num_workers=0,
+        timeout=1.0,
+    ) as loader:  # fmt: skip
+        for batch in loader:
+            assert [path for path, _ in batch["bad"]] == ["sample 2"]
+    assert threading.active_count() == before + 1
+    assert time.monotonic() - start < 4
 
 
 def test_errors_of_a_users_data_set_are_not_swallowed():
