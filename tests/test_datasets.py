@@ -12,8 +12,10 @@ import torch
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader, to_device
+from cogfast.data.clip import read_clip
+from cogfast.data.clip_settings import ClipSettings
 from cogfast.data.clip_transform import cover_size, resize_and_center_crop
-from cogfast.data.datasets import ClipSettings, VideoFolder, VideoList, read_clip
+from cogfast.data.datasets import VideoFolder, VideoList
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.packed_strings import PackedStrings
 from tests.video_files import constant_rate, decode_all, sat_folder, write_clip
@@ -189,7 +191,7 @@ def test_captions_are_wanted(tmp_path):
 def test_other_encodings(tmp_path):
     sat_folder(tmp_path, 1)
     (tmp_path / "labels/00.txt").write_bytes("красный круг".encode("cp1251"))
-    with pytest.raises(ValueError, match=r"labels/00.txt: not UTF-8 \(byte 0x.. at 0\)"):
+    with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x..\)"):
         VideoFolder(tmp_path, **CLIP)
     (tmp_path / "labels/00.txt").write_text("красный круг", encoding="utf-8-sig")
     assert VideoFolder(tmp_path, **CLIP).captions[0] == "красный круг"
@@ -271,9 +273,9 @@ def test_a_caption_that_cannot_be_read(tmp_path):
 def test_decoded_clips_are_kept_up_to_the_limit(tmp_path, monkeypatch):
     decoded = []
 
-    def counted(path, settings):
+    def counted(path, *others):
         decoded.append(path)
-        return read_clip(path, settings)
+        return read_clip(path, *others)
 
     monkeypatch.setattr("cogfast.data.datasets.read_clip", counted)
     clip = {"video_size": [128, 192], "fps": 8, "max_num_frames": 9}  # 0.63 MiB

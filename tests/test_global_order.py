@@ -83,3 +83,87 @@ def test_shuffle_is_uniform():
 def test_empty_data_set():
     with pytest.raises(ValueError, match="no sample; check args.train_data"):
         GlobalOrder(0, 0, 4)
+
+
+WEIGHTS = np.array([1.0] * 6 + [2.0] * 3 + [0.5] * 4 + [0.0] * 2 + [0.3] * 5)
+
+
+def test_weights_are_how_often_an_epoch_reads_a_sample():
+    """Each as often as its weight's floor or ceiling in every epoch, and exactly in the long run."""
+    order = GlobalOrder(20, 3, 5, WEIGHTS)
+    assert order.epoch_size == 16 and order.num_steps(1) == 4  # 15.5 rounded
+    read = np.array(_read(order, range(order.num_steps(200))))[: 200 * 16].reshape(200, 16)
+    counts = np.stack([np.bincount(epoch, minlength=20) for epoch in read])  # [epochs, samples]
+    wanted = WEIGHTS * 16 / 15.5
+    assert (counts >= np.floor(wanted)).all() and (counts <= np.ceil(wanted)).all()
+    assert np.abs(counts.mean(axis=0) - wanted).max() < 0.02
+    waits = [np.diff(np.flatnonzero(counts[:, i])).max() for i in range(15, 20)]
+    assert max(waits) <= 8  # 0.3 of an epoch: on average after 3.2
+
+
+def test_weights_of_one_change_nothing_but_the_order():
+    order = GlobalOrder(20, 3, 5, np.ones(20))
+    assert sorted(_read(order, range(4))) == list(range(20))
+    whole = GlobalOrder(3, 0, 4, np.array([3.0, 1.0, 0.0]))
+    assert [np.bincount(_read(whole, range(i, i + 1)), minlength=3).tolist() for i in range(9)] == [
+        [3, 1, 0]
+    ] * 9
+
+
+BUCKETS = np.array([0] * 11 + [1] * 5 + [-1] * 2 + [2] * 2)
+
+
+def test_every_step_is_of_one_bucket_and_nothing_is_dropped():
+    order = GlobalOrder(20, 8, 4, buckets=BUCKETS)
+    # 11, 5 and 2 samples in steps of 4
+    assert order.num_steps(1) == 3 + 2 + 1 and order.num_steps(4) == 11 + 5 + 2
+    seen = Counter()
+    for step in range(order.num_steps(8)):
+        read = _read(order, range(step, step + 1))
+        assert {BUCKETS[i] for i in read} == {order.bucket(step)}
+        seen.update(read)
+        for epoch in range(1, 9):
+            if step == order.num_steps(epoch) - 1:
+                assert min(seen[i] for i in range(20) if BUCKETS[i] >= 0) >= epoch
+    assert set(seen) == {i for i in range(20) if BUCKETS[i] >= 0}
+    assert all(8 <= seen[i] <= 9 for i in seen)  # what fills up a step counts for the next epoch
+    epochs = [[order.bucket(s) for s in range(20) if order.epoch(s) == e] for e in range(3)]
+    assert epochs[0] != sorted(epochs[0]) or epochs[1] != sorted(epochs[1])
+
+
+def test_buckets_at_any_time_and_in_any_process():
+    weights = np.linspace(0.2, 3, 20)
+    order = GlobalOrder(20, 8, 4, weights, BUCKETS)
+    straight = [_read(order, range(step, step + 1)) for step in range(60)]
+    copy = pickle.loads(pickle.dumps(order))
+    for step in (59, 3, 31, 0):
+        assert _read(copy, range(step, step + 1)) == straight[step]
+    first = [s for s in range(60) if order.epoch(s) == 1][0]
+    assert first == order.num_steps(1) and order.epoch(first - 1) == 0
+
+
+def test_a_step_is_replaced_from_its_bucket():
+    order = GlobalOrder(20, 8, 4, buckets=BUCKETS)
+    for step in range(6):
+        number = order.num_candidates(step)
+        tried = {order.index(step, 1, attempt) for attempt in range(number)}
+        assert tried == set(np.flatnonzero(order.bucket(step) == BUCKETS))
+
+
+def test_one_bucket_is_the_plain_order():
+    plain, one = GlobalOrder(10, 1234, 5), GlobalOrder(10, 1234, 5, buckets=np.zeros(10))
+    assert _read(plain, range(9)) == _read(one, range(9))
+    assert plain.fingerprint == one.fingerprint != GlobalOrder(10, 1235, 5).fingerprint
+    assert plain.fingerprint != GlobalOrder(10, 1234, 5, np.full(10, 2.0)).fingerprint
+
+
+def test_what_was_read_once():
+    """A strict evaluation counts each sample once, whatever fills up the last step."""
+    order = GlobalOrder(20, 8, 4, buckets=BUCKETS)
+    counted = [
+        order.index(step, slot)
+        for step in range(order.num_steps(1))
+        for slot in range(4)
+        if order.is_in_first_epoch(step, slot)
+    ]
+    assert sorted(counted) == [i for i in range(20) if BUCKETS[i] >= 0]

@@ -200,7 +200,6 @@ class _MicroBatches(Dataset):
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
-        self._timed_out: set[int] = set()  # samples that are not tried again: each costs a thread
 
     def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
         step, slots = step_and_slots
@@ -221,7 +220,7 @@ class _MicroBatches(Dataset):
         self, step: int, slot: int, bad: list[tuple[str, str]], tried: list[int]
     ) -> dict | None:
         """The first readable candidate of a slot; None where there is none."""
-        for attempt in range(min(_MAX_ATTEMPTS, self._order.num_samples)):
+        for attempt in range(min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
             index = self._order.index(step, slot, attempt)
             tried.append(index)
             try:
@@ -233,9 +232,6 @@ class _MicroBatches(Dataset):
     def _read(self, index: int) -> dict:
         if self._timeout == 0:
             return self._dataset[index]
-        reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
-        if index in self._timed_out:
-            raise BadSample(_name_of(self._dataset, index), reason)
         # A thread, since no signal interrupts a decoder that hangs in its own code. It is left
         # behind then; as a daemon it does not keep the process from ending.
         result: queue.SimpleQueue = queue.SimpleQueue()
@@ -243,7 +239,7 @@ class _MicroBatches(Dataset):
         try:
             item, error = result.get(timeout=self._timeout)
         except queue.Empty:
-            self._timed_out.add(index)
+            reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
             raise BadSample(_name_of(self._dataset, index), reason) from None
         if error is None:
             return item
@@ -262,7 +258,7 @@ def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:
 
 def _name_of(dataset: Dataset, index: int) -> str:
     """The sample's file where the data set can say it, as ours do; users' own need not."""
-    return dataset.paths[index] if isinstance(dataset, CaptionedVideos) else f"sample {index}"
+    return dataset.name(index) if isinstance(dataset, CaptionedVideos) else f"sample {index}"
 
 
 def _collate(items: list[dict]) -> Batch:

@@ -1,194 +1,226 @@
-"""Data sets of video files with captions, in SAT's folder layout and the diffusers trainer's lists.
+"""Data sets of video files with captions: SAT's folders, lists, manifests and tar shards.
 
-Both give the same sample, {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames", "path",
-"num_padded"}, and raise BadSample for a file that cannot be used. The files are found, and the
-captions read, once at the start; no video is opened before it is asked for.
+All give the same sample, {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames", "path",
+"num_padded"}, with "images" uint8 [3, H, W] where the source names a first frame of its own, and
+raise BadSample for a file that cannot be used. The files are found, and the captions read, once at
+the start.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from pathlib import Path
+from typing import NotRequired, TypedDict
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.clip_transform import (
-    FrameSelection,
-    Selection,
-    resize_and_center_crop,
-    select_frames_sat,
-    select_frames_timestamp,
-    select_frames_uniform,
-)
+from cogfast.data.clip import read_clip, read_image
+from cogfast.data.clip_list import ClipList, join
+from cogfast.data.clip_settings import Bucket, ClipSettings, ShortClips
+from cogfast.data.clip_transform import FrameSelection
+from cogfast.data.global_order import GlobalOrder
+from cogfast.data.manifest import read_manifest
 from cogfast.data.packed_strings import PackedStrings
 from cogfast.data.sample_files import (
+    ADD_CAPTIONS,
     DataDir,
     data_folders,
+    data_sources,
     find_videos,
     first_line,
     label_of,
     other_videos,
+    refuse_samples,
     sat_label,
     text_lines,
 )
-from cogfast.data.video_reader import ReaderName, VideoReader, open_video
+from cogfast.data.video_reader import ReaderName
 
-_NUM_NAMED = 5  # files that an error lists
-_FRAMES_AT_ONCE = 16  # full-size frames held before they are scaled down
-
-ShortClips = Literal["skip", "pad"]
+Buckets = list[list[int]]
 
 
 class Sample(TypedDict):
     video: Tensor  # uint8 [F, 3, H, W]
+    images: NotRequired[Tensor]  # uint8 [3, H, W]
     txt: str
-    fps: int
+    fps: float
     num_frames: int  # before padding
     path: str
     num_padded: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipSettings:
-    """What a video file becomes: data.params of the YAML.
+class CaptionedVideos(Dataset):
+    """Video files with one caption each; `settings` says what a file becomes.
 
-    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
-    out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
-    pad as upstream does; padded clips are counted either way.
-    keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
-    small that decoding them again and again would hold training up.
+    source_sizes: samples of each of the sources, which the clips name one after the other.
     """
 
-    video_size: tuple[int, int]  # rows, columns
-    fps: int
-    max_num_frames: int
-    skip_frms_num: float = 0.0
-    frame_selection: FrameSelection = "timestamp"
-    short_clips: ShortClips | None = None
-    reader: ReaderName = "auto"
-    keep_decoded_mib: int = 0
-
-    def __post_init__(self) -> None:
-        size = tuple(self.video_size)
-        if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
-            raise ValueError(
-                f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
-            )
-        object.__setattr__(self, "video_size", size)
-        for key, value, least in (
-            ("fps", self.fps, "positive"),
-            ("max_num_frames", self.max_num_frames, "positive"),
-            ("skip_frms_num", self.skip_frms_num, "0 or more"),
-            ("keep_decoded_mib", self.keep_decoded_mib, "0 or more"),
-        ):
-            if value < 0 or (value == 0 and least == "positive"):
-                raise ValueError(f"data.params.{key}={value} must be {least}")
-        for key, value, choices in (
-            ("frame_selection", self.frame_selection, get_args(FrameSelection)),
-            ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
-            ("reader", self.reader, get_args(ReaderName)),
-        ):
-            if value not in choices:
-                allowed = ", ".join(str(c) for c in choices if c is not None)
-                raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
-
-    @property
-    def skips_short_clips(self) -> bool:
-        if self.short_clips is None:
-            return self.frame_selection == "timestamp"
-        return self.short_clips == "skip"
-
-
-def select_frames(video: VideoReader, settings: ClipSettings) -> Selection:
-    """The clip's frames, or BadSample where the video is too short for it."""
-    fps, num_frames, skip = settings.fps, settings.max_num_frames, settings.skip_frms_num
-    try:
-        if settings.frame_selection == "timestamp":
-            selection = select_frames_timestamp(video.times, fps, num_frames, int(skip))
-        elif settings.frame_selection == "sat":
-            selection = select_frames_sat(len(video), video.fps, fps, num_frames, skip)
-        else:
-            selection = select_frames_uniform(len(video), num_frames)
-    except ValueError as error:
-        raise BadSample(video.path, str(error)) from None
-    if selection.num_padded and settings.skips_short_clips:
-        has, need = len(video) / video.fps, num_frames / fps
-        digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
-        raise BadSample(
-            video.path,
-            f"{len(video)} frames at {video.fps:g} fps = {has:.{digits}f} s, "
-            f"need {need:.{digits}f} s (data.params.short_clips=pad repeats the last frame)",
-        )
-    return selection
-
-
-def read_clip(path: str, settings: ClipSettings) -> tuple[Tensor, Selection]:
-    """The clip [F, 3, rows, columns] uint8 of a video file, and its selection."""
-    video = open_video(path, settings.reader)
-    try:
-        selection = select_frames(video, settings)
-        # Padded frames are copied, not decoded; full-size frames are let go a few at a time.
-        chosen = selection.indices[: len(selection.indices) - selection.num_padded]
-        parts = [
-            resize_and_center_crop(
-                video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
-            )
-            for i in range(0, len(chosen), _FRAMES_AT_ONCE)
-        ]
-    finally:
-        video.close()
-    if selection.num_padded:
-        parts.append(parts[-1][-1:].expand(selection.num_padded, -1, -1, -1))
-    return torch.cat(parts), selection
-
-
-class CaptionedVideos(Dataset):
-    """Video files with one caption each; `settings` says what a file becomes."""
-
     def __init__(
-        self, paths: Sequence[str], captions: Sequence[str], settings: ClipSettings
+        self, clips: ClipList, settings: ClipSettings, source_sizes: Sequence[int] = ()
     ) -> None:
-        assert len(paths) == len(captions), f"{len(paths)=}, {len(captions)=}"
-        self.paths = PackedStrings(paths)
-        self.captions = PackedStrings(captions)
+        self.clips = clips
         self.settings = settings
+        self.source_sizes = tuple(source_sizes)
         self._kept: dict[int, Sample] = {}
         self._room = settings.keep_decoded_mib * 2**20  # bytes
 
+    @property
+    def paths(self) -> PackedStrings:
+        return self.clips.files
+
+    @property
+    def captions(self) -> PackedStrings:
+        return self.clips.captions
+
+    def with_clips(self, clips: ClipList) -> CaptionedVideos:
+        """The same data set with other columns, or with a part of the samples."""
+        sizes = self.source_sizes if len(clips) == len(self) else ()
+        return CaptionedVideos(clips, self.settings, sizes)
+
+    def part(self, indices: Sequence[int]) -> CaptionedVideos:
+        return self.with_clips(self.clips.take(indices))
+
+    def with_source_weights(self, weights: Sequence[float]) -> CaptionedVideos:
+        """Each sample's weight times that of its source."""
+        return self.with_clips(self.clips.with_weights(np.repeat(weights, self.source_sizes)))
+
+    def order(self, seed: int, global_batch: int) -> GlobalOrder:
+        """In which the samples are read, by their weights and buckets."""
+        clips = self.clips
+        return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets)
+
+    def name(self, index: int) -> str:
+        """What the sample is called where it is told of: its file, and which part of it."""
+        file = self.clips.files[index]
+        if self.clips.spans is None or np.isnan(self.clips.spans[index]).all():
+            return file
+        start, end = ("" if np.isnan(x) else f"{x:g}" for x in self.clips.spans[index])
+        return f"{file}#t={start},{end}"  # as W3C's media fragments
+
+    def settings_of(self, index: int) -> ClipSettings:
+        """What the sample becomes: its bucket's size, its own rate."""
+        sizes, clips = self.settings.sizes, self.clips
+        bucket: Bucket = sizes[0 if clips.buckets is None else int(clips.buckets[index])]
+        fps = None if clips.fps is None or np.isnan(clips.fps[index]) else float(clips.fps[index])
+        return self.settings.of(bucket, fps)
+
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.clips)
 
     def __getitem__(self, index: int) -> Sample:
         if index in self._kept:
             return self._kept[index].copy()
-        sample = self._read(index)
+        try:
+            sample = self._read(index)
+        except BadSample as error:
+            raise BadSample(self.name(index), error.reason) from None
         if sample["video"].nbytes <= self._room:
             self._room -= sample["video"].nbytes
             self._kept[index] = sample.copy()
         return sample
 
     def _read(self, index: int) -> Sample:
-        clip, selection = read_clip(self.paths[index], self.settings)
-        return {
+        clips, settings = self.clips, self.settings_of(index)
+        file = clips.files[index]
+        span = None if clips.spans is None else tuple(clips.spans[index])
+        clip, selection = read_clip(file, settings, span)
+        sample: Sample = {
             "video": clip,
-            "txt": self.captions[index],
-            "fps": self.settings.fps,
+            "txt": clips.captions[index],
+            "fps": settings.fps,
             "num_frames": selection.num_frames,
-            "path": self.paths[index],
+            "path": self.name(index),
             "num_padded": selection.num_padded,
         }
+        if clips.images is not None:
+            image = clips.images[index]
+            sample["images"] = (
+                read_image(image, image, settings.video_size) if image else clip[0].clone()
+            )
+        return sample
 
 
-class VideoFolder(CaptionedVideos):
+class ListedVideos(CaptionedVideos):
+    """Samples that `find` lists, a list for each source of data_dir."""
+
+    def __init__(
+        self,
+        data_dir: DataDir,
+        video_size: Sequence[int],
+        fps: int,
+        max_num_frames: int,
+        skip_frms_num: float = 0.0,
+        frame_selection: FrameSelection = "timestamp",
+        short_clips: ShortClips | None = None,
+        allow_empty_captions: bool = False,
+        reader: ReaderName = "auto",
+        keep_decoded_mib: int = 0,
+        buckets: Buckets | None = None,
+    ) -> None:
+        settings = ClipSettings(
+            video_size=tuple(video_size),
+            fps=fps,
+            max_num_frames=max_num_frames,
+            skip_frms_num=skip_frms_num,
+            frame_selection=frame_selection,
+            short_clips=short_clips,
+            reader=reader,
+            keep_decoded_mib=keep_decoded_mib,
+            buckets=buckets,
+        )
+        lists = self.find(data_dir, allow_empty_captions)
+        super().__init__(join(lists), settings, [len(one) for one in lists])
+
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        raise NotImplementedError
+
+
+class VideoFolder(ListedVideos):
     """SAT's layout: <dir>/**/videos/x.mp4 with its caption, one line, in <dir>/**/labels/x.txt.
 
     As sat/data_video.SFTDataset finds them: every .mp4 (.MP4 too) below `data_dir`, whose label is
     named by putting labels for videos and .txt for .mp4 in its path (so x.txt beside x.mp4 works).
+    """
+
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        lists, missing, empty = [], [], []
+        for folder in data_folders(data_dir):
+            found = list(find_videos(folder))
+            if not found:
+                raise ValueError(f"data_dir={folder}: no .mp4 file in it{other_videos(folder)}")
+            captions = []
+            for path in found:
+                label = label_of(path, folder)
+                captions.append("" if label is None else first_line(label))
+                if label is None:
+                    missing.append(sat_label(path))
+                elif not captions[-1]:
+                    empty.append(str(label))
+            lists.append(ClipList(files=PackedStrings(found), captions=PackedStrings(captions)))
+        if not allow_empty_captions:
+            number = sum(map(len, lists))
+            refuse_samples(missing, number, "videos without a label file", ADD_CAPTIONS)
+            what = "label files without a caption in the first line"
+            refuse_samples(empty, number, what, ADD_CAPTIONS)
+        return lists
+
+
+class VideoManifest(ListedVideos):
+    """Samples that .csv or .jsonl files list (manifest.py says how)."""
+
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        return [read_manifest(Path(file), allow_empty_captions) for file in data_sources(data_dir)]
+
+
+class VideoList(ListedVideos):
+    """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, a line each a sample.
+
+    Paths in videos.txt are relative to it; blank lines count in neither file, but for empty
+    captions where they are allowed. image_column: images.txt, say, with the first frame of each.
     """
 
     def __init__(
@@ -203,92 +235,61 @@ class VideoFolder(CaptionedVideos):
         allow_empty_captions: bool = False,
         reader: ReaderName = "auto",
         keep_decoded_mib: int = 0,
-    ) -> None:
-        settings = ClipSettings(
-            video_size=tuple(video_size),
-            fps=fps,
-            max_num_frames=max_num_frames,
-            skip_frms_num=skip_frms_num,
-            frame_selection=frame_selection,
-            short_clips=short_clips,
-            reader=reader,
-            keep_decoded_mib=keep_decoded_mib,
-        )
-        paths, captions, missing, empty = [], [], [], []
-        for folder in data_folders(data_dir):
-            found = list(find_videos(folder))
-            if not found:
-                raise ValueError(f"data_dir={folder}: no .mp4 file in it{other_videos(folder)}")
-            for path in found:
-                label = label_of(path, folder)
-                caption = "" if label is None else first_line(label)
-                if label is None:
-                    missing.append(sat_label(path))
-                elif not caption:
-                    empty.append(str(label))
-                paths.append(path)
-                captions.append(caption)
-        if not allow_empty_captions:
-            _refuse(missing, len(paths), "videos without a label file")
-            _refuse(empty, len(paths), "label files without a caption in the first line")
-        super().__init__(paths, captions, settings)
-
-
-class VideoList(CaptionedVideos):
-    """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, a line each a sample.
-
-    Paths in videos.txt are relative to it; blank lines count in neither file.
-    """
-
-    def __init__(
-        self,
-        data_dir: DataDir,
-        video_size: Sequence[int],
-        fps: int,
-        max_num_frames: int,
-        skip_frms_num: float = 0.0,
-        frame_selection: FrameSelection = "timestamp",
-        short_clips: ShortClips | None = None,
+        buckets: Buckets | None = None,
         caption_column: str = "prompts.txt",
         video_column: str = "videos.txt",
-        reader: ReaderName = "auto",
-        keep_decoded_mib: int = 0,
+        image_column: str | None = None,
     ) -> None:
-        settings = ClipSettings(
-            video_size=tuple(video_size),
-            fps=fps,
-            max_num_frames=max_num_frames,
+        self._columns = {"video_column": video_column, "caption_column": caption_column}
+        if image_column is not None:
+            self._columns["image_column"] = image_column
+        super().__init__(
+            data_dir,
+            video_size,
+            fps,
+            max_num_frames,
             skip_frms_num=skip_frms_num,
             frame_selection=frame_selection,
             short_clips=short_clips,
+            allow_empty_captions=allow_empty_captions,
             reader=reader,
             keep_decoded_mib=keep_decoded_mib,
+            buckets=buckets,
         )
-        paths, captions = [], []
-        for folder in data_folders(data_dir):
-            lists = folder / video_column, folder / caption_column
-            for key, file in zip(("video_column", "caption_column"), lists, strict=True):
-                if not file.is_file():
-                    raise ValueError(
-                        f"data.params.{key}={file.name}: {file} does not exist; name the list's "
-                        "file, one line a sample (folders of videos/ and labels/: VideoFolder)"
-                    )
-            videos, prompts = (text_lines(file) for file in lists)
-            if len(videos) != len(prompts):
+
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        folders = data_folders(data_dir)
+        lists = [self._list(folder, allow_empty_captions) for folder in folders]
+        clips = join(lists)
+        for what, files in (("videos", clips.files), ("images", clips.images or ())):
+            gone = [file for file in files if not os.path.isfile(file)]
+            refuse_samples(gone, len(clips), f"listed {what} missing")
+        return lists
+
+    def _list(self, folder: Path, allow_empty_captions: bool) -> ClipList:
+        files = {key: folder / name for key, name in self._columns.items()}
+        lines = {}
+        for key, file in files.items():
+            if not file.is_file():
                 raise ValueError(
-                    f"{lists[0]} has {len(videos)} lines and {lists[1]} {len(prompts)}; "
-                    "give every video one caption line"
+                    f"data.params.{key}={file.name}: {file} does not exist; name the list's file, "
+                    "one line a sample (folders of videos/ and labels/: VideoFolder)"
                 )
-            if not videos:
-                raise ValueError(f"{lists[0]}: no video in it")
-            paths += [str(lists[0].parent / line) for line in videos]
-            captions += prompts
-        _refuse([p for p in paths if not os.path.isfile(p)], len(paths), "listed videos missing")
-        super().__init__(paths, captions, settings)
-
-
-def _refuse(files: list[str], num_samples: int, what: str) -> None:
-    if files:
-        named = ", ".join(files[:_NUM_NAMED]) + (", ..." if len(files) > _NUM_NAMED else "")
-        fix = " or set data.params.allow_empty_captions=true" if "label" in what else ""
-        raise ValueError(f"{len(files)}/{num_samples} {what}: {named}; add them{fix}")
+            lines[key] = text_lines(file, key == "caption_column" and allow_empty_captions)
+        videos, captions = lines["video_column"], lines["caption_column"]
+        if not videos:
+            raise ValueError(f"{files['video_column']}: no video in it")
+        if allow_empty_captions:  # text_lines leaves out those at the end
+            captions += [""] * (len(videos) - len(captions))
+        for key, what in (("caption_column", "caption"), ("image_column", "image")):
+            if key in lines and len(lines[key]) != len(videos):
+                raise ValueError(
+                    f"{files['video_column']} has {len(videos)} lines and {files[key]} "
+                    f"{len(lines[key])}; give every video one {what} line"
+                )
+        beside = lambda key: PackedStrings(str(files[key].parent / line) for line in lines[key])
+        return ClipList(
+            files=beside("video_column"),
+            captions=PackedStrings(captions),
+            images=beside("image_column") if "image_column" in lines else None,
+        )

@@ -9,16 +9,24 @@ from pathlib import Path
 
 DataDir = str | Path | Sequence[str | Path]
 
+_NUM_NAMED = 5  # samples that an error lists
+
 # str.splitlines also splits at what captions may hold, U+2028 for one.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
 
 
+def data_sources(data_dir: DataDir) -> list[str]:
+    """What data_dir names, at least one."""
+    sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
+    if not sources:
+        raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
+    return [str(source) for source in sources]
+
+
 def data_folders(data_dir: DataDir) -> list[Path]:
     """The folders of data_dir, which must exist."""
-    dirs = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
-    if not dirs:
-        raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
+    dirs = data_sources(data_dir)
     for folder in dirs:
         if not Path(folder).is_dir():
             raise ValueError(
@@ -75,23 +83,45 @@ def label_of(path: str, folder: Path) -> Path | None:
     return label if label.exists() else None
 
 
-def _text(file: Path) -> str:
+def decoded(data: bytes, name: str) -> str:
+    """UTF-8 text, a byte order mark left out; `name` says where it is from."""
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + len(_LINE_END.findall(data[: error.start].decode("latin-1")))
+        raise ValueError(
+            f"{name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x}); save the captions "
+            "as UTF-8"
+        ) from None
+
+
+def text_of(file: Path) -> str:
+    """The text of a UTF-8 file."""
+    try:
+        data = file.read_bytes()
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}); "
-            "save the captions as UTF-8"
-        ) from None
+    return decoded(data, str(file))
 
 
 def first_line(file: Path) -> str:
     """The first line of a file, or nothing."""
-    return _LINE_END.split(_text(file), maxsplit=1)[0].strip()
+    return _LINE_END.split(text_of(file), maxsplit=1)[0].strip()
 
 
-def text_lines(file: Path) -> list[str]:
-    """The lines of a file that are not blank."""
-    return [line.strip() for line in _LINE_END.split(_text(file)) if line.strip()]
+def text_lines(file: Path, keeps_blank: bool = False) -> list[str]:
+    """The lines of a file; those that are blank only where asked for, and never at its end."""
+    lines = [line.strip() for line in _LINE_END.split(text_of(file).rstrip())]
+    return lines if keeps_blank and lines != [""] else [line for line in lines if line]
+
+
+def refuse_samples(
+    names: Sequence[str], num_samples: int, what: str, fix: str = "add them"
+) -> None:
+    """ValueError that counts samples with a fault and names the first; nothing where none has it."""
+    if names:
+        named = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+        raise ValueError(f"{len(names)}/{num_samples} {what}: {named}; {fix}")
+
+
+ADD_CAPTIONS = "add them or set data.params.allow_empty_captions=true"

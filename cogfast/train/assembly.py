@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Subset
 
 from cogfast.config import Config, instantiate, resolve
 from cogfast.data.batches import BatchLoader
+from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
@@ -181,17 +182,29 @@ class Datasets:
 
 
 def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
-    """The data sets of args.train_data and args.valid_data; the latter may be a share of `split`."""
-    train = _dataset(config, args.train_data)
+    """The data sets of args.train_data and args.valid_data; where there is none of the latter, the
+    rows that a manifest marks as valid, or a share of `args.split`."""
+    whole = _dataset(config, args.train_data)
+    if args.train_data_weights is not None:
+        whole = _weighed(whole, args.train_data_weights)
+    train, valid = whole, None
+    if isinstance(whole, CaptionedVideos) and whole.clips.splits is not None:
+        train, valid = (whole.with_clips(whole.clips.in_split(n)) for n in ("train", "valid"))
+        if not len(train):
+            raise ValueError("args.train_data: no row of it is in split train; change column split")
     if args.valid_data:
-        return Datasets(train, _dataset(config, args.valid_data))
+        valid = _dataset(config, args.valid_data)
+        if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
+            valid = valid.with_clips(valid.clips.in_split("valid"))
+    if valid is not None and len(valid):
+        return Datasets(train, valid)
     shares = [float(s) for s in args.split.split(",")]
     num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
     if num_valid == 0:
         return Datasets(train, None)
     shuffled = sorted(range(len(train)), key=lambda i: random_bits(args.seed, "split", i))
     parts = sorted(shuffled[num_valid:]), sorted(shuffled[:num_valid])
-    return Datasets(*(Subset(train, part) for part in parts))
+    return Datasets(*(_part(train, part) for part in parts))
 
 
 def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
@@ -200,6 +213,26 @@ def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
     if not folders:
         raise ValueError("args.train_data is empty; name the folders of the training videos")
     return instantiate(config.data, config.allow_import, data_dir=list(folders))
+
+
+def _weighed(dataset: Dataset, weights: Sequence[float]) -> Dataset:
+    if not isinstance(dataset, CaptionedVideos):
+        raise ValueError(
+            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not say which "
+            "sample is of which source; remove it"
+        )
+    return dataset.with_source_weights(weights)
+
+
+def _part(dataset: Dataset, indices: Sequence[int]) -> Dataset:
+    return dataset.part(indices) if isinstance(dataset, CaptionedVideos) else Subset(dataset, indices)
+
+
+def assemble_order(dataset: Dataset, seed: int, global_batch: int) -> GlobalOrder:
+    """In which the samples of a data set are read."""
+    if isinstance(dataset, CaptionedVideos):
+        return dataset.order(seed, global_batch)
+    return GlobalOrder(len(dataset), seed, global_batch)
 
 
 def assemble_batches(
@@ -212,7 +245,7 @@ def assemble_batches(
         return ModelBatches(None, groups)
     loader = BatchLoader(
         dataset,
-        GlobalOrder(len(dataset), args.seed, global_batch),
+        assemble_order(dataset, args.seed, global_batch),
         micro_batch=args.batch_size,
         accumulation=accumulation,
         dp_rank=groups.data_rank,
@@ -224,4 +257,4 @@ def assemble_batches(
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
-    return ModelBatches(loader, groups, args.device_prefetch)
+    return ModelBatches(loader, groups)

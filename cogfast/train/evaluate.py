@@ -22,7 +22,7 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
-from cogfast.train.assembly import Diffusion
+from cogfast.train.assembly import Diffusion, assemble_order
 from cogfast.train.encode import Encoder, in_unit_range
 from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.model_batches import ModelBatches
@@ -122,7 +122,7 @@ class Evaluator:
         return {"valid_loss": sum(bands) / num_bands, **named}
 
     def _order(self) -> GlobalOrder:
-        return GlobalOrder(len(self.dataset), _SEED, self.batch_size * self.groups.data_size)
+        return assemble_order(self.dataset, _SEED, self.batch_size * self.groups.data_size)
 
     def _batches(self, order: GlobalOrder, num_steps: int) -> ModelBatches:
         if not self.groups.is_first_of_model:
@@ -152,7 +152,8 @@ class Evaluator:
         places = [batch["step"] * order.global_batch + slot for slot in batch["slots"]]
         rng = SlotRandom(_SEED, 0, places, 0, self.groups.device)
         latents, conditioning = self.encoder(batch, rng, has_dropout=False)
-        is_counted = [place < order.num_samples or not self.args.strict_eval for place in places]
+        is_strict, step = self.args.strict_eval, batch["step"]
+        is_counted = [not is_strict or order.is_in_first_epoch(step, s) for s in batch["slots"]]
         return latents, conditioning, rng, torch.tensor(is_counted).to(latents.device)
 
     def _band_losses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +13,21 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config, refuse, resolve
-from cogfast.data.datasets import VideoFolder, VideoList
+from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.sat_names import transformer_arguments
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
-from cogfast.train.frozen_parts import PLACEHOLDER, check_frozen_parts, is_none
+from cogfast.train.frozen_parts import check_frozen_parts, is_none
 from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
-_PIXEL_DATA = (VideoFolder, VideoList)
+# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
+_PLACEHOLDER = re.compile(r"\{your [^}]*\}")
+_PIXEL_DATA = (VideoFolder, VideoList, VideoManifest)
 _LEAST = {  # of numbers of args
     1: (
         *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
@@ -32,7 +35,7 @@ _LEAST = {  # of numbers of args
         *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor", "profiling_steps"),
         "replica_check_interval",
     ),
-    0: (*("keep_last", "eval_num_samples", "num_workers", "decode_timeout", "device_prefetch"),),
+    0: ("keep_last", "eval_num_samples", "num_workers", "decode_timeout"),
     -1: ("profiling",),
 }
 _NETWORK = "model.network_config.params"
@@ -147,7 +150,7 @@ def _plain(section: DictConfig) -> Any:
 def _check_placeholders(config: Config) -> None:
     for name, section in config.sections().items():
         for key, value in _strings(_plain(section), name):
-            if PLACEHOLDER.search(value):
+            if _PLACEHOLDER.search(value):
                 refuse(
                     config,
                     key,
@@ -190,13 +193,19 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
         text = f"args.split={args.split!r} must be shares for training, validation, test: 9,1,0"
         refuse(config, "args.split", text)
-    if args.train_data_weights is not None:
-        refuse(
-            config,
-            "args.train_data_weights",
-            "args.train_data_weights is not in this version; list a folder in train_data several "
-            "times instead",
-        )
+    _check_weights(config, args)
+
+
+def _check_weights(config: Config, args: TrainArguments) -> None:
+    key, weights = "args.train_data_weights", args.train_data_weights
+    if weights is None:
+        return
+    if len(weights) != len(args.train_data):
+        text = f"{key}={weights} names {len(weights)} weights for {len(args.train_data)} of "
+        refuse(config, key, text + "args.train_data; give each source one")
+    if not (all(0 <= w < math.inf for w in weights) and any(weights)):
+        text = f"{key}={weights} must be 0 or more, one of them above; 1 reads a source once an epoch"
+        refuse(config, key, text)
 
 
 def _check_precision(config: Config, args: TrainArguments) -> None:
@@ -262,10 +271,13 @@ def _check_pixel_data(
     if not args.train_data:
         refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
     used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
+    is_manifest = resolve(config.data, config.allow_import)[0] is VideoManifest
     for name in used:
         for folder in getattr(args, name):
-            if not folder or not Path(folder).is_dir():
-                refuse(config, f"args.{name}", f"args.{name}: no folder {folder}; name your data")
+            is_there = Path(folder).is_file() if is_manifest else Path(folder).is_dir()
+            if not folder or not is_there:
+                what = "file" if is_manifest else "folder"
+                refuse(config, f"args.{name}", f"args.{name}: no {what} {folder}; name your data")
     params = config.data.params
     check_frames(config, network, params.max_num_frames, "data.params.max_num_frames")
     check_size(config, network, *params.video_size, key="data.params.video_size")

@@ -23,6 +23,7 @@ from cogfast.train.assembly import (
     assemble_datasets,
     assemble_diffusion,
     assemble_encoder,
+    assemble_order,
     assemble_transformer,
 )
 from cogfast.train.attention_choice import choose_for_training
@@ -218,8 +219,8 @@ class Trainer:
     def _count_steps(self) -> int:
         if self.args.epochs is None:
             return self.args.train_iters
-        num_samples = len(self.datasets.train)
-        return -(-self.args.epochs * num_samples // self.global_batch)
+        order = assemble_order(self.datasets.train, self.args.seed, self.global_batch)
+        return order.num_steps(self.args.epochs)
 
     def _build_learning_rate(self) -> Callable[[int], float]:
         args = self.args

@@ -1,0 +1,118 @@
+"""One clip: its frames chosen, read, scaled and cropped; and the image of image-to-video."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_settings import ClipSettings
+from cogfast.data.clip_transform import (
+    Selection,
+    resize_and_center_crop,
+    select_frames_sat,
+    select_frames_timestamp,
+    select_frames_uniform,
+)
+from cogfast.data.video_reader import open_video
+
+_FRAMES_AT_ONCE = 16  # full-size frames held before they are scaled down
+
+Span = tuple[float, float]  # seconds from the first frame: a part of a video
+
+
+def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Selection:
+    """The frames that make the clip of a video whose frames are shown at `times`, float64 seconds
+    [n], `fps` of them per second; ValueError, which says why, where it is too short."""
+    num_frames, skip = settings.max_num_frames, settings.skip_frms_num
+    if settings.frame_selection == "timestamp":
+        selection = select_frames_timestamp(times, settings.fps, num_frames, int(skip))
+    elif settings.frame_selection == "sat":
+        selection = select_frames_sat(len(times), fps, settings.fps, num_frames, skip)
+    else:
+        selection = select_frames_uniform(len(times), num_frames)
+    if selection.num_padded and settings.skips_short_clips:
+        has, need = len(times) / fps, num_frames / settings.fps
+        digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
+        raise ValueError(
+            f"{len(times)} frames at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "
+            "(data.params.short_clips=pad repeats the last frame)"
+        )
+    return selection
+
+
+def frames_within(times: np.ndarray, span: Span | None) -> slice:
+    """The frames, of those shown at `times`, that are in a part of the video; nan: no bound."""
+    if span is None:
+        return slice(0, len(times))
+    start, end = span
+    half = 0.5 * (times[-1] - times[0]) / max(1, len(times) - 1)  # of a frame: what rounding takes
+    first = 0 if np.isnan(start) else int(np.searchsorted(times, start - half))
+    last = len(times) if np.isnan(end) else int(np.searchsorted(times, end - half))
+    if first >= last:
+        raise ValueError(f"no frame from {start:g} to {end:g} s, the video ends at {times[-1]:.2f}")
+    return slice(first, last)
+
+
+def read_clip(
+    path: str, settings: ClipSettings, span: Span | None = None
+) -> tuple[Tensor, Selection]:
+    """The clip [F, 3, rows, columns] uint8 of a video file or of a part of it, and its selection."""
+    video = open_video(path, settings.reader)
+    try:
+        try:
+            part = frames_within(video.times, span)
+            selection = select_frames(video.times[part], video.fps, settings)
+        except ValueError as error:
+            raise BadSample(path, str(error)) from None
+        # Padded frames are copied, not decoded; full-size frames are let go a few at a time.
+        chosen = selection.indices[: len(selection.indices) - selection.num_padded] + part.start
+        parts = [
+            resize_and_center_crop(
+                video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
+            )
+            for i in range(0, len(chosen), _FRAMES_AT_ONCE)
+        ]
+    finally:
+        video.close()
+    if selection.num_padded:
+        parts.append(parts[-1][-1:].expand(selection.num_padded, -1, -1, -1))
+    return torch.cat(parts), selection
+
+
+def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:
+    """A picture [3, rows, columns] uint8, from its file or its bytes, covered and cropped as clips."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadSample(name, f"not a readable picture ({str(error)[:200]})") from None
+    return resize_and_center_crop(torch.from_numpy(pixels)[None], size)[0]
+
+
+@contextmanager
+def named_bytes(data: bytes, suffix: str) -> Iterator[str]:
+    """A path under which readers find `data` while the context lasts; in memory on Linux."""
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("clip" + suffix)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(data)
+        file.flush()
+        yield file.name

@@ -1,0 +1,105 @@
+"""What a video becomes: `data.params` of the YAML, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+from cogfast.data.clip_transform import FrameSelection
+from cogfast.data.video_reader import ReaderName
+
+ShortClips = Literal["skip", "pad"]
+
+
+class Bucket(NamedTuple):
+    """The size of a clip."""
+
+    num_frames: int
+    height: int  # rows
+    width: int  # columns
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """What a video file becomes: data.params of the YAML.
+
+    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
+    out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
+    pad as upstream does; padded clips are counted either way.
+    keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
+    small that decoding them again and again would hold training up.
+    buckets: sizes in place of max_num_frames and video_size, of which each clip gets the one that
+    loses least of it (data/buckets.py).
+    """
+
+    video_size: tuple[int, int]  # rows, columns
+    fps: float
+    max_num_frames: int
+    skip_frms_num: float = 0.0
+    frame_selection: FrameSelection = "timestamp"
+    short_clips: ShortClips | None = None
+    reader: ReaderName = "auto"
+    keep_decoded_mib: int = 0
+    buckets: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        size = tuple(self.video_size)
+        if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
+            raise ValueError(
+                f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
+            )
+        object.__setattr__(self, "video_size", size)
+        object.__setattr__(self, "buckets", _checked(self.buckets))
+        for key, value, least in (
+            ("fps", self.fps, "positive"),
+            ("max_num_frames", self.max_num_frames, "positive"),
+            ("skip_frms_num", self.skip_frms_num, "0 or more"),
+            ("keep_decoded_mib", self.keep_decoded_mib, "0 or more"),
+        ):
+            if value < 0 or (value == 0 and least == "positive"):
+                raise ValueError(f"data.params.{key}={value} must be {least}")
+        for key, value, choices in (
+            ("frame_selection", self.frame_selection, get_args(FrameSelection)),
+            ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
+            ("reader", self.reader, get_args(ReaderName)),
+        ):
+            if value not in choices:
+                allowed = ", ".join(str(c) for c in choices if c is not None)
+                raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
+
+    @property
+    def skips_short_clips(self) -> bool:
+        if self.short_clips is None:
+            return self.frame_selection == "timestamp"
+        return self.short_clips == "skip"
+
+    @property
+    def sizes(self) -> tuple[Bucket, ...]:
+        """The buckets, or the one size that there is."""
+        return self.buckets or (Bucket(self.max_num_frames, *self.video_size),)
+
+    def of(self, bucket: Bucket, fps: float | None = None) -> ClipSettings:
+        """Those of one clip: the bucket that it is in, and its own rate where it has one."""
+        size = bucket.height, bucket.width
+        if (bucket.num_frames, size) == (self.max_num_frames, self.video_size) and fps is None:
+            return self
+        rate = self.fps if fps is None else fps
+        return replace(self, max_num_frames=bucket.num_frames, video_size=size, fps=rate)
+
+
+def _checked(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
+    if not buckets:
+        return None
+    for i, bucket in enumerate(buckets):
+        if len(bucket) != 3 or not all(isinstance(v, int) and v > 0 for v in bucket):
+            raise ValueError(
+                f"data.params.buckets[{i}]={list(bucket)} must be [frames, rows, columns], e.g. "
+                "[49, 480, 720]"
+            )
+        if list(bucket) in [list(other) for other in buckets[:i]]:
+            raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is there twice; remove it")
+    return tuple(Bucket(*bucket) for bucket in buckets)

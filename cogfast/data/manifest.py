@@ -1,0 +1,146 @@
+"""A CSV or JSON-lines file that lists the samples of a data set, one per row.
+
+Columns: path and caption, and where wanted start and end (seconds), fps (frames per second of the
+clip, in place of data.params.fps), image (the first frame of image-to-video), weight (times that an
+epoch reads the sample) and split (train, valid or test). Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from cogfast.data.clip_list import SPLITS, ClipList
+from cogfast.data.packed_strings import PackedStrings
+from cogfast.data.sample_files import ADD_CAPTIONS, refuse_samples, text_of
+
+logger = logging.getLogger(__name__)
+
+_NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
+_COLUMNS = ("path", "caption", *_NUMBERS, "image", "split")
+_SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
+MANIFEST_ENDINGS = (".csv", ".jsonl")
+
+
+def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
+    """The samples that a manifest lists, in its order; ValueError names file and line of a fault."""
+    if not file.is_file() or file.suffix.lower() not in MANIFEST_ENDINGS:
+        raise ValueError(
+            f"data_dir={file}: {'' if file.exists() else 'no such file; '}args.train_data must name "
+            "manifests, .csv or .jsonl"
+        )
+    texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
+    numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
+    splits, empty = [], []
+    for line, row in _rows(file):
+        path = _text(row.get("path"))
+        if not path:
+            raise ValueError(f"{file}: line {line} has no path; name a video in the path column")
+        caption, image = _text(row.get("caption")), _text(row.get("image"))
+        if not caption:
+            empty.append(f"line {line}")
+        texts["path"].append(str(file.parent / path))
+        texts["caption"].append(caption)
+        texts["image"].append(str(file.parent / image) if image else "")
+        for name, missing in _NUMBERS.items():
+            numbers[name].append(_number(row.get(name), missing, f"{file}: line {line}: {name}"))
+        start, end = numbers["start"][-1], numbers["end"][-1]
+        if end <= start:
+            raise ValueError(f"{file}: line {line}: end={end:g} must be after start={start:g}")
+        split = _text(row.get("split")).lower()
+        if split not in _SPLIT_NAMES:
+            raise ValueError(
+                f"{file}: line {line}: split={split!r} is not known; use {', '.join(SPLITS)}"
+            )
+        splits.append(_SPLIT_NAMES[split])
+    if not texts["path"]:
+        raise ValueError(f"{file}: no sample in it")
+    if not allow_empty_captions:
+        what = f"rows of {file} without a caption"
+        refuse_samples(empty, len(texts["path"]), what, ADD_CAPTIONS)
+    spans = np.array([numbers["start"], numbers["end"]]).T
+    fps, weights, numbered = (np.array(x) for x in (numbers["fps"], numbers["weight"], splits))
+    return ClipList(
+        files=PackedStrings(texts["path"]),
+        captions=PackedStrings(texts["caption"]),
+        images=PackedStrings(texts["image"]) if any(texts["image"]) else None,
+        spans=None if np.isnan(spans).all() else spans,
+        fps=None if np.isnan(fps).all() else fps,
+        weights=None if (weights == 1).all() else weights,
+        splits=numbered.astype(np.int8) if numbered.any() else None,
+    )
+
+
+def _rows(file: Path) -> Iterator[tuple[int, dict]]:
+    """(line, {column: value}) of a manifest."""
+    text = text_of(file)
+    if file.suffix.lower() == ".jsonl":
+        others: set[str] = set()
+        for line, words in enumerate(text.split("\n"), 1):
+            if not words.strip():
+                continue
+            try:
+                row = json.loads(words)
+            except ValueError as error:
+                raise ValueError(f"{file}: line {line} is not JSON ({error}); mend it") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}: line {line} must be an object with path and caption")
+            new = row.keys() - others
+            if new:
+                _check_columns(file, line, new)
+                others |= new
+            yield line, row
+        return
+    reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+    try:
+        names = reader.fieldnames or []
+        _check_columns(file, 1, set(names))
+        missing = [name for name in ("path", "caption") if name not in names]
+        if missing:
+            raise ValueError(f"{file}: line 1 names no column {missing[0]}; add it to the header")
+        for row in reader:
+            if None in row:
+                raise ValueError(
+                    f"{file}: line {reader.line_num} has more values than the header has columns; "
+                    "quote captions that hold commas"
+                )
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"{file}: line {reader.line_num} is not CSV ({error})") from None
+
+
+def _check_columns(file: Path, line: int, names: set[str]) -> None:
+    """Columns that nobody reads are told; a misspelt one is refused."""
+    unknown = sorted(name for name in names if name not in _COLUMNS)
+    for name in unknown:
+        near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
+        if near:
+            raise ValueError(f"{file}: line {line}: unknown column {name}; did you mean {near[0]}?")
+    if unknown:
+        logger.info("%s: columns that are not read: %s", file, ", ".join(map(str, unknown)))
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value).strip()
+
+
+def _number(value: object, missing: float, what: str) -> float:
+    text = _text(value)
+    if not text:
+        return missing
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    least = 0 if what.endswith(("start", "weight")) else 1e-9
+    if not math.isfinite(number) or number < least or isinstance(value, bool):
+        rule = "0 or more" if least == 0 else "above 0"
+        raise ValueError(f"{what}={text} must be a number, {rule}")
+    return number
