@@ -307,17 +307,25 @@ def _rss_mib(pid: int) -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-def test_memory_is_flat_over_epochs(tmp_path):
-    """Resident memory of the worker after 30 epochs is that after 10, within 4% and 8 MiB."""
-    data = VideoFolder(sat_folder(tmp_path, 6, num_frames=24, fps=24.0), **CLIP)
-    before = set(_children())
-    with BatchLoader(data, GlobalOrder(6, 0, 6), micro_batch=6, num_workers=1) as loader:
+@pytest.mark.parametrize(
+    "num_clips, first, last, mib",
+    [(6, 10, 30, 8), pytest.param(500, 2, 20, 0, marks=pytest.mark.soak)],
+    ids=["6 clips", "500 clips"],
+)
+def test_memory_is_flat_over_epochs(num_clips, first, last, mib, tmp_path):
+    """Resident memory of the worker, and ours, after epoch `last` is that after `first`, within 5%
+    and `mib` MiB."""
+    data = VideoFolder(sat_folder(tmp_path, num_clips, num_frames=24, fps=24.0), **CLIP)
+    before, micro_batch = set(_children()), min(num_clips, 10)
+    order = GlobalOrder(num_clips, 0, micro_batch)
+    with BatchLoader(data, order, micro_batch=micro_batch, num_workers=1) as loader:
         (worker,) = set(_children()) - before
         own, others = [], []
-        for epoch in range(30):
-            next(loader)
-            if epoch in (9, 29):
+        for epoch in range(1, last + 1):
+            for _ in range(num_clips // micro_batch):
+                next(loader)
+            if epoch in (first, last):
                 own.append(_rss_mib(os.getpid()))
                 others.append(_rss_mib(worker))
-    assert others[1] <= others[0] * 1.04 + 8, others
-    assert own[1] <= own[0] * 1.04 + 8, own
+    assert others[1] <= others[0] * 1.05 + mib, others
+    assert own[1] <= own[0] * 1.05 + mib, own
