@@ -33,6 +33,7 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.torch_files import write_torch_file
 from cogfast.model.weights.vae import to_sat as vae_to_sat
+from cogfast.sat_names import transformer_arguments
 from tests.test_transformer_diffusers import run_diffusers
 from tests.test_weights_load import write_run
 from tests.tiny_run import ROOT
@@ -94,6 +95,23 @@ def test_round_trips_keep_every_bit(name: str, count: int, sat_folders, tmp_path
     assert not after.pop(UNUSED, torch.zeros(1)).any()
     before.pop(UNUSED, None)
     assert_same(after, before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILY)
+def test_lora_checkpoints_keep_every_bit(name: str, count: int, tmp_path: Path) -> None:
+    """SAT's, base and adapters in one file: through `count` files, our format, and back."""
+    model = tiny(name, hidden_size=256, num_attention_heads=4, lora_rank=4)
+    before = {key: value.clone() for key, value in to_sat_state_dict(model).items()}
+    (tmp_path / "1").mkdir()
+    torch.save({"module": before}, tmp_path / "1" / "mp_rank_00_model_states.pt")
+    convert(tmp_path / "1", tmp_path / "cut", "sat", model_parallel_size=count, verify=count == 2)
+    convert(tmp_path / "cut", tmp_path / "ours", "cogfast", verify=count == 4)
+    convert(tmp_path / "ours", tmp_path / "back", "sat")
+    assert_same(sat_state(tmp_path / "back"), before)
+    if count == 1:
+        with pytest.raises(ValueError, match=r"LoRA rank=4 must go: merge it \(--merge-lora\)"):
+            convert(tmp_path / "ours", tmp_path / "theirs", "diffusers")
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -174,6 +192,10 @@ def test_plans_of_real_sizes(name: str, golden: Path) -> None:
     source = real_size(name, golden)
     config = identify(source)
     check_complete(source, config)
+    section = load_config([ROOT / "configs" / f"{GOLDEN_NAMES[name]}.yaml"]).model
+    ours = TransformerConfig(**transformer_arguments(section["network_config"]["params"]))
+    # SAT trained 1.5 with 224 rows of text; diffusers' published config says 226
+    assert config == replace(ours, text_length=226)
     keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
     sat = {t.name: list(t.shape) for t in sat_tensors(source, config)}
     assert sat == keys

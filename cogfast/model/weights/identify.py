@@ -25,6 +25,8 @@ _PUBLISHED = {
     2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 226},
 }
 
+_OF_2B = {"height_interpolation": 1.875, "width_interpolation": 1.875}
+
 
 def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> TransformerConfig:
     """The config of the model that the tensors make up, from their names and shapes; what those do
@@ -51,7 +53,10 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
                 f"{source.description}: its config says {key}={value}, the tensors {found[key]}; "
                 "put the config beside the tensors that belongs to them"
             )
-    fields = {**_PUBLISHED[min(found["patch_size"].t, 2)], **source.facts, **found}
+    published = _PUBLISHED[min(found["patch_size"].t, 2)]
+    if found["position"] == "sincos":
+        published = published | _OF_2B
+    fields = {**published, **source.facts, **found}
     config = TransformerConfig(**fields)
     table = shapes.get("position_table.weight")
     if table is not None and len(table) == 3:
@@ -87,6 +92,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         )
     ofs = shapes.get("ofs_embedding.fc1.weight")
     unused = shapes.get("unused_position_embeddings")
+    is_rotary = source.is_rotary or size.t > 1
     found = {
         "num_layers": num_blocks(shapes),
         "hidden_size": patch[0],
@@ -97,8 +103,8 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         "text_hidden_size": shapes["text_embedding.weight"][1],
         "time_embed_dim": shapes["time_embedding.fc1.weight"][0],
         "ofs_embed_dim": None if ofs is None else ofs[0],
-        "position": "rotary" if source.is_rotary else "sincos",
-        "learnable_position": source.is_rotary and "position_table.weight" in shapes,
+        "position": "rotary" if is_rotary else "sincos",
+        "learnable_position": is_rotary and "position_table.weight" in shapes,
         "qk_norm": "blocks.0.attention.query_norm.bias" in shapes,
         "elementwise_affine": "final_norm.weight" in shapes,
     }

@@ -22,7 +22,8 @@ def grid_facts(
         both = torch.stack([sin, cos], -1)
         width = sin.shape[1]
         rows, columns = width // 4, width // 4 + width // 8 * 3
-        facts = _video_of(_grid(both[:, :rows], both[:, rows:columns], both[:, columns:]))
+        facts = {"position": "rotary"}
+        facts |= _video_of(_grid(both[:, :rows], both[:, rows:columns], both[:, columns:]))
         if table is not None:
             facts["text_length"] = table.shape[1] - sin.shape[0]
     elif table is not None and not is_rotary:
