@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,6 +195,78 @@ def test_a_picture_and_a_pipeline_are_enough(
     assert decode_all(video).shape == shape
     assert settings["fps"] == (16 if family.startswith("1.5") else 8)
     assert settings["decode_tile"] is None
+
+
+def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> None:
+    """And its video is that of the picture alone."""
+    folder, few = pipelines.path("1.5_5b_i2v"), "model.sampler_config.params.num_steps=2"
+    for name, size in (("tall", (40, 60)), ("wide", (100, 40))):  # columns, rows
+        Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
+    lines = [f"a block@@{tmp_path / f'{name}.png'}" for name in ("tall", "wide")]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    words = ["sample", str(folder), few, *LATENTS, "args.mode=finetune", "--seed", str(SEED)]
+    both = [*words, "--prompt-file", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "both")]
+    assert main([*both, "deepspeed.train_micro_batch_size_per_gpu=2"]) == 0
+    settings = json.loads((tmp_path / "both" / "settings.json").read_text())
+    sizes = [(row["height"], row["width"]) for row in settings["prompts"]]
+    assert sizes == [(48, 32), (32, 80)]
+    files = [
+        tmp_path / "both" / n for n in json.loads((tmp_path / "both/prompts.json").read_text())
+    ]
+    found = [load_file(file)["latents"] for file in files]
+    assert [tuple(one.shape) for one in found] == [(16, 6, 6, 4), (16, 6, 4, 10)]
+    one = [*words, "--prompt", "a block", "--image", str(tmp_path / "wide.png")]
+    assert main([*one, "--seed", str(SEED + 1), "--out", str(tmp_path / "one")]) == 0
+    torch.testing.assert_close(latents(tmp_path / "one"), found[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sat", "cogfast"])
+def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) -> None:
+    """A model's weights as they were converted; VAE and text encoder are named."""
+    parts = pipelines.path("5b")
+    assert main(["convert", str(parts), str(tmp_path / kind), "--to", kind]) == 0
+    words = (
+        *LATENTS,
+        f"model.first_stage_config.params.ckpt_path={parts}",
+        f"model.conditioner_config.params.emb_models[0].params.model_dir={parts}",
+    )
+    sample(tmp_path / "theirs", parts, *LATENTS)
+    expected = latents(tmp_path / "theirs")
+    sampler = "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler"
+    sample(tmp_path / "found", tmp_path / kind, *words, sampler)
+    assert torch.equal(latents(tmp_path / "found"), expected)
+    if kind == "sat":  # a folder of averages beside it
+        with pytest.raises(AssertionError):
+            sample(tmp_path / "none", tmp_path / kind, *words, sampler, "--ema")
+        averages = tmp_path / kind / f"{(tmp_path / kind / 'latest').read_text().strip()}-ema"
+        shutil.copytree(str(averages).removesuffix("-ema"), averages)
+        assert sample(tmp_path / "ema", tmp_path / kind, *words, sampler, "--ema")["ema"] is True
+        assert torch.equal(latents(tmp_path / "ema"), expected)
+
+
+def test_decoding_within_what_is_allowed(
+    pipelines: Pipelines, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = pipelines.path("1.5_5b")
+    words = [
+        *("args.sampling_image_size=[192,96]", "args.sampling_num_frames=2"),
+        "model.sampler_config.params.num_steps=2",
+    ]
+    whole = sample(tmp_path / "whole", folder, *words)
+    tiled = sample(tmp_path / "tiled", folder, *words, "args.vae_memory_gib=0.075")
+    assert whole["decode_tile"] is None
+    assert tiled["decode_tile"][0] < 192
+    frames = [decode_all(next((tmp_path / name).glob("*.mp4"))) for name in ("whole", "tiled")]
+    assert frames[0].shape == frames[1].shape == (1, 192, 96, 3)
+    difference = np.abs(frames[0].astype(float) - frames[1]).mean()
+    print(f"tiles of {tiled['decode_tile']}: {difference:.1f} of 255 apart")
+    assert 0 < difference < 64  # random weights: a tile has statistics of its own
+    capsys.readouterr()
+    least = ["sample", str(folder), *words, "args.vae_memory_gib=0.001", "--prompt", "a"]
+    assert main([*least, "--out", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "args.vae_memory_gib=0.001: decoding 1 frames of 192x96 takes 0." in error
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_config_with_placeholders_takes_the_pipelines_parts(
