@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.adapters import open_adapter
+from cogfast.model.weights.convert import convert
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.peft import FILE_NAME, open_peft, write_peft
 from cogfast.model.weights.sat import sat_name
+from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from tests.test_lora import save_as_sat
 from tests.test_transformer_diffusers import diffusers_model, run_diffusers
@@ -209,6 +212,18 @@ def test_other_linears_are_read_and_foreign_names_listed(tmp_path: Path) -> None
         "blocks.0.fc1.matrix_B.0": (512, 2),
     }
     assert source.unexpected == list(other)
+    with pytest.raises(ValueError, match="2 tensors have names that nobody knows, first text_enc"):
+        open_adapter(tmp_path)
+    convert(tmp_path, tmp_path / "known", "peft", allow_unexpected=True)
+    assert open_adapter(tmp_path / "known").shapes == source.shapes
+
+
+def test_a_share_of_a_matrix_is_read(tmp_path: Path) -> None:
+    source = source_of(tiny("5b", seed=5, lora_rank=4), 4.0)
+    write_peft(source, tmp_path / "lora")
+    name = "blocks.1.attention.qkv.matrix_B.2"
+    share = open_peft(tmp_path / "lora").read(name, Shard((128, 4), 0, 1, index=1, count=2))
+    assert torch.equal(share, source.read(name, None)[64:])
 
 
 def test_what_is_no_whole_lora_is_refused(tmp_path: Path) -> None:

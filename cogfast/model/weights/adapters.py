@@ -50,11 +50,18 @@ class Adapters:
 def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
     """The adapters at `path` alone: a LoRA file, or a SAT folder or run that was trained with some.
 
-    ValueError where there are none.
+    ValueError where there are none, or tensors of names that nobody knows.
     """
     if not Path(path).exists():
         raise ValueError(f"{path}: no such file or folder of LoRA adapters")
-    return only_adapters(open_source(Path(path), ema))
+    source = open_source(Path(path), ema)
+    if source.unexpected:
+        raise ValueError(
+            f"{source.description}: {len(source.unexpected)} tensors have names that nobody knows, "
+            f"first {source.unexpected[0]}; cogfast convert {path} DST --to peft --allow-unexpected "
+            "leaves them out"
+        )
+    return only_adapters(source)
 
 
 def only_adapters(source: WeightSource) -> WeightSource:
