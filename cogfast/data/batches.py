@@ -200,6 +200,7 @@ class _MicroBatches(Dataset):
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
+        self._timed_out: set[int] = set()  # samples that are not tried again: each costs a thread
 
     def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
         step, slots = step_and_slots
@@ -232,6 +233,9 @@ class _MicroBatches(Dataset):
     def _read(self, index: int) -> dict:
         if self._timeout == 0:
             return self._dataset[index]
+        reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
+        if index in self._timed_out:
+            raise BadSample(_name_of(self._dataset, index), reason)
         # A thread, since no signal interrupts a decoder that hangs in its own code. It is left
         # behind then; as a daemon it does not keep the process from ending.
         result: queue.SimpleQueue = queue.SimpleQueue()
@@ -239,7 +243,7 @@ class _MicroBatches(Dataset):
         try:
             item, error = result.get(timeout=self._timeout)
         except queue.Empty:
-            reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
+            self._timed_out.add(index)
             raise BadSample(_name_of(self._dataset, index), reason) from None
         if error is None:
             return item

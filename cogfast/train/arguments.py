@@ -50,6 +50,7 @@ class TrainArguments:
     split: str = "1,0,0"  # shares for training, validation and test where valid_data is empty
     num_workers: int = 1
     prefetch_factor: int = 4  # batches that each worker decodes ahead
+    device_prefetch: int = 1  # batches copied to a GPU while it works on another
     decode_timeout: float = 120.0  # seconds that reading one sample may take, 0 for ever
     max_bad_fraction: float = 0.05  # share of unreadable samples at which the run ends
 

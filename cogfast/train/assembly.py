@@ -225,7 +225,9 @@ def _weighed(dataset: Dataset, weights: Sequence[float]) -> Dataset:
 
 
 def _part(dataset: Dataset, indices: Sequence[int]) -> Dataset:
-    return dataset.part(indices) if isinstance(dataset, CaptionedVideos) else Subset(dataset, indices)
+    return (
+        dataset.part(indices) if isinstance(dataset, CaptionedVideos) else Subset(dataset, indices)
+    )
 
 
 def assemble_order(dataset: Dataset, seed: int, global_batch: int) -> GlobalOrder:
@@ -257,4 +259,4 @@ def assemble_batches(
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
-    return ModelBatches(loader, groups)
+    return ModelBatches(loader, groups, args.device_prefetch)

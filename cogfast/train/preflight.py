@@ -20,13 +20,11 @@ from cogfast.sat_names import transformer_arguments
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
-from cogfast.train.frozen_parts import check_frozen_parts, is_none
+from cogfast.train.frozen_parts import PLACEHOLDER, check_frozen_parts, is_none
 from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
-# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
-_PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _PIXEL_DATA = (VideoFolder, VideoList, VideoManifest)
 _LEAST = {  # of numbers of args
     1: (
@@ -35,7 +33,7 @@ _LEAST = {  # of numbers of args
         *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor", "profiling_steps"),
         "replica_check_interval",
     ),
-    0: ("keep_last", "eval_num_samples", "num_workers", "decode_timeout"),
+    0: (*("keep_last", "eval_num_samples", "num_workers", "decode_timeout", "device_prefetch"),),
     -1: ("profiling",),
 }
 _NETWORK = "model.network_config.params"
@@ -150,7 +148,7 @@ def _plain(section: DictConfig) -> Any:
 def _check_placeholders(config: Config) -> None:
     for name, section in config.sections().items():
         for key, value in _strings(_plain(section), name):
-            if _PLACEHOLDER.search(value):
+            if PLACEHOLDER.search(value):
                 refuse(
                     config,
                     key,
@@ -204,7 +202,9 @@ def _check_weights(config: Config, args: TrainArguments) -> None:
         text = f"{key}={weights} names {len(weights)} weights for {len(args.train_data)} of "
         refuse(config, key, text + "args.train_data; give each source one")
     if not (all(0 <= w < math.inf for w in weights) and any(weights)):
-        text = f"{key}={weights} must be 0 or more, one of them above; 1 reads a source once an epoch"
+        text = (
+            f"{key}={weights} must be 0 or more, one of them above; 1 reads a source once an epoch"
+        )
         refuse(config, key, text)
 
 
