@@ -86,11 +86,15 @@ def test_round_trips_keep_every_bit(name: str, count: int, sat_folders, tmp_path
     for key in (k for k in before if count > 1 and "dense_h_to_4h.weight" in k):
         assert torch.equal(torch.cat([c[key] for c in cut]), before[key])
     convert(tmp_path / "cut", tmp_path / "ours", "cogfast")
-    convert(tmp_path / "ours", tmp_path / "again", "sat")
-    assert_same(sat_state(tmp_path / "again"), before)
+    convert(tmp_path / "ours", tmp_path / "again", "sat", model_parallel_size=count)
+    for i in range(count):
+        assert_same(sat_state(tmp_path / "again", i), cut[i])
+    convert(tmp_path / "again", tmp_path / "one", "sat")
+    assert_same(sat_state(tmp_path / "one"), before)
 
     convert(tmp_path / "cut", tmp_path / "theirs", "diffusers")
-    convert(tmp_path / "theirs", tmp_path / "back", "sat")
+    convert(tmp_path / "theirs", tmp_path / "cut back", "sat", model_parallel_size=count)
+    convert(tmp_path / "cut back", tmp_path / "back", "sat")
     after = sat_state(tmp_path / "back")
     assert not after.pop(UNUSED, torch.zeros(1)).any()
     before.pop(UNUSED, None)
