@@ -135,22 +135,26 @@ def fill_from_pipeline(config: Config) -> Config:
     if folder is None or not (folder / "vae" / "config.json").is_file():
         return config
     model = OmegaConf.to_container(config.model, resolve=True)
-    origins = dict(config.origins)
+    found: list[str] = []  # keys whose values are the folder's
     stage = model.get("first_stage_config")
     if is_none(stage) or _is_unnamed(stage, "ckpt_path") or _is_unnamed(stage, "path"):
-        path = str(folder / "vae")
+        params = {"path": str(folder / "vae")}
         target = "cogfast.model.autoencoder.VideoAutoencoder"
-        model["first_stage_config"] = {"target": target, "params": {"path": path}}
-        model["scale_factor"] = json.loads((folder / "vae" / "config.json").read_text()).get(
-            "scaling_factor", model["scale_factor"]
-        )
-        origins |= dict.fromkeys(("model.first_stage_config", "model.scale_factor"), str(folder))
+        model["first_stage_config"] = {"target": target, "params": params}
+        vae = json.loads((folder / "vae" / "config.json").read_text())
+        model["scale_factor"] = vae.get("scaling_factor", model["scale_factor"])
+        found += ["model.scale_factor", "model.first_stage_config"]
     conditioner = model.get("conditioner_config") or {"params": {}}
-    for entry in conditioner["params"].get("emb_models") or []:
+    for i, entry in enumerate(conditioner["params"].get("emb_models") or []):
         if _is_unnamed(entry, "model_dir") and (folder / "text_encoder").is_dir():
             entry["params"]["model_dir"] = str(folder)
-            origins["model.conditioner_config"] = str(folder)
-    return dataclasses.replace(config, model=OmegaConf.create(model), origins=origins)
+            found.append(f"model.conditioner_config.params.emb_models.{i}.params.model_dir")
+    origins = {k: v for k, v in config.origins.items() if not k.startswith(tuple(found))}
+    return dataclasses.replace(
+        config,
+        model=OmegaConf.create(model),
+        origins=origins | dict.fromkeys(found, str(folder)),
+    )
 
 
 def _is_unnamed(node: dict[str, Any], key: str) -> bool:
