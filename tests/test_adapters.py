@@ -131,7 +131,7 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     [
         (
             {"lora_rank": None},
-            r"has no adapters; add .*lora_config with params r: 2, lora_alpha: 6",
+            r"8 LoRA tensors, and .*; add .*lora_config with params r: 2, lora_alpha: 6",
         ),
         ({"lora_rank": 4}, r"rank 2 and alpha 6, the config has r=4 .* write r: 2, lora_alpha: 6"),
         ({"lora_alpha": 1.0}, r"lora_alpha=1; write r: 2, lora_alpha: 6 in model.network_config"),
@@ -192,5 +192,7 @@ def test_extraction_is_the_best_of_its_rank_and_says_what_it_loses() -> None:
     assert f"{len(extraction.lost)} other tensors changed and are lost" in extraction.report()
     with pytest.raises(ValueError, match="--rank 129: the linears have ranks from 1 to 128"):
         extract_lora(tuned, base, rank=129)
-    with pytest.raises(ValueError, match=r"no two states of one model: patch_embedding.weight is \[128"):
+    with pytest.raises(
+        ValueError, match=r"no two states of one model: patch_embedding.weight is \[128"
+    ):
         extract_lora(tuned, source_of(tiny("5b_i2v"), None), rank=4)

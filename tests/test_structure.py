@@ -61,7 +61,6 @@ PARALLEL_WORDS = (
 OTHER_MEANINGS = {
     ("model/lora.py", "rank"): "of the matrices",
     ("model/transformer.py", "lora_rank"): "of the matrices",
-    ("model/weights/load.py", "rank"): "of LoRA's matrices",
     ("model/weights/convert.py", "rank"): "of LoRA's matrices",
     ("model/weights/diffusers.py", "lora_rank"): "of LoRA's matrices",
     ("model/weights/adapters.py", "ranks"): "of LoRA's matrices",

@@ -18,7 +18,7 @@ from cogfast.model.attention import Attention
 SAT_ALPHA = 1.0  # of a SAT config that names none, and of checkpoints that do not say
 # What can have adapters, by diffusers' names: our linear in the attention layer, and which part.
 TARGETS = {"to_q": ("qkv", 0), "to_k": ("qkv", 1), "to_v": ("qkv", 2), "to_out.0": ("out", 0)}
-_NUM_PARTS = {"qkv": 3, "out": 1}
+NUM_PARTS = {"qkv": 3, "out": 1}  # equal parts of its outputs
 
 
 class LoraLinear(nn.Module):
@@ -78,7 +78,7 @@ def add_lora(
     """Replace the linears of `attention` that `targets`, of TARGETS, name by ones with adapters."""
     if rank < 1:
         raise ValueError(f"lora_config.params.r={rank} must be 1 or more")
-    for name, num_parts in _NUM_PARTS.items():
+    for name, num_parts in NUM_PARTS.items():
         parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
         if parts:
             original = getattr(attention, name)

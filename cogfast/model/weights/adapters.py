@@ -166,8 +166,9 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
         )
     if config.lora_rank is None:
         raise ValueError(
-            f"{adapter.description}: the config has no adapters; add {_LORA_CONFIG} with params "
-            f"{lines}"
+            f"{adapter.description}: {found.num_tensors} LoRA tensors, and the config has no "
+            f"adapters; add {_LORA_CONFIG} with params {lines}, or merge them into the base first "
+            "(cogfast convert --merge-lora)"
         )
     if (found.ranks[0], alpha) != (config.lora_rank, config.lora_alpha):
         raise ValueError(

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cogfast.model.lora import TARGETS
+from cogfast.model.lora import NUM_PARTS, TARGETS
 from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
 _SPARE, _ITERATIONS = 16, 6  # of the randomized SVD: what it computes beyond what is kept
 _OPTIONAL = {"position_table.weight", "unused_position_embeddings"}  # not in every format
-_NUM_PARTS = {"qkv": 3, "out": 1}
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class Extraction:
                 module = f"blocks.{block}.attention.{linear}"
                 rows, columns = self.base.shapes[f"{module}.weight"]
                 shapes[f"{module}.matrix_A.{part}"] = (self.rank, columns)
-                shapes[f"{module}.matrix_B.{part}"] = (rows // _NUM_PARTS[linear], self.rank)
+                shapes[f"{module}.matrix_B.{part}"] = (rows // NUM_PARTS[linear], self.rank)
         return WeightSource(
             description=f"the change from {self.base.description} to {self.tuned.description}",
             shapes=shapes,
@@ -75,7 +74,7 @@ class Extraction:
     def _pair(self, module: str, part: int) -> dict[str, Tensor]:
         block, _, linear = module.rpartition(".attention.")
         weights = [s.read(f"{module}.weight", None) for s in (self.tuned, self.base)]
-        tuned, base = (w.chunk(_NUM_PARTS[linear])[part].float() for w in weights)
+        tuned, base = (w.chunk(NUM_PARTS[linear])[part].float() for w in weights)
         change = tuned - base
         norm = change.norm().item()
         if norm == 0:
@@ -110,7 +109,7 @@ def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extracti
     most = min(base.shapes["blocks.0.attention.out.weight"])
     if not 1 <= rank <= most:
         raise ValueError(f"--rank {rank}: the linears have ranks from 1 to {most}; use one of them")
-    adapted = tuple(f".attention.{linear}.weight" for linear in _NUM_PARTS)
+    adapted = tuple(f".attention.{linear}.weight" for linear in NUM_PARTS)
     lost = []
     for name in base.shapes:
         if name in tuned.shapes and not name.endswith(adapted):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.adapters import check_config, only_adapters
 from cogfast.model.weights.family import Family, check_family, check_size
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
@@ -83,7 +84,8 @@ def load_source(
         check_size(path, source.shapes, transformer.config)
 
     targets = {name: _target(name, parameters) for name in source.shapes}
-    _check_adapters(path, source, targets)
+    if any(target is None and is_lora_parameter(name) for name, target in targets.items()):
+        check_config(only_adapters(source), transformer.config)
     ignored, unexpected = list(source.ignored), list(source.unexpected)
     loaded = []
     for name, target in targets.items():
@@ -132,17 +134,6 @@ def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
 def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
     is_computed = name == "position_table.weight" and transformer.config.position == "sincos"
     return is_computed or is_lora_parameter(name) or name in transformer.unused_parameter_names()
-
-
-def _check_adapters(path: str | Path, source: WeightSource, targets: dict[str, str | None]) -> None:
-    lost = [name for name, target in targets.items() if target is None and is_lora_parameter(name)]
-    if lost:
-        rank = source.shapes[lost[0]][0 if ".matrix_A." in lost[0] else 1]
-        raise ValueError(
-            f"{path}: the checkpoint has {len(lost)} LoRA tensors of rank {rank} and the model "
-            "none; add modules.lora_config with "
-            f"params.r={rank} to model.network_config, or merge the adapters first"
-        )
 
 
 def _fix(name: str) -> str:
