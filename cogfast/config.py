@@ -25,7 +25,7 @@ from cogfast.config_check import (
     complete_sections,
 )
 
-__all__ = ["Config", "instantiate", "load_config", "resolve"]
+__all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
 
 SECTIONS = ("model", "data", "args", "deepspeed")
 
@@ -115,6 +115,11 @@ def load_config(
         raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from None
     sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
+
+
+def data_arguments(config: Config) -> dict[str, object]:
+    """The arguments of the data set, in our names whoever's the section has; {} without one."""
+    return resolve(config.data, config.allow_import)[1] if config.data else {}
 
 
 def refuse(config: Config, key: str, text: str) -> NoReturn:

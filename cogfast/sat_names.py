@@ -77,6 +77,34 @@ _AUTOENCODER = SatClass(
 )
 _FUSED_EMA_ADAM = SatClass(path="cogfast.kernels.fused_ema_adam.FusedEmaAdam")
 
+_OURS = {"image_size": "video_size", "num_frames": "max_num_frames", "txt_key": "caption_key"}
+_OF_A_STREAM = {
+    "seed": "args.seed decides the order",
+    "shuffle_buffer": "the whole data set is shuffled, by index",
+    "nshards": "an epoch reads every sample",
+    "meta_names": "captions are looked for in every .meta.jsonl",
+}
+
+
+def _shard_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, object]:
+    """SAT's VideoDataset streams shards, ours reads them by index; the folders are args.train_data."""
+    kept: dict[str, object] = {}
+    for name, value in params.items():
+        key = join(where, name)
+        if name in ("path", "include_dirs"):
+            text = f"{key}={show(value)}: args.train_data names shards; put it there"
+            raise KeyProblem(key, text)
+        if name in _OF_A_STREAM:
+            unused[key] = _OF_A_STREAM[name]
+        elif _OURS.get(name, name) in kept:
+            raise KeyProblem(
+                key, f"{key}: {_OURS.get(name, name)} says the same; remove one of them"
+            )
+        else:
+            kept[_OURS.get(name, name)] = value
+    return kept
+
+
 TARGETS: dict[str, SatClass] = {
     **dict.fromkeys(
         NETWORKS,
@@ -137,6 +165,9 @@ TARGETS: dict[str, SatClass] = {
     "data_video.SFTDataset": SatClass(
         path="cogfast.data.datasets.VideoFolder", defaults={"skip_frms_num": 3}
     ),
+    "data_video.VideoDataset": SatClass(
+        path="cogfast.data.video_shards.VideoShards", arguments=_shard_arguments
+    ),
     "sat.ops.FusedEmaAdam": _FUSED_EMA_ADAM,
     "sat.ops.fused_ema_adam.FusedEmaAdam": _FUSED_EMA_ADAM,
 }
@@ -171,10 +202,6 @@ REFUSED: dict[str, str] = {
         )
         for name in ("EDMSampling", "PartialDiscreteSampling")
     },
-    "data_video.VideoDataset": (
-        "tar shards are not read in this version; unpack them into videos/ and labels/ and use "
-        "data_video.SFTDataset"
-    ),
     "sgm.models.autoencoder.AutoencoderKL": _USE_KL_VAE,
     "sgm.models.autoencoder.AutoencodingEngine": _USE_KL_VAE,
     POSITION_SINCOS: _INSIDE_NETWORK,

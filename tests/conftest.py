@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports the kernels: their Triton versions then run on CPU tensors. The model takes
@@ -52,3 +53,15 @@ def _nan_filled_empty():
 def _own_linear(monkeypatch):
     """DeepSpeed's ZeRO-3 leaves its own `linear` behind in the process, which rounds otherwise."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Indices of videos and shards stay among the test's files, also those of launched runs."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before

@@ -134,7 +134,6 @@ TARGETS = {
     "model.loss_fn_config.target=sgm.modules.diffusionmodules.loss.StandardDiffusionLoss": (
         "use sgm.modules.diffusionmodules.loss.VideoDiffusionLoss"
     ),
-    "data.target=data_video.VideoDataset": "tar shards are not read in this version; unpack them",
     "model.network_config.target=torch.nn.Identity": (
         "the network is dit_video_concat.DiffusionTransformer; use that"
     ),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.clip import read_clip, read_image
+from cogfast.data.clip import named_bytes, read_clip, read_image
 from cogfast.data.clip_list import ClipList, join
 from cogfast.data.clip_settings import Bucket, ClipSettings, ShortClips
 from cogfast.data.clip_transform import FrameSelection
@@ -38,6 +38,7 @@ from cogfast.data.sample_files import (
     sat_label,
     text_lines,
 )
+from cogfast.data.tar_shards import read_member
 from cogfast.data.video_reader import ReaderName
 
 Buckets = list[list[int]]
@@ -65,6 +66,9 @@ class CaptionedVideos(Dataset):
         self.clips = clips
         self.settings = settings
         self.source_sizes = tuple(source_sizes)
+        # Whether some samples bring the image of image-to-video, not all their first frames.
+        has_members = clips.places is not None and bool((clips.places[:, 2] >= 0).any())
+        self.has_images = clips.images is not None or has_members
         self._kept: dict[int, Sample] = {}
         self._room = settings.keep_decoded_mib * 2**20  # bytes
 
@@ -127,7 +131,12 @@ class CaptionedVideos(Dataset):
         clips, settings = self.clips, self.settings_of(index)
         file = clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
-        clip, selection = read_clip(file, settings, span)
+        if not self._is_in_shard(index):
+            clip, selection = read_clip(file, settings, span)
+        else:
+            data = read_member(file, *clips.places[index, :2])
+            with named_bytes(data, os.path.splitext(file)[1]) as path:
+                clip, selection = read_clip(path, settings, span)
         sample: Sample = {
             "video": clip,
             "txt": clips.captions[index],
@@ -136,12 +145,21 @@ class CaptionedVideos(Dataset):
             "path": self.name(index),
             "num_padded": selection.num_padded,
         }
-        if clips.images is not None:
-            image = clips.images[index]
-            sample["images"] = (
-                read_image(image, image, settings.video_size) if image else clip[0].clone()
-            )
+        if self.has_images:
+            sample["images"] = self._image(index, settings.video_size, clip[0])
         return sample
+
+    def _is_in_shard(self, index: int) -> bool:
+        return self.clips.places is not None and self.clips.places[index, 0] >= 0
+
+    def _image(self, index: int, size: tuple[int, int], first_frame: Tensor) -> Tensor:
+        """Uint8 [3, rows, columns]."""
+        clips = self.clips
+        if self._is_in_shard(index) and clips.places[index, 2] >= 0:
+            file = clips.files[index]
+            return read_image(read_member(file, *clips.places[index, 2:]), file, size)
+        image = "" if clips.images is None else clips.images[index]
+        return read_image(image, image, size) if image else first_frame.clone()
 
 
 class ListedVideos(CaptionedVideos):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cogfast.config import Config, refuse
+from cogfast.config import Config, data_arguments, refuse
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, why_not
 from cogfast.kernels.flash_attention import flash_attention
 from cogfast.model.transformer import TransformerConfig
@@ -98,7 +98,7 @@ def choose_for_sampling(
 def run_shape(config: Config, args: TrainArguments, model: TransformerConfig) -> Shape:
     """What attention gets in a step: the data's frames and size where the config says them, else
     the largest that the model takes; the heads of one tensor-parallel part."""
-    data = (config.data.get("params") or {}) if config.data else {}
+    data = data_arguments(config)
     height, width = model.latent_height, model.latent_width
     if data.get("video_size") is not None:
         height, width = (int(side) // SPATIAL_COMPRESSION for side in data["video_size"])

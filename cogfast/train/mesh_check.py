@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from cogfast.config import Config, refuse
+from cogfast.config import Config, data_arguments, refuse
 from cogfast.model.transformer import TransformerConfig
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.attention_choice import run_shape
@@ -19,7 +19,7 @@ def check_mesh(
     key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
     try:
         check_model_parallel_size(size, model)
-        has_size = "video_size" in ((config.data or {}).get("params") or {})
+        has_size = "video_size" in data_arguments(config)
         tokens = run_shape(config, args, model)[1] if has_size else None
         check_model_parallel_size(size, model, args.sequence_parallel, tokens)
     except ValueError as error:

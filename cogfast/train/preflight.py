@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config, refuse, resolve
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
+from cogfast.data.tar_shards import shards_of
+from cogfast.data.video_shards import VideoShards
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.sat_names import transformer_arguments
@@ -25,7 +27,7 @@ from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
-_PIXEL_DATA = (VideoFolder, VideoList, VideoManifest)
+_PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
 _LEAST = {  # of numbers of args
     1: (
         *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
@@ -271,14 +273,22 @@ def _check_pixel_data(
     if not args.train_data:
         refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
     used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
-    is_manifest = resolve(config.data, config.allow_import)[0] is VideoManifest
+    target, params = resolve(config.data, config.allow_import)
     for name in used:
-        for folder in getattr(args, name):
-            is_there = Path(folder).is_file() if is_manifest else Path(folder).is_dir()
-            if not folder or not is_there:
-                what = "file" if is_manifest else "folder"
-                refuse(config, f"args.{name}", f"args.{name}: no {what} {folder}; name your data")
-    params = config.data.params
-    check_frames(config, network, params.max_num_frames, "data.params.max_num_frames")
-    check_size(config, network, *params.video_size, key="data.params.video_size")
+        for source in getattr(args, name):
+            _check_source(config, target, source, f"args.{name}")
+    check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
+    check_size(config, network, *params["video_size"], key="data.params.video_size")
     check_frozen_parts(config, network["text_length"])
+
+
+def _check_source(config: Config, target: Callable, source: str, key: str) -> None:
+    """A folder, manifest or shards that args.train_data or args.valid_data name are there."""
+    if target is VideoShards:
+        local = () if "://" in source or ";" in source else shards_of(source)
+        source, is_there = source, all(Path(shard).is_file() for shard in local)
+    else:
+        is_there = Path(source).is_file() if target is VideoManifest else Path(source).is_dir()
+    if not source or not is_there:
+        what = {VideoShards: "shards", VideoManifest: "file"}.get(target, "folder")
+        refuse(config, key, f"{key}: no {what} {source}; name your data")

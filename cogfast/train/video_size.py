@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config, refuse
+from cogfast.config import Config, data_arguments, refuse
 from cogfast.sat_names import transformer_arguments
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
@@ -28,7 +28,7 @@ def sampled_sizes(
     """The size of each prompt's video: args.sampling_image_size, else for 1.5-I2V the picture's
     shape at the short side of the data, else the data's or the model's own. ValueError for what the model cannot make."""
     network = transformer_arguments(config.model.network_config.params)
-    data = (config.data.get("params") or {}) if config.data else {}
+    data = data_arguments(config)
     patch: PatchSize = network["patch_size"]
     channels = args.latent_channels or network["out_channels"]
     fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)

@@ -1,0 +1,296 @@
+"""Tar shards in webdataset's form, read by random access: an index of their members is made once.
+
+A sample is what members share up to the first dot of their name: x.mp4 (or avi, mov, mkv, webm),
+with its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"key": "x", "caption":
+...}), in x.json or in x.txt, the first that is there. Shards are local files or what fsspec opens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import numpy as np
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_list import ClipList
+from cogfast.data.index_folder import index_file
+from cogfast.data.packed_strings import PackedStrings
+from cogfast.data.sample_files import decoded
+
+logger = logging.getLogger(__name__)
+
+VIDEO_KINDS = ("mp4", "avi", "mov", "mkv", "webm")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)$")
+_TO_SAT_KEY = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
+MEMBER = "::"  # between a shard and what is in it
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """a-{000..002}.tar -> a-000.tar, a-001.tar, a-002.tar; {x,y} names them one by one."""
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    numbers = _RANGE.match(found[1])
+    if numbers:
+        first, last = numbers.groups()
+        names = [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]
+    else:
+        names = found[1].split(",")
+    if not names or len(names) == 1:
+        raise ValueError(
+            f"data_dir={pattern}: {found[0]} names no shards; use {{000..099}} or {{a,b}}"
+        )
+    start, end = pattern[: found.start()], pattern[found.end() :]
+    return [rest for name in names for rest in expand_braces(start + name + end)]
+
+
+def shards_of(source: str) -> list[str]:
+    """The shards that a folder holds (.tar, also deeper) or a pattern names."""
+    if Path(source).is_dir():
+        found = sorted(str(path) for path in Path(source).rglob("*.tar"))
+        if not found:
+            raise ValueError(f"data_dir={source}: no .tar file in it")
+        return found
+    return expand_braces(source)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where a shard's bytes are: on a disk, or behind fsspec where its name has a scheme."""
+
+    url: str
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.url
+
+    def open(self) -> BinaryIO:
+        if not self.is_remote:
+            return open(self.url, "rb")
+        file_system, path = _file_system(self.url)
+        return file_system.open(path, "rb")
+
+    def version(self) -> str:
+        """Another one after the shard was written anew."""
+        if not self.is_remote:
+            stat = Path(self.url).stat()
+            return f"{stat.st_size}-{stat.st_mtime_ns}"
+        file_system, path = _file_system(self.url)
+        return str(file_system.ukey(path))
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset` on, fewer where the shard ends before."""
+        if not self.is_remote:
+            with open(self.url, "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        file_system, path = _file_system(self.url)
+        return file_system.cat_file(path, start=offset, end=offset + size)
+
+    def beside(self, name: str) -> bytes | None:
+        """A file in the shard's folder, or None."""
+        url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
+        try:
+            with Store(url).open() as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+
+def _file_system(url: str):
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a scheme that nothing installed knows
+        raise ValueError(f"data_dir={url}: {error}") from None
+
+
+def read_member(file: str, offset: int, size: int) -> bytes:
+    """The bytes of a member, SHARD::NAME; BadSample where the shard does not give them."""
+    try:
+        data = Store(file.partition(MEMBER)[0]).read(offset, size)
+    except OSError as error:
+        raise BadSample(file, f"the shard cannot be read ({str(error)[:200]})") from None
+    if len(data) < size:
+        raise BadSample(file, f"the shard ends early: {len(data)} of {size} bytes are there")
+    return data
+
+
+def list_shard(url: str, caption_key: str, image_key: str | None = None) -> ClipList:
+    """The samples of a shard, by key; caption "" where there is none."""
+    store = Store(url)
+    try:
+        version = store.version()
+    except OSError as error:
+        raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
+    file = index_file("shard", [url, caption_key])
+    rows = _kept_rows(file, version)
+    if rows is None:
+        rows = list(_rows(store, caption_key))
+        _keep_rows(file, version, rows)
+    files, captions, places = [], [], []
+    for key, caption, members in rows:
+        kind = next((k for k in VIDEO_KINDS if k in members), None)
+        if kind is None:
+            continue
+        image = members.get(image_key, (-1, -1)) if image_key else (-1, -1)
+        if image_key and image_key not in members:
+            raise ValueError(
+                f"{url}: sample {key} has no {key}.{image_key}; data.params.image_key={image_key} "
+                "names what every sample has"
+            )
+        files.append(f"{url}{MEMBER}{key}.{kind}")
+        captions.append(caption)
+        places.append((*members[kind], *image))
+    if not files:
+        raise ValueError(f"{url}: no video in it ({', '.join(VIDEO_KINDS)})")
+    return ClipList(
+        files=PackedStrings(files),
+        captions=PackedStrings(captions),
+        places=np.array(places, dtype=np.int64),
+    )
+
+
+Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offset, bytes)}
+
+
+def _rows(store: Store, caption_key: str) -> Iterator[Row]:
+    meta = _meta(store, caption_key)
+    members = _members(store)
+    for key, kinds in members.items():
+        caption = ""
+        sat_key = _TO_SAT_KEY.sub("", key)
+        if caption_key in kinds:
+            caption = _member_text(store, key, caption_key, kinds)
+        elif key in meta or sat_key in meta:
+            caption = meta[key if key in meta else sat_key]
+        elif "json" in kinds:
+            caption = _of_json(_member_text(store, key, "json", kinds), caption_key)
+        elif "txt" in kinds:
+            caption = _member_text(store, key, "txt", kinds)
+        yield key, " ".join(caption.split()), kinds
+
+
+def _members(store: Store) -> dict[str, dict[str, tuple[int, int]]]:
+    """{key: {kind: (offset, bytes)}} in the shard's order, incomplete ones included."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    with store.open() as file:
+        end, is_whole = file.seek(0, 2), False
+        file.seek(0)
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for member in tar:
+                    _check_name(store.url, member)
+                    key, dot, kind = _split_name(member.name)
+                    if member.isreg() and dot and not _is_meta(member.name):
+                        found.setdefault(key, {})[kind] = (member.offset_data, member.size)
+                    tar.members = []  # else tarfile keeps all of them
+                is_whole = tar.offset + tarfile.BLOCKSIZE <= end  # a block of zeros ends a tar
+        except tarfile.ReadError as error:
+            if not found:
+                raise ValueError(
+                    f"{store.url}: not a tar file, or a compressed one, which cannot be read by "
+                    f"random access ({error}); unpack it with gzip -d"
+                ) from None
+    if not is_whole:
+        logger.warning(
+            "%s ends early, after %d samples begun; what followed is lost: write the shard again",
+            store.url,
+            len(found),
+        )
+    return found
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """folder/x.a.b -> (folder/x, ".", a.b)."""
+    folder, slash, last = name.removeprefix("./").rpartition("/")
+    stem, dot, kind = last.partition(".")
+    return folder + slash + stem, dot, kind.lower()
+
+
+def _is_meta(name: str) -> bool:
+    """webdataset's own entries, __x__, and what macOS adds."""
+    first, last = name.partition("/")[0], name.rpartition("/")[2]
+    return (first.startswith("__") and first.endswith("__")) or last.startswith("._")
+
+
+def _check_name(url: str, member: tarfile.TarInfo) -> None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            f"{url}: member {member.name!r} leaves the folder that it would be unpacked into; write "
+            "the shard again with names below it"
+        )
+    if member.issym() or member.islnk():
+        raise ValueError(
+            f"{url}: member {member.name!r} is a link to {member.linkname!r}; write the shard again "
+            "with the files themselves (tar --dereference --hard-dereference)"
+        )
+
+
+def _member_text(store: Store, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
+    """A caption; "" where the shard ended before it."""
+    offset, size = kinds[kind]
+    data = store.read(offset, size)
+    return decoded(data, f"{store.url}{MEMBER}{key}.{kind}") if len(data) == size else ""
+
+
+def _meta(store: Store, caption_key: str) -> dict[str, str]:
+    """{key: caption} of the shard's .meta.jsonl, SAT's, where there is one."""
+    name = store.url.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
+    data = store.beside(name)
+    captions: dict[str, str] = {}
+    for number, line in enumerate(decoded(data or b"", name).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            key = str(row["key"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{name} beside {store.url}: line {number} is not an object with a key; mend it"
+            ) from None
+        if row.get(caption_key) is not None:
+            captions[key] = str(row[caption_key])
+    return captions
+
+
+def _of_json(text: str, caption_key: str) -> str:
+    try:
+        row = json.loads(text)
+    except ValueError:
+        return ""
+    value = row.get(caption_key) if isinstance(row, dict) else None
+    return "" if value is None else str(value)
+
+
+def _kept_rows(file: Path, version: str) -> list[Row] | None:
+    """What is kept of a shard, where that is of its present version."""
+    try:
+        first, *lines = file.read_text(encoding="utf-8").splitlines()
+        if json.loads(first) != {"version": version, "samples": len(lines)}:
+            return None
+        return [tuple(json.loads(line)) for line in lines]
+    except (OSError, ValueError):
+        return None
+
+
+def _keep_rows(file: Path, version: str, rows: list[Row]) -> None:
+    head = json.dumps({"version": version, "samples": len(rows)})
+    text = "\n".join([head, *(json.dumps(row) for row in rows)])
+    part = file.with_suffix(f".{id(rows)}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        logger.warning("the index of a shard is not kept: %s", error)
