@@ -421,6 +421,9 @@ def test_decoding_stays_in_its_memory(tiny: TinyVae, vae: VideoAutoencoder) -> N
     print(f"tiles {small.tile} of 128x80: {difference:.3f} of the whole frames' norm apart")
     assert 0 < difference < 1  # random weights: group norm of a tile is not the frame's
 
+    asked = tiny.build(use_tiling=True, tile_size=[96, 80])  # the config's stay
+    assert asked.limit_decode_memory(1 << 40, 1, 128, 80).tile == (96, 80)
+
     # room again
     assert limited.limit_decode_memory(1 << 40, 1, 128, 80) == plan
     assert torch.equal(limited.decode(z), whole)

@@ -319,6 +319,25 @@ def test_adapters_have_diffusers_strength(
     assert settings["lora"] == [{"path": str(adapter), "scale": scale}]
 
 
+def test_a_sat_folder_with_adapters_alone(
+    pipelines: Pipelines, adapter: Path, tmp_path: Path
+) -> None:
+    """Base and adapters in SAT's one file are the base with the adapters on top."""
+    base, both = pipelines.path("5b"), tmp_path / "sat"
+    assert main(["convert", str(base), str(both), "--to", "sat", "--add-lora", str(adapter)]) == 0
+    sample(tmp_path / "on-top", base, *LATENTS, "--lora", adapter)
+    words = (
+        f"model.first_stage_config.params.ckpt_path={base}",
+        f"model.conditioner_config.params.emb_models[0].params.model_dir={base}",
+        "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler",
+    )
+    # SAT's files do not say alpha; its default is 1
+    alpha = "model.network_config.params.modules.lora_config.params.lora_alpha=3"
+    sample(tmp_path / "alone", both, *LATENTS, *words, alpha)
+    expected = latents(tmp_path / "on-top")
+    assert (latents(tmp_path / "alone") - expected).norm() < 1e-4 * expected.norm()
+
+
 def test_adapters_that_cannot_be_added_are_told(
     pipelines: Pipelines, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -92,9 +92,19 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
         values |= {f"{position}.{name}": getattr(model, name) for name in _INTERPOLATIONS}
     else:
         values[f"{position}.hidden_size_head"] = model.head_width
+    if model.lora_rank is not None:
+        values[f"{_NETWORK}.modules.lora_config"] = _lora_node(model)
     if not is_15 or max(size) < _TABLE_15:
         values["data.params.video_size"] = [side * SPATIAL_COMPRESSION for side in size]
     return values
+
+
+def _lora_node(model: TransformerConfig) -> dict[str, Any]:
+    params = {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
+    params["target_modules"] = list(model.lora_targets)
+    if model.lora_layers is not None:
+        params["layer_range"] = list(model.lora_layers)
+    return {"target": "sat.model.finetune.lora2.LoraMixin", "params": params}
 
 
 def _precision_values(source: WeightSource) -> dict[str, bool]:
