@@ -52,6 +52,11 @@ class SlotRandom:
             row.normal_(generator=generator)
         return out
 
+    def seed_pytorch(self, purpose: str) -> None:
+        """Seed PyTorch's own generators for what draws from them without a generator, such as
+        dropout: a function of these slots together."""
+        torch.manual_seed(random_bits(self.seed, self.step, *self.slots, purpose))
+
     def uniform(self, purpose: str) -> Tensor:
         """One uniform float64 number in [0, 1) per slot, [B], on the CPU."""
         draws = [random_unit(self.seed, self.step, slot, purpose) for slot in self.slots]

@@ -16,7 +16,7 @@ from cogfast.model.weights.peft import write_peft
 from cogfast.train.checkpoint import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.test_lora import save_as_sat
-from tests.tiny_run import model_section, run_folder, write_clips, write_config
+from tests.tiny_run import losses, model_section, run_folder, write_clips, write_config
 from tests.tiny_transformers import randomize
 
 LORA = "model.network_config.params.modules.lora_config.params"
@@ -51,6 +51,20 @@ def test_a_checkpoint_holds_the_adapters_alone(base: Path, trained: Path) -> Non
     base_file = next((base.parent / "base").rglob("*.pt"))
     whole = sum(path.stat().st_size for path in newest_checkpoint(trained).rglob("*"))
     assert whole < base_file.stat().st_size / 4
+
+
+def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> None:
+    words = [*ASKED, f"{LORA}.lora_dropout=0.5", "args.train_iters=4", "args.save_interval=2"]
+    Trainer(load_config([base], [*words, f"args.save={tmp_path / 'whole'}"])).train()
+    words.append(f"args.save={tmp_path / 'parts'}")
+    Trainer(load_config([base], [*words, "args.exit_interval=2"])).train()
+    torch.manual_seed(5)  # another process would be in another state
+    Trainer(load_config([base], [*words, "args.resume=latest"])).train()
+    whole, parts = (losses(run_folder(tmp_path / name)) for name in ("whole", "parts"))
+    assert whole == parts and len(whole) == 4
+    words[1], words[-1] = f"{LORA}.lora_dropout=0", f"args.save={tmp_path / 'none'}"
+    Trainer(load_config([base], words)).train()
+    assert losses(run_folder(tmp_path / "none")) != whole
 
 
 @pytest.fixture(scope="module")

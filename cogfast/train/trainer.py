@@ -192,6 +192,8 @@ class Trainer:
         with self.profiler.range("encode"):
             latents, conditioning = self.encoder(batch, rng)
         self._note_size(batch, latents, conditioning)
+        if self.engine.transformer.config.lora_dropout > 0:
+            rng.seed_pytorch("lora dropout")
         with self.profiler.range("forward"):
             denoiser = self.diffusion.denoiser
             loss = self.diffusion.loss(self.engine, denoiser, latents, conditioning, rng)
