@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from cogfast.train.process_watch import watch_launcher
 
 _USAGE = """\
-usage: cogfast {train,sample,convert} ...
+usage: cogfast {train,cache,sample,convert} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
+  cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
   sample  make videos: cogfast sample RUN_FOLDER --prompt TEXT --out DIR
   convert turn weights into another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
 
@@ -48,6 +49,22 @@ def train(words: Sequence[str]) -> None:
     from cogfast.train.trainer import Trainer
 
     Trainer(config).train()
+
+
+def cache(words: Sequence[str]) -> None:
+    from cogfast.command_line import parse_cache
+
+    request = parse_cache(words)
+    from cogfast.config import load_config
+
+    config = load_config(request.base, request.overrides, request.allow_import)
+    _start_logging()
+    from cogfast.train.preflight import check_cache
+
+    check_cache(config)
+    from cogfast.train.cache import cache_latents
+
+    cache_latents(config)
 
 
 def sample(words: Sequence[str]) -> None:
@@ -99,7 +116,7 @@ def convert(words: Sequence[str]) -> None:
     convert_weights(**arguments)
 
 
-_VERBS = {"train": train, "sample": sample, "convert": convert}
+_VERBS = {"train": train, "cache": cache, "sample": sample, "convert": convert}
 
 
 def main(words: Sequence[str] | None = None) -> int:

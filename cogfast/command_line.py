@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -68,6 +69,11 @@ def parse_train(words: Sequence[str]) -> Request:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.train_iters=100")
     found = _parse(parser, words, visible=("seed", "resume", "accept_changes"))
+    return dataclasses.replace(_whole_request(found), dry_run=found.dry_run)
+
+
+def _whole_request(found: argparse.Namespace) -> Request:
+    """Of a verb that takes --base and key=value words."""
     if not found.base:
         raise ValueError("--base is missing; give model.yaml and sft.yaml")
     base, moved = _split_overrides(found.base)
@@ -78,8 +84,14 @@ def parse_train(words: Sequence[str]) -> Request:
         base=base,
         overrides=[*_flag_overrides(found), *moved, *found.overrides],
         allow_import=found.allow_import,
-        dry_run=found.dry_run,
     )
+
+
+def parse_cache(words: Sequence[str]) -> Request:
+    parser = _parser("cache", "Encode a run's videos and captions once, into args.latent_cache.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.latent_cache=PATH")
+    found = _parse(parser, words, visible=("seed",))
+    return _whole_request(found)
 
 
 def parse_sample(words: Sequence[str]) -> Request:

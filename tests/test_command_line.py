@@ -83,7 +83,7 @@ def test_words_without_files(capsys):
     assert main(["train"]) == 2
     assert "--base is missing" in capsys.readouterr().err
     assert main(["trian"]) == 2
-    assert "no verb 'trian'; use one of train, sample" in capsys.readouterr().err
+    assert "no verb 'trian'; use one of train, cache, sample" in capsys.readouterr().err
     assert main(["sample", "--prompt", "x"]) == 2
     assert "either --base model.yaml inference.yaml or one folder" in capsys.readouterr().err
     assert main(["sample", "nowhere", "--prompt", "x"]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,9 @@ class Pooling(nn.Module):
     def encode(self, video: Tensor) -> Moments:
         self.calls.append(video.shape[0])
         mean = pooled(video)
-        return Moments(mean, None if self.std is None else torch.full_like(mean, self.std))
+        if self.std is None:
+            return Moments(mean, None)
+        return Moments(mean, torch.full_like(mean, 2 * math.log(self.std), dtype=torch.float32))
 
     def decode(self, latents: Tensor) -> Tensor:
         self.calls.append(latents.shape[0])

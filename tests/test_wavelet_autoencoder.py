@@ -54,7 +54,7 @@ def test_all_bands_are_exact(num_frames: int, height: int, width: int) -> None:
         moments = wavelet.encode(video)
         shape = (2, NUM_BANDS, (num_frames - 1) // 4 + 1, height // 8, width // 8)
         assert moments.mean.shape == shape
-        assert moments.std is None
+        assert moments.logvar is None
         assert (wavelet.decode(moments.mean) - video).abs().max() < 1e-5
 
 

@@ -21,7 +21,7 @@ SCRIPT = """
     from cogfast.data.datasets import VideoFolder
     from cogfast.data.global_order import GlobalOrder
 
-    batches._start_method = lambda: {method!r}
+    batches.start_method = lambda: {method!r}
     if __name__ == "__main__":
         data = VideoFolder({folder!r}, [32, 48], 8, 9)
         loader = batches.BatchLoader(

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from cogfast.data.bad_samples import BadSample, BadSampleLog
+from cogfast.data.cached_videos import CachedVideos
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.worker_signals import heed_parent_only, signals_withheld
@@ -79,7 +80,7 @@ class BatchLoader:
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         slots = _Slots(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps)
         self._expected = iter(slots)
-        start_method = _start_method()
+        method = start_method()
         loader = DataLoader(
             _MicroBatches(dataset, order, timeout),
             batch_size=None,  # an element of `slots` is a whole micro-batch
@@ -88,10 +89,10 @@ class BatchLoader:
             num_workers=num_workers,
             prefetch_factor=prefetch_factor if num_workers else None,
             pin_memory=torch.cuda.is_available(),
-            multiprocessing_context=start_method if num_workers else None,
+            multiprocessing_context=method if num_workers else None,
             worker_init_fn=heed_parent_only if num_workers else None,
         )
-        with signals_withheld(start_method):
+        with signals_withheld(method):
             self._batches: Iterator[Batch] | None = iter(loader)  # starts the workers
 
     def __iter__(self) -> BatchLoader:
@@ -101,13 +102,16 @@ class BatchLoader:
         if self._batches is None:
             raise StopIteration
         expected = next(self._expected)
+        step, slots = expected
+        if isinstance(self._dataset, CachedVideos):
+            for slot in slots:
+                self._dataset.wait(self._order.index(step, slot), is_told=True)
         try:
             batch = next(self._batches)
         except RuntimeError as error:
             self.close()
             if not str(error).startswith("DataLoader worker"):
                 raise
-            step, slots = expected
             names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
             raise RuntimeError(
                 f"a reading process was killed at or after step {step}, {', '.join(names)}; where "
@@ -169,6 +173,10 @@ def to_device(
     return out
 
 
+class TooSlow(BadSample):
+    """Reading the sample took longer than it may."""
+
+
 class _Slots:
     """(step, slots) of one rank's micro-batches, in order."""
 
@@ -200,7 +208,8 @@ class _MicroBatches(Dataset):
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
-        self._timed_out: set[int] = set()  # samples that are not tried again: each costs a thread
+        # {sample: reason}; they are not tried again, since each costs a thread
+        self._timed_out: dict[int, str] = {}
 
     def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
         step, slots = step_and_slots
@@ -231,26 +240,34 @@ class _MicroBatches(Dataset):
         return None
 
     def _read(self, index: int) -> dict:
-        if self._timeout == 0:
-            return self._dataset[index]
-        reason = f"reading took longer than args.decode_timeout={self._timeout:g} s"
         if index in self._timed_out:
-            raise BadSample(_name_of(self._dataset, index), reason)
-        # A thread, since no signal interrupts a decoder that hangs in its own code. It is left
-        # behind then; as a daemon it does not keep the process from ending.
-        result: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=_put_item, args=(self._dataset, index, result), daemon=True).start()
+            raise BadSample(_name_of(self._dataset, index), self._timed_out[index])
         try:
-            item, error = result.get(timeout=self._timeout)
-        except queue.Empty:
-            self._timed_out.add(index)
-            raise BadSample(_name_of(self._dataset, index), reason) from None
-        if error is None:
-            return item
-        try:
-            raise error
-        finally:
-            del error  # else its traceback, which holds this frame, would keep it alive
+            return read_sample(self._dataset, index, self._timeout)
+        except TooSlow as error:
+            self._timed_out[index] = error.reason
+            raise
+
+
+def read_sample(dataset: Dataset, index: int, timeout: float) -> dict:
+    """The sample; TooSlow where it takes more than `timeout` seconds, 0: however long."""
+    if timeout == 0:
+        return dataset[index]
+    # A thread, since no signal interrupts a decoder that hangs in its own code. It is left
+    # behind then; as a daemon it does not keep the process from ending.
+    result: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_put_item, args=(dataset, index, result), daemon=True).start()
+    try:
+        item, error = result.get(timeout=timeout)
+    except queue.Empty:
+        reason = f"reading took longer than args.decode_timeout={timeout:g} s"
+        raise TooSlow(_name_of(dataset, index), reason) from None
+    if error is None:
+        return item
+    try:
+        raise error
+    finally:
+        del error  # else its traceback, which holds this frame, would keep it alive
 
 
 def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:
@@ -286,7 +303,7 @@ def _as_is(batch: Batch) -> Batch:
     return batch
 
 
-def _start_method() -> str:
+def start_method() -> str:
     """How workers start: by fork, the quick way, where nothing speaks against it."""
     if sys.platform != "linux":
         return "spawn"

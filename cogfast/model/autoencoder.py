@@ -44,14 +44,20 @@ DecodeChunks = Literal["serial", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The Gaussian that a clip encodes to, not scaled: mean and std [B, C, T, h, w], float32."""
+    """The Gaussian that a clip encodes to, not scaled, [B, C, T, h, w] in the first stage's dtype."""
 
     mean: Tensor
-    std: Tensor | None  # None: the first stage is deterministic
+    logvar: Tensor | None  # None: the first stage is deterministic
+
+    @property
+    def std(self) -> Tensor | None:
+        """float32: in bf16 the logarithm's exponential would lose bits."""
+        return None if self.logvar is None else (0.5 * self.logvar.float()).exp()
 
     def sample(self, noise: Tensor | None) -> Tensor:
         """Latents [B, C, T, h, w] from standard normal `noise` of that shape; None: the mean."""
-        return self.mean if self.std is None or noise is None else self.mean + self.std * noise
+        mean = self.mean.float()
+        return mean if self.logvar is None or noise is None else mean + self.std * noise
 
 
 class VideoAutoencoder(nn.Module):
@@ -117,8 +123,7 @@ class VideoAutoencoder(nn.Module):
         is_whole = self.encode_chunks == "whole"
         self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
         posterior = self.inner.encode(video.to(self.dtype).contiguous()).latent_dist
-        # The logarithm is clamped to [-30, 20] there; in bf16 its exponential would lose bits.
-        return Moments(posterior.mean.float(), (0.5 * posterior.logvar.float()).exp())
+        return Moments(posterior.mean, posterior.logvar)  # clamped to [-30, 20] there
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

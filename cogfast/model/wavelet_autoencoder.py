@@ -157,7 +157,7 @@ class WaveletState:
 
 
 class WaveletAutoencoder(nn.Module):
-    """The wavelet with the interface of VideoAutoencoder; `std` of its moments is None.
+    """The wavelet with the interface of VideoAutoencoder; `logvar` of its moments is None.
 
     It computes in float32 whatever dtype it is moved to: it has no weights, and costs little.
     """
@@ -194,7 +194,7 @@ class WaveletAutoencoder(nn.Module):
         """Video [B, 3, 4(T-1)+1, 8h, 8w] in [-1, 1] -> mean [B, C, T, h, w]."""
         bands = _to_blocks(video.float()) @ self.analysis.T  # [B, T, h, w, C]
         latents = (bands - self.mean) / self.scale
-        return Moments(mean=latents.permute(0, 4, 1, 2, 3).contiguous(), std=None)
+        return Moments(mean=latents.permute(0, 4, 1, 2, 3).contiguous(), logvar=None)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

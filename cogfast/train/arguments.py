@@ -48,6 +48,7 @@ class TrainArguments:
     valid_data: list[str] = field(default_factory=list)
     train_data_weights: list[float] | None = None  # how often an epoch reads each of train_data
     split: str = "1,0,0"  # shares for training, validation and test where valid_data is empty
+    latent_cache: str | None = None  # folder that `cogfast cache` fills, to train from
     num_workers: int = 1
     prefetch_factor: int = 4  # batches that each worker decodes ahead
     device_prefetch: int = 1  # batches copied to a GPU while it works on another

@@ -16,8 +16,12 @@ from torch.utils.data import Dataset, Subset
 
 from cogfast.config import Config, instantiate, resolve
 from cogfast.data.batches import BatchLoader
+from cogfast.data.cached_videos import CachedVideos
+from cogfast.data.clip_settings import ClipSettings
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.latent_cache import Spec
+from cogfast.data.source_hashes import Sources
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
@@ -27,6 +31,7 @@ from cogfast.model.weights.adapters import adapters_of, open_adapter
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.slot_random import random_bits
 from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.train.cache_key import cache_specs
 from cogfast.train.compilers import compile_blocks
 from cogfast.train.encode import Encoder
 from cogfast.train.model_batches import ModelBatches
@@ -183,7 +188,18 @@ class Datasets:
 
 def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
     """The data sets of args.train_data and args.valid_data; where there is none of the latter, the
-    rows that a manifest marks as valid, or a share of `args.split`."""
+    rows that a manifest marks as valid, or a share of `args.split`. With args.latent_cache their
+    samples come from there."""
+    datasets = _video_datasets(config, args)
+    if args.latent_cache is None:
+        return datasets
+    folder = Path(args.latent_cache)
+    specs = specs_of(config, args, datasets.train.settings, Sources(folder))
+    valid = None if datasets.valid is None else CachedVideos(folder, datasets.valid, specs)
+    return Datasets(CachedVideos(folder, datasets.train, specs), valid)
+
+
+def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     whole = _dataset(config, args.train_data)
     if args.train_data_weights is not None:
         whole = _weighed(whole, args.train_data_weights)
@@ -213,6 +229,13 @@ def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
     if not folders:
         raise ValueError("args.train_data is empty; name the folders of the training videos")
     return instantiate(config.data, config.allow_import, data_dir=list(folders))
+
+
+def specs_of(
+    config: Config, args: TrainArguments, settings: ClipSettings, sources: Sources
+) -> dict[str, Spec]:
+    """What the entries of a latent cache must be made with: {"video", "text"}."""
+    return cache_specs(config, args, settings, _text_entry(config)[0], sources)
 
 
 def _weighed(dataset: Dataset, weights: Sequence[float]) -> Dataset:
@@ -255,8 +278,13 @@ def assemble_batches(
         start_step=start_step,
         num_workers=args.num_workers,
         prefetch_factor=args.prefetch_factor,
-        timeout=args.decode_timeout,
+        timeout=reading_timeout(args),
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
     return ModelBatches(loader, groups, args.device_prefetch)
+
+
+def reading_timeout(args: TrainArguments) -> float:
+    """Seconds that reading one sample may take. A cache's shard may take as long as its writer."""
+    return args.decode_timeout if args.latent_cache is None else 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.model.autoencoder import Moments
 from cogfast.model.decode_memory import DecodePlan
 from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.slot_random import SlotRandom
@@ -99,8 +100,9 @@ class Encoder:
 
     def num_frames(self, batch: dict) -> int:
         """Pixel frames of the batch's clips, also where it holds latents."""
-        if "encoded_videos" in batch:
-            return num_pixel_frames(batch["encoded_videos"].shape[2])
+        for key in ("encoded_videos", "latent_mean"):
+            if key in batch:
+                return num_pixel_frames(batch[key].shape[2])
         return (
             num_pixel_frames(batch["mp4"].shape[1]) if self.latent_input else batch["mp4"].shape[1]
         )
@@ -108,6 +110,9 @@ class Encoder:
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         if "encoded_videos" in batch:
             pixels, latents = None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
+        elif "latent_mean" in batch:  # [B, C, T, h, w], not scaled
+            moments = Moments(batch["latent_mean"], batch.get("latent_logvar"))
+            pixels, latents = None, self._sample(moments, rng, "first_stage")
         elif self.latent_input:
             pixels, latents = None, batch["mp4"].transpose(1, 2).float() * self.scale_factor
         else:
@@ -117,14 +122,24 @@ class Encoder:
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
         """Pixels [B, 3, F, H, W] in [-1, 1] -> scaled latents [B, C, T, h, w] in float32."""
+        return self._sample(self.encode_moments(pixels), rng, purpose)
+
+    @torch.no_grad()
+    def encode_moments(self, pixels: Tensor) -> Moments:
+        """Pixels [B, 3, F, H, W] in [-1, 1] -> what latents are drawn from, not scaled."""
         dtype = _dtype(self.first_stage)
         parts = pixels.split(self.samples_at_a_time or len(pixels))
         moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
-        sample = torch.cat([m.mean for m in moments]).float()
-        if moments[0].std is not None:
-            std = torch.cat([m.std for m in moments]).float()
-            sample = sample + std * rng.normal(purpose, sample.shape)
-        return self._same_in_model(sample * self.scale_factor)
+        logvars = [m.logvar for m in moments]
+        has_none = logvars[0] is None
+        return Moments(
+            torch.cat([m.mean for m in moments]), None if has_none else torch.cat(logvars)
+        )
+
+    def _sample(self, moments: Moments, rng: SlotRandom, purpose: str) -> Tensor:
+        """Scaled latents [B, C, T, h, w] in float32, drawn anew for each slot and step."""
+        noise = None if moments.logvar is None else rng.normal(purpose, moments.mean.shape)
+        return self._same_in_model(moments.sample(noise) * self.scale_factor)
 
     @torch.no_grad()
     def encode_text(self, captions: Sequence[str]) -> Tensor:
@@ -194,8 +209,8 @@ def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
 
 
 def in_unit_range(pixels: Tensor) -> Tensor:
-    """Pixels in [-1, 1], from bytes or from that."""
-    return pixels.float() / 127.5 - 1 if pixels.dtype == torch.uint8 else pixels
+    """Pixels in [-1, 1], from bytes (bit for bit as data/batches.to_device) or from that."""
+    return (pixels.float() - 127.5) / 127.5 if pixels.dtype == torch.uint8 else pixels
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from cogfast.data.batches import BatchLoader
+from cogfast.data.cached_videos import CachedVideos
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
-from cogfast.train.assembly import Diffusion, assemble_order
+from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
 from cogfast.train.encode import Encoder, in_unit_range
 from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.model_batches import ModelBatches
@@ -136,7 +137,7 @@ class Evaluator:
             dp_size=self.groups.data_size,
             num_steps=num_steps,
             num_workers=min(1, args.num_workers),
-            timeout=args.decode_timeout,
+            timeout=reading_timeout(args),
             bad_samples_path=self.folder / "bad_samples_valid.jsonl",
             max_bad_fraction=args.max_bad_fraction,
         )
@@ -224,8 +225,9 @@ class Evaluator:
 
 
 def _captions(dataset: Dataset) -> Sequence[str] | None:
-    """The captions where the data set lists them without decoding."""
+    """The captions where the data set lists them without decoding, and has no embeddings."""
     if isinstance(dataset, Subset):
         inner = _captions(dataset.dataset)
         return None if inner is None else [inner[i] for i in dataset.indices]
-    return dataset.captions if isinstance(dataset, CaptionedVideos) else None
+    is_listed = isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos)
+    return dataset.captions if is_listed else None

@@ -75,8 +75,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
             "name the folder of the base model"
         )
     _check_image_input(config, model, network)
-    if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
-        _check_pixel_data(config, args, model, network)
+    _check_data(config, args, model, network)
     try_training_parts(config, args)
     _check_load(config, args)
     if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
@@ -86,6 +85,23 @@ def check_train(config: Config, world_size: int | None = None) -> None:
             f"args.resume={args.resume} not found: refusing to start from scratch; use a run's "
             "folder, or auto to start afresh where there is none",
         )
+
+
+def check_cache(config: Config) -> None:
+    """What `cogfast cache` needs."""
+    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    _require_sections(config, "network_config")
+    if "target" not in config.data:
+        raise ValueError("data.target is missing; add a file with a data section to --base")
+    if args.latent_cache is None:
+        raise ValueError(
+            "args.latent_cache is missing; name the folder that the latents go into: "
+            "args.latent_cache=PATH"
+        )
+    _check_precision(config, args)
+    network = _network(config)
+    _check_image_input(config, model, network)
+    _check_data(config, args, model, network)
 
 
 def check_sample(config: Config, weights: str | None = None, has_images: bool = False) -> None:
@@ -257,6 +273,20 @@ def _check_image_input(config: Config, model: ModelArguments, network: dict[str,
         f"out_channels={network['out_channels']}: an image's latents double the input; set "
         f"model.noised_image_input={str(takes_image).lower()} or take the other model's file",
     )
+
+
+def _check_data(
+    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+) -> None:
+    if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
+        _check_pixel_data(config, args, model, network)
+    elif args.latent_cache is not None:
+        refuse(
+            config,
+            "args.latent_cache",
+            f"args.latent_cache={args.latent_cache} does not go with {config.data.target}: the cache "
+            "stands for video files; use a data set of these, or set args.latent_cache=null",
+        )
 
 
 def _check_pixel_data(

@@ -1,0 +1,229 @@
+"""A folder of encoded samples: what is in it, how it is written, and who writes it now.
+
+    index.jsonl               a header with the specs (what entries were made with), then a line per
+                              shard: {"file", "spec", "keys"}; it names a shard before it is there
+    video-00000.safetensors   "<row>.mean", "<row>.logvar" [C, T, h, w] and "<row>.first_frame"
+                              [3, H, W] of the row-th key, the content hash of a video file (and of
+                              what else is its own: the part, the size, the rate, the image)
+    text-00000.safetensors    "<row>.embedding" [L, E] of the row-th key, the hash of a caption
+    sources.json              {file: [bytes, time of change, content hash]}, so that only files whose
+                              first two are other ones are read again
+    bad_samples.jsonl         what could not be encoded, with the reason
+    writer                    there while `cogfast cache` works; touched again and again
+
+A shard has its name once it is complete. Its bytes follow from the index and the sources alone: who
+writes it and what was interrupted leave no trace.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from cogfast.data.source_hashes import hash_text
+from cogfast.data.whole_files import write_whole
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "cogfast-latents-1"
+# Samples of a shard: files stay few, while a killed rank loses little and training can go on with
+# what is there. Captions are quick to encode.
+SHARD_SAMPLES = {"video": 8, "text": 32}
+SILENCE = 60.0  # seconds after which a writer that touches nothing is gone
+_BEAT = 5.0  # seconds between two touches
+
+Spec = dict[str, object]  # what entries depend on besides their source: {name: plain value}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """file: its name, which starts with its kind. keys: of its rows, in order."""
+
+    file: str
+    spec: str  # id of the spec
+    keys: list[str]
+
+    @property
+    def kind(self) -> str:
+        return self.file.partition("-")[0]
+
+
+@dataclass(slots=True)
+class CacheIndex:
+    """Which shard holds what. specs: {id: spec}."""
+
+    specs: dict[str, Spec] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> CacheIndex:
+        """The index of a cache; an empty one where there is none."""
+        file = folder / "index.jsonl"
+        if not file.is_file():
+            return cls()
+        try:
+            header, *lines = (json.loads(line) for line in file.read_text().splitlines())
+            found = header["format"]
+            if found == FORMAT:
+                return cls(header["specs"], [Shard(**line) for line in lines])
+        except (ValueError, KeyError, TypeError) as error:
+            found = f"nothing readable ({error})"
+        raise ValueError(f"{file} holds {found}, not {FORMAT}; name another folder or remove it")
+
+    def write(self, folder: Path) -> None:
+        lines = [{"format": FORMAT, "specs": self.specs}]
+        lines += [{"file": s.file, "spec": s.spec, "keys": s.keys} for s in self.shards]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_whole(folder / "index.jsonl", lambda path: path.write_text(text))
+
+    def plan(self, kind: str, spec: Spec, keys: Iterable[str], folder: Path) -> list[Shard]:
+        """Give every key a place, those that have none in shards of their own; returns the shards
+        that hold any of `keys`.
+
+        A planned shard that is not there yet stays only if all of its keys are still wanted: else
+        it could never be made.
+        """
+        wanted = list(dict.fromkeys(keys))
+        known, name = set(wanted), spec_id(spec)
+        self.specs[name] = spec
+        self.shards = [
+            shard
+            for shard in self.shards
+            if (shard.kind, shard.spec) != (kind, name)
+            or known.issuperset(shard.keys)
+            or is_complete(folder / shard.file)
+        ]
+        placed = {key for shard in self._of(kind, name) for key in shard.keys}
+        new = [key for key in wanted if key not in placed]
+        numbers = (int(s.file.split("-")[1].split(".")[0]) for s in self.shards if s.kind == kind)
+        number = 1 + max(numbers, default=-1)
+        for start in range(0, len(new), SHARD_SAMPLES[kind]):
+            part = new[start : start + SHARD_SAMPLES[kind]]
+            self.shards.append(Shard(f"{kind}-{number:05d}.safetensors", name, part))
+            number += 1
+        return [shard for shard in self._of(kind, name) if not known.isdisjoint(shard.keys)]
+
+    def places(self, kind: str, spec: Spec) -> dict[str, tuple[str, int]]:
+        """{key: (file, row)} of the entries made with `spec`."""
+        shards = self._of(kind, spec_id(spec))
+        return {key: (s.file, row) for s in shards for row, key in enumerate(s.keys)}
+
+    def _of(self, kind: str, spec: str) -> list[Shard]:
+        return [s for s in self.shards if (s.kind, s.spec) == (kind, spec)]
+
+    def difference(self, kind: str, spec: Spec) -> str | None:
+        """How the cache's newest entries of the kind were made otherwise; None: they were not."""
+        names = [shard.spec for shard in self.shards if shard.kind == kind]
+        if not names or spec_id(spec) in names:
+            return None
+        made = self.specs[names[-1]]
+        return "; ".join(
+            f"cache made by {name} {made.get(name)}, the config has {spec.get(name)}"
+            for name in {**made, **spec}
+            if made.get(name) != spec.get(name)
+        )
+
+
+def spec_id(spec: Spec) -> str:
+    return hash_text(json.dumps(spec, sort_keys=True))
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mapping]) -> None:
+    """rows: what else there is to say of each, plain values; {"bad": reason}: it has no tensors."""
+    from safetensors.torch import save
+
+    # One entry: the order of several is not fixed.
+    content = save(dict(tensors), metadata={"rows": json.dumps(rows)})
+    write_whole(path, lambda draft: draft.write_bytes(content))
+
+
+def read_row(path: Path, row: int) -> tuple[dict[str, Tensor], dict]:
+    """The tensors of a row, by what stands after the dot, and what else is said of it."""
+    from safetensors import safe_open
+
+    start = f"{row}."
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118
+        about = json.loads(file.metadata()["rows"])[row]
+        return {name.removeprefix(start): file.get_tensor(name) for name in names}, about
+
+
+def rows_of(path: Path) -> list[dict]:
+    """What a shard says of its rows."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["rows"])
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a shard is there, and as long as its head says."""
+    from safetensors import SafetensorError
+
+    try:
+        rows_of(path)
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return False
+    return True
+
+
+class Writer:
+    """Within `with`: nobody else writes the cache, and who reads it sees that somebody does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "writer"
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Writer:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+")  # noqa: SIM115 - as long as we write
+        except OSError as error:
+            raise ValueError(
+                f"args.latent_cache={self.path.parent}: cannot be written ({error.strerror}); "
+                "name another folder"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            raise ValueError(
+                f"args.latent_cache={self.path.parent}: another `cogfast cache` "
+                f"({self._file.read().strip()}) is writing it; wait for it or end it"
+            ) from None
+        except OSError as error:  # of a file system without locks
+            logger.warning("%s cannot be locked (%s)", self.path, error.strerror)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+        self._thread = threading.Thread(target=self._beat, name="cache writer", daemon=True)
+        self._thread.start()
+        return self
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_BEAT):
+            os.utime(self.path)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+def is_being_written(folder: Path) -> bool:
+    """Whether a writer has touched its file in the last minute."""
+    try:
+        return time.time() - (folder / "writer").stat().st_mtime < SILENCE
+    except OSError:
+        return False

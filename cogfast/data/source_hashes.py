@@ -1,0 +1,100 @@
+"""What stands for the content of files and texts, and which files must be read to know it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cogfast.data.whole_files import write_whole
+
+_HASHING_THREADS = 8
+_BLOCK = 2**20  # bytes read at once
+
+
+def hash_text(text: str) -> str:
+    """What stands for a caption, or any other text."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def hash_file(path: str, start: int = 0, num_bytes: int | None = None) -> str:
+    """What stands for a file, or a part of it: its content, or its name where it cannot be read."""
+    digest = hashlib.blake2b(digest_size=16)
+    left = math.inf if num_bytes is None else num_bytes
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            while block := file.read(min(left, _BLOCK)):
+                digest.update(block)
+                left -= len(block)
+    except OSError:
+        return "unreadable-" + hash_text(path)
+    return digest.hexdigest()
+
+
+class Sources:
+    """Content hashes of files, read again only where size or time of change are other ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "sources.json"
+        try:
+            self.known = json.loads(self.file.read_text()) if self.file.is_file() else {}
+        except ValueError:
+            self.known = {}  # every file is then read again
+
+    def changed(self, paths: Iterable[str]) -> list[str]:
+        """Those that are new, or look changed, since they were hashed."""
+        return [path for path in paths if self.known.get(_name(path), [None])[:-1] != _stamp(path)]
+
+    def hash(
+        self, paths: Sequence[str], parts: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, list]:
+        """{name: [bytes, time of change, content hash]} of the files, several at a time.
+
+        parts: {path: offset and bytes of a member of a tar shard, or nothing}.
+        """
+
+        def row(path: str) -> list:
+            # The stamp first: what changes while it is read looks changed the next time.
+            return [*_stamp(path), hash_file(_file_of(path), *(parts or {}).get(path, ()))]
+
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            return dict(zip(map(_name, paths), pool.map(row, paths), strict=True))
+
+    def recorded(self, path: str) -> str:
+        """The content hash of a file when it was last read."""
+        return self.known[_name(path)][-1]
+
+    def content(self, path: str) -> str:
+        """The content hash of a file; it is read where that must be."""
+        if self.changed([path]):
+            self.known |= self.hash([path])
+        return self.recorded(path)
+
+    def write(self) -> None:
+        text = json.dumps(self.known, sort_keys=True, indent=0)
+        write_whole(self.file, lambda path: path.write_text(text))
+
+
+def _name(path: str) -> str:
+    return os.path.abspath(path)
+
+
+def _file_of(path: str) -> str:
+    """Itself, or the tar shard of SHARD::MEMBER."""
+    shard, mark, _ = path.partition("::")
+    return shard if mark and not os.path.exists(path) else path
+
+
+def _stamp(path: str) -> list[int]:
+    """[bytes, time of change in nanoseconds]; nothing where the file cannot be seen."""
+    try:
+        found = os.stat(_file_of(path))
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]

@@ -1,0 +1,249 @@
+"""The folder of encoded samples: who has which place in it, what is read again, who writes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.cached_videos import CachedVideos
+from cogfast.data.clip_list import ClipList
+from cogfast.data.clip_settings import ClipSettings
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.latent_cache import (
+    CacheIndex,
+    Writer,
+    is_being_written,
+    is_complete,
+    write_shard,
+)
+from cogfast.data.packed_strings import PackedStrings
+from cogfast.data.source_hashes import Sources, hash_file, hash_text
+from cogfast.data.whole_files import CacheWriteError, write_whole
+
+VIDEO, TEXT = {"VAE": "v1", "data.params.fps": 8}, {"text encoder": "t1"}
+SETTINGS = ClipSettings(video_size=(8, 8), fps=8, max_num_frames=1)
+
+
+def make(folder: Path, shards: list) -> None:
+    """Shards whose rows hold their keys' lengths; a key that starts with bad has no tensor."""
+    for shard in shards:
+        name = "mean" if shard.kind == "video" else "embedding"
+        tensors = {
+            f"{row}.{name}": torch.tensor([float(len(key))])
+            for row, key in enumerate(shard.keys)
+            if not key.startswith("bad")
+        }
+        rows = [
+            {"bad": "broken"}
+            if key.startswith("bad")
+            else {"fps": 8, "num_frames": 1, "num_padded": 0}
+            for key in shard.keys
+        ]
+        write_shard(folder / shard.file, tensors, rows)
+
+
+def files_of(index: CacheIndex) -> dict[str, list[str]]:
+    return {shard.file: shard.keys for shard in index.shards}
+
+
+def test_samples_keep_their_places_and_new_ones_come_behind(tmp_path: Path) -> None:
+    keys = [f"{i:02}" for i in range(10)]
+    index = CacheIndex()
+    plan = index.plan("video", VIDEO, keys, tmp_path)
+    assert [len(shard.keys) for shard in plan] == [8, 2]
+    index.write(tmp_path)
+    make(tmp_path, plan[:1])  # the second one is not there yet
+    again = CacheIndex.read(tmp_path)
+    assert again.plan("video", VIDEO, keys, tmp_path) == plan and again == index
+    # One of each shard is changed: the shard that is there keeps what is still wanted of it.
+    wanted = ["new a", *keys[1:9], "new b"]
+    plan = again.plan("video", VIDEO, wanted, tmp_path)
+    assert [shard.keys for shard in plan] == [keys[:8], ["new a", "08", "new b"]]
+    places = again.places("video", VIDEO)
+    assert places["03"] == ("video-00000.safetensors", 3)
+    assert set(wanted) <= places.keys()
+
+
+def test_a_sample_has_one_place_and_specs_have_their_own(tmp_path: Path) -> None:
+    index = CacheIndex()
+    index.plan("video", VIDEO, ["a", "b", "a"], tmp_path)
+    index.plan("text", TEXT, ["a"], tmp_path)
+    other = {**VIDEO, "VAE": "v2"}
+    assert index.difference("video", VIDEO) is None
+    assert index.difference("video", other) == "cache made by VAE v1, the config has v2"
+    index.plan("video", other, ["a"], tmp_path)
+    assert list(files_of(index).values()) == [["a", "b"], ["a"], ["a"]]
+    assert index.places("video", other) == {"a": ("video-00001.safetensors", 0)}
+
+
+def test_damaged_files_are_told_and_made_again(tmp_path: Path) -> None:
+    index = CacheIndex()
+    (shard,) = index.plan("video", VIDEO, ["a", "b"], tmp_path)
+    make(tmp_path, [shard])
+    path = tmp_path / shard.file
+    whole = path.read_bytes()
+    assert is_complete(path)
+    for size in (0, 5, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert not is_complete(path)
+    (tmp_path / "index.jsonl").write_text('{"format": "another"}\n')
+    with pytest.raises(ValueError, match=r"index.jsonl holds another, not cogfast-latents-1"):
+        CacheIndex.read(tmp_path)
+    (tmp_path / "index.jsonl").write_text("not json\n")
+    with pytest.raises(ValueError, match=r"index.jsonl holds nothing readable"):
+        CacheIndex.read(tmp_path)
+
+
+def test_only_files_that_look_changed_are_read_again(tmp_path: Path) -> None:
+    """A file of the same size and time counts as the same, whatever is in it."""
+    a, b, gone = (str(tmp_path / name) for name in ("a.mp4", "b.mp4", "gone.mp4"))
+    Path(a).write_bytes(b"first")
+    Path(b).write_bytes(b"other")
+    sources = Sources(tmp_path)
+    assert sources.changed([a, b]) == [a, b]
+    sources.known |= sources.hash([a, b, gone])
+    sources.write()
+    sources = Sources(tmp_path)
+    assert sources.changed([a, b, gone]) == []
+    assert sources.content(a) == hash_file(a)
+    assert sources.content(gone).startswith("unreadable-")
+    before = os.stat(a)
+    Path(a).write_bytes(b"2nd: ")
+    os.utime(a, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert sources.changed([a]) == []
+    Path(b).touch()
+    os.utime(b, ns=(0, 0))
+    Path(gone).write_bytes(b"here")
+    assert sources.changed([a, b, gone]) == [b, gone]
+    assert sources.content(b) == hash_file(b)
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("before")
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CacheWriteError, match=r"a.json cannot be written .*No space.* stays valid"):
+        write_whole(file, fail)
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_one_writer_at_a_time_and_readers_see_it(tmp_path: Path) -> None:
+    assert not is_being_written(tmp_path)
+    with Writer(tmp_path):
+        assert is_being_written(tmp_path)
+        with pytest.raises(
+            ValueError, match=rf"another .* \(process {os.getpid()} on .*\) is writ"
+        ):
+            Writer(tmp_path).__enter__()
+        os.utime(tmp_path / "writer", (time.time() - 61,) * 2)
+        assert not is_being_written(tmp_path)
+    assert not list(tmp_path.iterdir())
+    # What a killed writer left keeps nobody out.
+    (tmp_path / "writer").write_text("process 1 on elsewhere\n")
+    with Writer(tmp_path):
+        assert str(os.getpid()) in (tmp_path / "writer").read_text()
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> CaptionedVideos:
+    """Two folders with files of the same names, two of them with the same content."""
+    paths = []
+    for folder, content in (("one", "abcc"), ("two", "defg")):
+        (tmp_path / folder).mkdir()
+        for i, letter in enumerate(content):
+            path = tmp_path / folder / f"{i}.mp4"
+            path.write_text(letter * (i + 1))
+            paths.append(str(path))
+    (tmp_path / "one" / "3.mp4").write_text("ccc")
+    captions = PackedStrings(f"caption {i // 2}" for i in range(8))
+    return CaptionedVideos(ClipList(files=PackedStrings(paths), captions=captions), SETTINGS)
+
+
+def planned(folder: Path, videos: CaptionedVideos) -> list:
+    folder.mkdir(exist_ok=True)
+    sources, index = Sources(folder), CacheIndex()
+    contents = [sources.content(path) for path in videos.paths]
+    texts = [hash_text(caption) for caption in videos.captions]
+    plan = index.plan("text", TEXT, texts, folder) + index.plan("video", VIDEO, contents, folder)
+    sources.write()
+    index.write(folder)
+    return plan
+
+
+SPECS = {"video": VIDEO, "text": TEXT}
+
+
+def test_every_sample_gets_its_own(tmp_path: Path, videos: CaptionedVideos) -> None:
+    cache = tmp_path / "cache"
+    plan = planned(cache, videos)
+    assert [len(shard.keys) for shard in plan] == [4, 7]
+    for shard in plan:
+        name = "mean" if shard.kind == "video" else "embedding"
+        tensors = {f"{i}.{name}": torch.tensor([i]) for i in range(len(shard.keys))}
+        rows = [{"fps": 8, "num_frames": 1, "num_padded": 0}] * len(shard.keys)
+        if shard.kind == "video":
+            rows = [*rows[:-1], {"bad": "broken"}]
+        write_shard(cache / shard.file, tensors, rows)
+    cached = CachedVideos(cache, videos, SPECS)
+    items = [cached[i] for i in range(7)]
+    assert [int(item["latent_mean"]) for item in items] == [0, 1, 2, 2, 3, 4, 5]
+    assert [int(item["prompt_embedding"]) for item in items] == [0, 0, 1, 1, 2, 2, 3]
+    assert [item["path"] for item in items] == list(videos.paths)[:7]
+    assert [item["txt"] for item in items] == list(videos.captions)[:7]
+    with pytest.raises(BadSample, match=r"two/3.mp4: broken"):
+        cached[7]
+    damaged = cache / plan[1].file
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(BadSample, match=r"is damaged .*delete it and run `cogfast cache` again"):
+        cached[0]
+
+
+def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: CaptionedVideos) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"no cache there: 0 of 8 usable; run `cogfast cache`"):
+        CachedVideos(cache, videos, SPECS)
+    plan = planned(cache, videos)
+    with pytest.raises(ValueError, match=r"8 of 8 samples are not encoded, and no `cogfast cache`"):
+        CachedVideos(cache, videos, SPECS)
+    make(cache, plan)
+    CachedVideos(cache, videos, SPECS)
+    for kind, name in (("video", "VAE"), ("text", "text encoder")):
+        specs = {**SPECS, kind: {**SPECS[kind], name: "other"}}
+        made = SPECS[kind][name]
+        match = rf"cache made by {name} {made}, the config has other: 0 of 8 usable; run `cogfast"
+        with pytest.raises(ValueError, match=match):
+            CachedVideos(cache, videos, specs)
+    Path(videos.paths[0]).write_text("an edited video")
+    with pytest.raises(ValueError, match=r"1 videos changed since caching: 7 of 8 usable"):
+        CachedVideos(cache, videos, SPECS)
+
+
+def test_a_sample_is_waited_for_as_long_as_there_is_a_writer(
+    tmp_path: Path, videos: CaptionedVideos
+) -> None:
+    cache = tmp_path / "cache"
+    text, video = planned(cache, videos)
+    make(cache, [text])
+    with Writer(cache):
+        cached = CachedVideos(cache, videos, SPECS)
+        os.utime(cache / "writer", (time.time() - 61,) * 2)
+        with pytest.raises(RuntimeError, match=r"video-00000.safetensors, for .*one/0.mp4, is not"):
+            cached[0]
+        (cache / "writer").touch()
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(1.0)
+            make(cache, [video])
+            os._exit(0)
+        assert not (cache / video.file).exists()
+        assert float(cached[0]["latent_mean"]) == 32  # as long as the key
+        os.waitpid(pid, 0)
