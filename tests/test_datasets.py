@@ -216,7 +216,7 @@ def test_missing_and_empty_folders(tmp_path):
         ({"skip_frms_num": -1}, "skip_frms_num=-1 must be 0 or more"),
         ({"frame_selection": "clock"}, "'clock' is not known; use one of timestamp, sat, uniform"),
         ({"short_clips": "loop"}, "'loop' is not known; use one of skip, pad"),
-        ({"reader": "dali"}, "'dali' is not known; use one of auto, decord, pyav"),
+        ({"video_backend": "nvdec"}, "'nvdec' is not known; use one of auto, dali, decord, pyav"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

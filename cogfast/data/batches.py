@@ -6,11 +6,12 @@ changes a batch. A bad sample is replaced within its slot and reported; only too
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.cached_videos import CachedVideos
+from cogfast.data.dali_reader import dali_of_this_process
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.threaded_reads import ThreadedReads
 from cogfast.data.worker_signals import heed_parent_only, signals_withheld
 
 logger = logging.getLogger(__name__)
@@ -41,8 +44,9 @@ class BatchLoader:
     what the data set's items hold (tensors stacked, strings listed), plus
     {"step": int, "slots": [int], "bad": [(path, reason)] passed over for this micro-batch}.
 
-    start_step: where a resumed run goes on. num_workers=0 reads in this process. timeout: seconds
-    that reading one sample may take, 0 for ever. bad_samples_path: see BadSampleLog.
+    start_step: where a resumed run goes on. num_workers=0 reads in this process; where DALI reads,
+    all of them are threads of it, and the videos lie on its device. timeout: seconds that reading
+    one sample may take, 0 for ever. bad_samples_path: see BadSampleLog.
     """
 
     def __init__(
@@ -80,9 +84,16 @@ class BatchLoader:
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         slots = _Slots(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps)
         self._expected = iter(slots)
+        self._batches: Iterator[Batch] | None
+        reads = _MicroBatches(dataset, order, timeout)
+        if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
+            dali = dali_of_this_process(dataset.settings.video_backend)
+            if dali is not None:
+                self._batches = ThreadedReads(reads.of_a_thread, slots, dali, num_workers)
+                return
         method = start_method()
         loader = DataLoader(
-            _MicroBatches(dataset, order, timeout),
+            reads,
             batch_size=None,  # an element of `slots` is a whole micro-batch
             sampler=slots,
             collate_fn=_as_is,
@@ -93,7 +104,7 @@ class BatchLoader:
             worker_init_fn=heed_parent_only if num_workers else None,
         )
         with signals_withheld(method):
-            self._batches: Iterator[Batch] | None = iter(loader)  # starts the workers
+            self._batches = iter(loader)  # starts the workers
 
     def __iter__(self) -> BatchLoader:
         return self
@@ -144,6 +155,8 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stop the workers; later calls of next() end the iteration."""
+        if isinstance(self._batches, ThreadedReads):
+            self._batches.close()
         self._batches = None  # torch's iterator joins its workers when it is dropped
 
     def __enter__(self) -> BatchLoader:
@@ -210,6 +223,12 @@ class _MicroBatches(Dataset):
         self._dataset, self._order, self._timeout = dataset, order, timeout
         # {sample: reason}; they are not tried again, since each costs a thread
         self._timed_out: dict[int, str] = {}
+
+    def of_a_thread(self) -> Callable[[tuple[int, list[int]]], Batch]:
+        """To be called in one thread alone: an order keeps what threads would get mixed up."""
+        own = copy.copy(self)
+        own._order = copy.deepcopy(self._order)
+        return own.__getitem__
 
     def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
         step, slots = step_and_slots

@@ -22,7 +22,8 @@ from cogfast.data.clip_transform import (
     select_frames_timestamp,
     select_frames_uniform,
 )
-from cogfast.data.video_reader import open_video
+from cogfast.data.dali_reader import DaliReader, DaliVideo, dali_of_this_process
+from cogfast.data.video_reader import VideoReader, open_video
 
 _FRAMES_AT_ONCE = 16  # full-size frames held before they are scaled down
 
@@ -65,16 +66,36 @@ def frames_within(times: np.ndarray, span: Span | None) -> slice:
 def read_clip(
     path: str, settings: ClipSettings, span: Span | None = None
 ) -> tuple[Tensor, Selection]:
-    """The clip [F, 3, rows, columns] uint8 of a video file or of a part of it, and its selection."""
-    video = open_video(path, settings.reader)
+    """The clip [F, 3, rows, columns] uint8 of a video file or of a part of it, and its selection.
+
+    It lies on the device of the process where DALI reads, decoded by it or, where it cannot, by
+    decord.
+    """
+    dali = dali_of_this_process(settings.video_backend)
+    if dali is None:
+        return _read_on_cpu(path, settings, span)
+    with dali.on_device():
+        read = _read_by_dali(dali, path, settings, span)
+        clip, selection = read or _read_on_cpu(path, settings, span)
+        return clip.to(dali.device), selection
+
+
+def _read_by_dali(
+    dali: DaliReader, path: str, settings: ClipSettings, span: Span | None
+) -> tuple[Tensor, Selection] | None:
+    video = dali.open(path)
+    if video is None:
+        return None
+    chosen, selection = _choose(video, settings, span)
+    clip = dali.read(video, chosen, settings.video_size)
+    return None if clip is None else (_padded(clip, selection), selection)
+
+
+def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:
+    video = open_video(path, settings.cpu_reader)
     try:
-        try:
-            part = frames_within(video.times, span)
-            selection = select_frames(video.times[part], video.fps, settings)
-        except ValueError as error:
-            raise BadSample(path, str(error)) from None
-        # Padded frames are copied, not decoded; full-size frames are let go a few at a time.
-        chosen = selection.indices[: len(selection.indices) - selection.num_padded] + part.start
+        chosen, selection = _choose(video, settings, span)
+        # Full-size frames are let go a few at a time.
         parts = [
             resize_and_center_crop(
                 video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
@@ -83,9 +104,26 @@ def read_clip(
         ]
     finally:
         video.close()
-    if selection.num_padded:
-        parts.append(parts[-1][-1:].expand(selection.num_padded, -1, -1, -1))
-    return torch.cat(parts), selection
+    return _padded(torch.cat(parts), selection), selection
+
+
+def _choose(
+    video: VideoReader | DaliVideo, settings: ClipSettings, span: Span | None
+) -> tuple[np.ndarray, Selection]:
+    """The frames to decode, and the selection; padded frames are copied, not decoded."""
+    try:
+        part = frames_within(video.times, span)
+        selection = select_frames(video.times[part], video.fps, settings)
+    except ValueError as error:
+        raise BadSample(video.path, str(error)) from None
+    num_real = len(selection.indices) - selection.num_padded
+    return selection.indices[:num_real] + part.start, selection
+
+
+def _padded(clip: Tensor, selection: Selection) -> Tensor:
+    if not selection.num_padded:
+        return clip
+    return torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
 
 
 def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from cogfast.data.clip_transform import FrameSelection
+from cogfast.data.dali_reader import VideoBackend, check_backend
 from cogfast.data.video_reader import ReaderName
 
 ShortClips = Literal["skip", "pad"]
@@ -30,8 +31,10 @@ class ClipSettings:
     short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
     out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
     pad as upstream does; padded clips are counted either way.
+    video_backend: "dali" decodes in the training process, on its GPU, "decord" or "pyav" in reading
+    processes; "auto" is DALI where it can run, else decord with PyAV for what decord cannot read.
     keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
-    small that decoding them again and again would hold training up.
+    small that decoding them again and again would hold training up. DALI's lie on the GPU.
     buckets: sizes in place of max_num_frames and video_size, of which each clip gets the one that
     loses least of it (data/buckets.py).
     """
@@ -42,7 +45,7 @@ class ClipSettings:
     skip_frms_num: float = 0.0
     frame_selection: FrameSelection = "timestamp"
     short_clips: ShortClips | None = None
-    reader: ReaderName = "auto"
+    video_backend: VideoBackend = "auto"
     keep_decoded_mib: int = 0
     buckets: Sequence[Sequence[int]] | None = None
 
@@ -65,11 +68,17 @@ class ClipSettings:
         for key, value, choices in (
             ("frame_selection", self.frame_selection, get_args(FrameSelection)),
             ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
-            ("reader", self.reader, get_args(ReaderName)),
+            ("video_backend", self.video_backend, get_args(VideoBackend)),
         ):
             if value not in choices:
                 allowed = ", ".join(str(c) for c in choices if c is not None)
                 raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
+        check_backend(self.video_backend)
+
+    @property
+    def cpu_reader(self) -> ReaderName:
+        """What reads where DALI does not."""
+        return "auto" if self.video_backend == "dali" else self.video_backend
 
     @property
     def skips_short_clips(self) -> bool:

@@ -22,6 +22,7 @@ from cogfast.data.clip import named_bytes, read_clip, read_image
 from cogfast.data.clip_list import ClipList, join
 from cogfast.data.clip_settings import Bucket, ClipSettings, ShortClips
 from cogfast.data.clip_transform import FrameSelection
+from cogfast.data.dali_reader import VideoBackend
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.manifest import read_manifest
 from cogfast.data.packed_strings import PackedStrings
@@ -39,7 +40,6 @@ from cogfast.data.sample_files import (
     text_lines,
 )
 from cogfast.data.tar_shards import read_member
-from cogfast.data.video_reader import ReaderName
 
 Buckets = list[list[int]]
 
@@ -146,7 +146,8 @@ class CaptionedVideos(Dataset):
             "num_padded": selection.num_padded,
         }
         if self.has_images:
-            sample["images"] = self._image(index, settings.video_size, clip[0])
+            image = self._image(index, settings.video_size, clip[0])
+            sample["images"] = image.to(clip.device)
         return sample
 
     def _is_in_shard(self, index: int) -> bool:
@@ -175,7 +176,7 @@ class ListedVideos(CaptionedVideos):
         frame_selection: FrameSelection = "timestamp",
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
-        reader: ReaderName = "auto",
+        video_backend: VideoBackend = "auto",
         keep_decoded_mib: int = 0,
         buckets: Buckets | None = None,
     ) -> None:
@@ -186,7 +187,7 @@ class ListedVideos(CaptionedVideos):
             skip_frms_num=skip_frms_num,
             frame_selection=frame_selection,
             short_clips=short_clips,
-            reader=reader,
+            video_backend=video_backend,
             keep_decoded_mib=keep_decoded_mib,
             buckets=buckets,
         )
@@ -251,7 +252,7 @@ class VideoList(ListedVideos):
         frame_selection: FrameSelection = "timestamp",
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
-        reader: ReaderName = "auto",
+        video_backend: VideoBackend = "auto",
         keep_decoded_mib: int = 0,
         buckets: Buckets | None = None,
         caption_column: str = "prompts.txt",
@@ -270,7 +271,7 @@ class VideoList(ListedVideos):
             frame_selection=frame_selection,
             short_clips=short_clips,
             allow_empty_captions=allow_empty_captions,
-            reader=reader,
+            video_backend=video_backend,
             keep_decoded_mib=keep_decoded_mib,
             buckets=buckets,
         )

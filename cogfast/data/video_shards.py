@@ -8,10 +8,10 @@ from pathlib import Path
 from cogfast.data.clip_list import ClipList, join
 from cogfast.data.clip_settings import ShortClips
 from cogfast.data.clip_transform import FrameSelection
+from cogfast.data.dali_reader import VideoBackend
 from cogfast.data.datasets import Buckets, ListedVideos
 from cogfast.data.sample_files import ADD_CAPTIONS, DataDir, data_sources, refuse_samples
 from cogfast.data.tar_shards import list_shard, shards_of
-from cogfast.data.video_reader import ReaderName
 
 
 class VideoShards(ListedVideos):
@@ -32,7 +32,7 @@ class VideoShards(ListedVideos):
         frame_selection: FrameSelection = "timestamp",
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
-        reader: ReaderName = "auto",
+        video_backend: VideoBackend = "auto",
         keep_decoded_mib: int = 0,
         buckets: Buckets | None = None,
         caption_key: str = "caption",
@@ -48,7 +48,7 @@ class VideoShards(ListedVideos):
             frame_selection=frame_selection,
             short_clips=short_clips,
             allow_empty_captions=allow_empty_captions,
-            reader=reader,
+            video_backend=video_backend,
             keep_decoded_mib=keep_decoded_mib,
             buckets=buckets,
         )
