@@ -18,7 +18,7 @@ usage: cogfast {train,cache,sample,convert} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
-  sample  make videos: cogfast sample RUN_FOLDER --prompt TEXT --out DIR
+  sample  make videos: cogfast sample FOLDER --prompt TEXT --out DIR
   convert turn weights into another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
 
 `cogfast train --help` and so on list the options.

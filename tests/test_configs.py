@@ -114,6 +114,8 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     files = [str(CONFIGS / f"{name}.yaml") for name in (model, *more)]
     assert main(["train", "--base", *files, "--dry-run"]) == 0
     text = capsys.readouterr().out
+    assert main(["sample", "--base", *files, "--dry-run"]) == 0
+    assert capsys.readouterr().out == text
     assert "${" not in text
     assert "accepted and not used" not in text  # our files hold no key that nothing reads
     line = next(t for t in text.splitlines() if t.startswith("  lr: "))

@@ -177,7 +177,7 @@ def test_a_pipeline_alone_gives_diffusers_latents(
     assert settings["scale_factor"] == 0.7
     assert settings["prompts"][0] == {"text": PROMPT, "seed": SEED, "height": 32, "width": 48}
     assert settings["sampler"]["target"].endswith("VideoDDIMSampler")
-    assert set(settings["versions"]) == {"cogfast", "torch", "diffusers", "transformers", "commit"}
+    assert set(settings["versions"]) == {"torch", "diffusers", "transformers", "commit"}
 
 
 @pytest.mark.parametrize("family", ["5b_i2v", "1.5_5b_i2v"])

@@ -177,7 +177,7 @@ def _settings(
         "decode_tile": plan.tile if plan is not None else None,
         "model_parallel_size": args.model_parallel_size,
         "versions": {
-            **{name: version(name) for name in ("cogfast", "torch", "diffusers", "transformers")},
+            **{name: version(name) for name in ("torch", "diffusers", "transformers")},
             "commit": git("rev-parse", "HEAD"),
         },
     }
