@@ -72,11 +72,10 @@ class Ours:
         never = ("position_table.weight", *network.unused_parameter_names())
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(is_lora_parameter(name) if is_lora else name not in never)
+        self.use_checkpointing("none")
 
     def forward(self, batch: Batch) -> Tensor:
         return self.network(batch.latents, batch.timesteps, batch.text)
-
-        self.use_checkpointing("none")
 
     def use_checkpointing(self, policy: PolicyChoice) -> None:
         alone = ProcessGroups(0, 1, 0, self.variant.device, control=None, is_owner=False)
