@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import TransformerConfig, assemble_transformer
 from cogfast.model.weights.adapters import adapters_of
 from cogfast.model.weights.family import Shapes, num_blocks
 from cogfast.model.weights.source import WeightSource
 from cogfast.shapes import PatchSize
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
 _PATCH_HW = 2
@@ -35,8 +35,6 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     out_channels: latent channels, needed where the patch embedding is flat (CogVideoX 1.5).
     ValueError where the tensors are no whole transformer, or contradict the format's facts.
     """
-    from cogfast.model.transformer import TransformerConfig  # that module imports this package
-
     shapes = plain_shapes(source.shapes)
     absent = [name for name in _NEEDED if name not in shapes]
     if absent and source.is_partial and "hidden_size" in source.facts:
@@ -135,10 +133,6 @@ def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
 
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:
     """ValueError where `source` lacks tensors of the model, or has some of another size."""
-    import torch
-
-    from cogfast.model.transformer import assemble_transformer
-
     with torch.device("meta"):
         model = assemble_transformer(config)
     optional = set(model.unused_parameter_names())

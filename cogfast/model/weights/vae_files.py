@@ -150,7 +150,9 @@ def verify_vae(vae: VaeSource, target: Path, is_rounded: bool) -> str:
     for name, tensor in model.state_dict().items():
         difference = max(difference, (tensor.float() - vae.read(name).float()).abs().max().item())
     if difference and not is_rounded:
-        raise ValueError(f"{target}: its tensors differ from the source's by {difference}; delete it")
+        raise ValueError(
+            f"{target}: its tensors differ from the source's by {difference}; delete it"
+        )
     return f"loads into diffusers' {_CLASS_NAME}, largest difference of a number {difference:.1e}"
 
 

@@ -7,19 +7,16 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
 from cogfast.model.weights.identify import plain_shapes
 from cogfast.model.weights.load import load_source
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
 from cogfast.shapes import TokenGrid
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
 
 _EXACT = 1e-5  # of the output's scale: two implementations of the same float32 model
 _MOST_GRID = (2, 4, 6)  # tokens along time, rows and columns, where the model can be given so few
@@ -66,7 +63,7 @@ def verify(
     if to == "diffusers":
         found, plain = _diffusers(target, config, given)
         stock = (
-            f" with norm_out's epsilon at {config_eps():g}, as trained; with diffusers' own "
+            f" with norm_out's epsilon at {OUTPUT_NORM_EPS:g}, as trained; with diffusers' own "
             f"epsilon {(plain - expected).abs().max():.1e}"
         )
     else:
@@ -76,12 +73,6 @@ def verify(
     if not torch.isfinite(found).all() or (not is_rounded and difference > _EXACT * scale):
         raise ValueError(f"{target}: it does not compute what the source does: {line}; delete it")
     return line
-
-
-def config_eps() -> float:
-    from cogfast.model.transformer import OUTPUT_NORM_EPS
-
-    return OUTPUT_NORM_EPS
 
 
 def _inputs(config: TransformerConfig) -> dict[str, Tensor]:
@@ -108,8 +99,6 @@ def _inputs(config: TransformerConfig) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _ours(source: WeightSource, config: TransformerConfig, given: dict[str, Tensor]) -> Tensor:
-    from cogfast.model.transformer import assemble_transformer
-
     with torch.device("meta"):  # no initial values are drawn for what is loaded
         transformer = assemble_transformer(config)
     transformer.to_empty(device="cpu").eval()
@@ -146,7 +135,7 @@ def _diffusers(
         patch_embed.sample_frames = (frames - 1) * config.time_compressed_rate + 1
         patch_embed.pos_embedding = patch_embed.pos_embedding[:, : config.text_length + tokens]
     plain = run_diffusers(model, config, given)
-    model.norm_out.norm.eps = config_eps()
+    model.norm_out.norm.eps = OUTPUT_NORM_EPS
     return run_diffusers(model, config, given), plain
 
 
