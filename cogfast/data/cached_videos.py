@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_list import ClipList
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.latent_cache import (
     CacheIndex,
@@ -41,6 +42,8 @@ class CachedVideos(CaptionedVideos):
     def __init__(self, folder: Path, videos: CaptionedVideos, specs: dict[str, Spec]) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
         self.folder, self.specs = folder, specs
+        if videos.settings.buckets is not None and videos.clips.buckets is None:
+            return  # what becomes of its clips is not known yet: `with_clips` brings it
         self.used = used_samples(self)
         index, keys, num_changed = self._look()
         # Arrays: what a forked worker reads of them is not copied.
@@ -57,6 +60,9 @@ class CachedVideos(CaptionedVideos):
             for kind, files in self._files.items()
         }
         self._check(index, num_changed)
+
+    def with_clips(self, clips: ClipList) -> CachedVideos:
+        return CachedVideos(self.folder, super().with_clips(clips), self.specs)
 
     def __getitem__(self, index: int) -> dict:
         self.wait(index)
@@ -200,9 +206,17 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> dict[str, t
     for index in indices:
         at = [-1] * 4 if clips.places is None else clips.places[index].tolist()
         found[clips.files[index]] = tuple(at[:2]) if at[0] >= 0 else ()
-        if clips.images is not None and clips.images[index]:
-            found[clips.images[index]] = tuple(at[2:]) if at[2] >= 0 else ()
+        image = _image_of(clips, index)
+        if image is not None:
+            found[image] = tuple(at[2:]) if at[0] >= 0 and at[2] >= 0 else ()
     return found
+
+
+def _image_of(clips: ClipList, index: int) -> str | None:
+    """The file, or member of a tar shard, that is the sample's image."""
+    if clips.places is not None and min(clips.places[index, [0, 2]]) >= 0:
+        return clips.files[index] + "::image"
+    return None if clips.images is None else clips.images[index] or None
 
 
 def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
@@ -215,6 +229,7 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
     for name in ("fps", "max_num_frames", "video_size"):
         if getattr(settings, name) != getattr(common, name):
             own[name] = str(getattr(settings, name))
-    if clips.images is not None and clips.images[index]:
-        own["image"] = sources.recorded(clips.images[index])
+    image = _image_of(clips, index)
+    if image is not None:
+        own["image"] = sources.recorded(image)
     return hash_text(json.dumps([content, own], sort_keys=True)) if own else content
