@@ -58,8 +58,9 @@ class BadSampleLog:
         """The most bad samples that the run bears."""
         return max(1, int(self.max_bad_fraction * self.num_samples))
 
-    def add(self, path: str, reason: str) -> bool:
-        """Take a bad sample down; False when it is listed already, by this or another rank."""
+    def add(self, path: str, reason: str, is_told: bool = True) -> bool:
+        """Take a bad sample down, with a line in the log where is_told; False when it is listed
+        already, by this or another rank."""
         if path in self.reasons:
             return False
         is_new = path not in self._listed_before
@@ -80,7 +81,7 @@ class BadSampleLog:
                     f.write(start + line.encode("utf-8", "backslashreplace") + b"\n")
         # Listed before and still bad counts anew; listed before and mended does not.
         self.reasons[path] = reason
-        if is_new:
+        if is_new and is_told:
             # A name that is no UTF-8 is nothing that every terminal and log takes.
             shown = path.encode("utf-8", "backslashreplace").decode()
             logger.warning("skipped %s: %s", shown, reason)

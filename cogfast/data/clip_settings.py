@@ -56,7 +56,7 @@ class ClipSettings:
                 f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
             )
         object.__setattr__(self, "video_size", size)
-        object.__setattr__(self, "buckets", _checked(self.buckets))
+        object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         for key, value, least in (
             ("fps", self.fps, "positive"),
             ("max_num_frames", self.max_num_frames, "positive"),
@@ -91,16 +91,16 @@ class ClipSettings:
         """The buckets, or the one size that there is."""
         return self.buckets or (Bucket(self.max_num_frames, *self.video_size),)
 
-    def of(self, bucket: Bucket, fps: float | None = None) -> ClipSettings:
-        """Those of one clip: the bucket that it is in, and its own rate where it has one."""
+    def of(self, bucket: Bucket) -> ClipSettings:
+        """Those of a clip in a bucket."""
         size = bucket.height, bucket.width
-        if (bucket.num_frames, size) == (self.max_num_frames, self.video_size) and fps is None:
+        if (bucket.num_frames, size) == (self.max_num_frames, self.video_size):
             return self
-        rate = self.fps if fps is None else fps
-        return replace(self, max_num_frames=bucket.num_frames, video_size=size, fps=rate)
+        return replace(self, max_num_frames=bucket.num_frames, video_size=size)
 
 
-def _checked(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
+def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
+    """data.params.buckets, or a ValueError that says what is wrong with it."""
     if not buckets:
         return None
     for i, bucket in enumerate(buckets):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip import named_bytes, read_clip, read_image
 from cogfast.data.clip_list import ClipList, join
-from cogfast.data.clip_settings import Bucket, ClipSettings, ShortClips
+from cogfast.data.clip_settings import ClipSettings, ShortClips
 from cogfast.data.clip_transform import FrameSelection
 from cogfast.data.dali_reader import VideoBackend
 from cogfast.data.global_order import GlobalOrder
@@ -108,9 +109,13 @@ class CaptionedVideos(Dataset):
     def settings_of(self, index: int) -> ClipSettings:
         """What the sample becomes: its bucket's size, its own rate."""
         sizes, clips = self.settings.sizes, self.clips
-        bucket: Bucket = sizes[0 if clips.buckets is None else int(clips.buckets[index])]
-        fps = None if clips.fps is None or np.isnan(clips.fps[index]) else float(clips.fps[index])
-        return self.settings.of(bucket, fps)
+        bucket = sizes[0 if clips.buckets is None else int(clips.buckets[index])]
+        return self.settings_of_rate(index).of(bucket)
+
+    def settings_of_rate(self, index: int) -> ClipSettings:
+        """The settings with the sample's own rate, where it has one."""
+        fps = np.nan if self.clips.fps is None else self.clips.fps[index]
+        return self.settings if np.isnan(fps) else replace(self.settings, fps=float(fps))
 
     def __len__(self) -> int:
         return len(self.clips)

@@ -7,8 +7,10 @@ with its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"ke
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import re
 import tarfile
 from collections.abc import Iterator
@@ -112,6 +114,36 @@ def _file_system(url: str):
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # a scheme that nothing installed knows
         raise ValueError(f"data_dir={url}: {error}") from None
+
+
+class Member(io.RawIOBase):
+    """A member of a shard, SHARD::NAME, as a file that is read here and there."""
+
+    def __init__(self, file: str, offset: int, size: int) -> None:
+        self._file, self._offset, self._size, self._at = file, offset, size, 0
+        self._store = Store(file.partition(MEMBER)[0]).open()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        self._store.seek(self._offset + self._at)
+        data = self._store.read(max(0, min(len(buffer), self._size - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._store.close()
+        super().close()
 
 
 def read_member(file: str, offset: int, size: int) -> bytes:
@@ -287,7 +319,7 @@ def _kept_rows(file: Path, version: str) -> list[Row] | None:
 def _keep_rows(file: Path, version: str, rows: list[Row]) -> None:
     head = json.dumps({"version": version, "samples": len(rows)})
     text = "\n".join([head, *(json.dumps(row) for row in rows)])
-    part = file.with_suffix(f".{id(rows)}.part")
+    part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")

@@ -67,7 +67,7 @@ def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
         return PyAVReader(path)  # knows newer codecs, and says better what is wrong
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """The telling line of a library's message, without its stack and source positions."""
     text = str(error.args[1] if len(error.args) > 1 else error)  # (number, text, ...) of FFmpeg
     line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
@@ -98,7 +98,7 @@ class DecordReader:
             self.fps = float(self._reader.get_avg_fps())
         except self._errors as error:
             self._let_go(error)
-            raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+            raise BadSample(path, f"not a readable video ({one_line(error)})") from None
         self.times = shown[:, 0].astype(np.float64)
 
     def _let_go(self, error: BaseException) -> None:
@@ -123,7 +123,7 @@ class DecordReader:
         except self._errors as error:
             self._let_go(error)
             reason = f"frames {indices[0]}..{indices[-1]} of {len(self)} do not decode"
-            failure = BadSample(self.path, f"{reason} ({_one_line(error)})")
+            failure = BadSample(self.path, f"{reason} ({one_line(error)})")
         if not self._pyav_helps:
             raise failure
         self._pyav = PyAVReader(self.path)
@@ -157,7 +157,7 @@ def read_header(path: str) -> VideoHeader:
             base, rate, num_frames = stream.time_base, stream.average_rate, stream.frames
             codec, num_bytes = stream.codec_context.name, container.size
     except (av.error.FFmpegError, ValueError, OSError) as error:
-        raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+        raise BadSample(path, f"not a readable video ({one_line(error)})") from None
     if not packets or base is None:
         raise BadSample(path, "no frame in it")
     if len(packets) < num_frames:  # 0 where the format does not say
@@ -183,7 +183,7 @@ def first_frame(path: str) -> av.VideoFrame:
         with av.open(path) as container:
             return next(container.decode(_video_stream(path, container)))
     except (StopIteration, av.error.FFmpegError, ValueError, OSError) as error:
-        raise BadSample(path, f"not a readable video ({_one_line(error)})") from None
+        raise BadSample(path, f"not a readable video ({one_line(error)})") from None
 
 
 class PyAVReader:
@@ -219,7 +219,7 @@ class PyAVReader:
                     self._next += 1
                 out.append(self._last)
         except (StopIteration, *self._errors) as error:
-            why = "the file ends early" if isinstance(error, StopIteration) else _one_line(error)
+            why = "the file ends early" if isinstance(error, StopIteration) else one_line(error)
             reason = f"frame {self._next} of {len(self)} does not decode ({why})"
             raise BadSample(self.path, reason) from None
         return torch.stack(out)

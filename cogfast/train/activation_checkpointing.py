@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -120,10 +121,12 @@ class ActivationCheckpointing:
         choice: Policy | Literal["auto"],
         groups: ProcessGroups,
         is_compiled: bool = False,
+        most_rows: int = 0,
     ) -> None:
-        """is_compiled: args.compile."""
+        """is_compiled: args.compile. most_rows: B S of the largest micro-batch of the run, where that
+        is known; else the last one is taken for it."""
         self.transformer, self.choice, self.groups = transformer, choice, groups
-        self.is_compiled = is_compiled
+        self.is_compiled, self.most_rows = is_compiled, most_rows
         self.is_settled = choice != "auto"
         self.layer: LayerShape | None = None  # of the last micro-batch
         self.num_steps = 0  # done
@@ -174,6 +177,7 @@ class ActivationCheckpointing:
             return
         self.is_settled = True
         free, total = _device_memory(self.groups.device)
+        self._look_ahead()
         here = free - int(_MARGIN * total) - self._on_top()
         self._use(plan_layers(self.layer, len(self.policies), min(self.groups.gather(here))))
         peak = total - free + self._need(self.policies)
@@ -183,6 +187,17 @@ class ActivationCheckpointing:
             peak / 2**30,
             total / 2**30,
         )
+
+    def _look_ahead(self) -> None:
+        """Put the run's largest micro-batch in the place of the one that was measured."""
+        measured, self.layer = (
+            self.layer,
+            replace(self.layer, num_rows=max(self.layer.num_rows, self.most_rows)),
+        )
+        if self.bytes_on_top is not None:
+            # What grows with the rows, the activations beside what blocks keep, and what does not.
+            of_rows = max(0, self.bytes_on_top - self.gradient_bytes)
+            self.bytes_on_top += of_rows * self.layer.num_rows // measured.num_rows - of_rows
 
     def _on_top(self) -> int:
         if self.bytes_on_top is not None:

@@ -53,6 +53,7 @@ class TrainArguments:
     prefetch_factor: int = 4  # batches that each worker decodes ahead
     device_prefetch: int = 1  # batches copied to a GPU while it works on another
     decode_timeout: float = 120.0  # seconds that reading one sample may take, 0 for ever
+    check_videos: bool = True  # read the headers of all videos before training
     max_bad_fraction: float = 0.05  # share of unreadable samples at which the run ends
 
     # the step

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cogfast.config import Config, data_arguments, refuse
+from cogfast.config import Config, refuse
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, why_not
 from cogfast.kernels.flash_attention import flash_attention
 from cogfast.model.transformer import TransformerConfig
-from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import DTYPES
-from cogfast.train.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.process_groups import ProcessGroups
+from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +95,9 @@ def choose_for_sampling(
 
 
 def run_shape(config: Config, args: TrainArguments, model: TransformerConfig) -> Shape:
-    """What attention gets in a step: the data's frames and size where the config says them, else
-    the largest that the model takes; the heads of one tensor-parallel part."""
-    data = data_arguments(config)
-    height, width = model.latent_height, model.latent_width
-    if data.get("video_size") is not None:
-        height, width = (int(side) // SPATIAL_COMPRESSION for side in data["video_size"])
-    num_frames = data.get("max_num_frames", model.num_frames)
-    size = LatentSize.of_video(
-        model.out_channels, num_frames, height, width, model.patch_size.t, DEFAULT_FPS
-    )
+    """What attention gets in a step: the data's frames and size (of buckets the largest), where the
+    config says them, else the largest that the model takes; the heads of one tensor-parallel part."""
+    size = largest_size(config, model)
     heads = model.num_attention_heads // args.model_parallel_size
     return args.batch_size, size.num_tokens(model), heads, model.head_width
 

@@ -18,9 +18,11 @@ from torch.utils.data import Dataset, Subset
 
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cached_videos import CachedVideos
+from cogfast.data.clip_transform import resize_and_center_crop
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
@@ -174,7 +176,7 @@ class Evaluator:
         return torch.stack([*sums, is_counted.double().sum()])
 
     def _sample(self, step: int, size: LatentSize) -> None:
-        prompts = self.groups.on_main(self._prompts)
+        prompts = self.groups.on_main(lambda: self._prompts(size))
         maker = VideoMaker(
             self.engine,
             self.diffusion,
@@ -197,7 +199,7 @@ class Evaluator:
         has_texts = bool(self.args.eval_prompts) and not self.encoder.image_input
         return has_texts or (self.dataset is not None and self.args.eval_num_samples > 0)
 
-    def _prompts(self) -> list[Prompt]:
+    def _prompts(self, size: LatentSize) -> list[Prompt]:
         """args.eval_prompts, or held-out captions; with held-out first frames for I2V."""
         texts: Sequence[str] = self.args.eval_prompts
         if texts and not self.encoder.image_input:
@@ -208,17 +210,21 @@ class Evaluator:
         if captions is not None:
             return [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         return [
-            self._prompt(i, self.dataset[sample], texts[i] if texts else None)
+            self._prompt(i, self.dataset[sample], texts[i] if texts else None, size)
             for i, sample in enumerate(chosen)
         ]
 
-    def _prompt(self, index: int, item: dict, text: str | None) -> Prompt:
+    def _prompt(self, index: int, item: dict, text: str | None, video: LatentSize) -> Prompt:
         """From a sample of the data set; `text` replaces its caption."""
         image = image_latents = None
         if self.encoder.image_input and "image_latents" in item:
             image_latents = item["image_latents"]
         elif self.encoder.image_input:
-            image = in_unit_range(item["images"] if "images" in item else item["video"][0])
+            pixels = item["images"] if "images" in item else item["video"][0]
+            size = (video.height * SPATIAL_COMPRESSION, video.width * SPATIAL_COMPRESSION)
+            if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # of another bucket
+                pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]
+            image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")
         text = text or item.get("txt", "")
         return Prompt(index, text, _SEED + index, image, image_latents, embedding)

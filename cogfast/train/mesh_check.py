@@ -7,8 +7,8 @@ import os
 from cogfast.config import Config, data_arguments, refuse
 from cogfast.model.transformer import TransformerConfig
 from cogfast.train.arguments import TrainArguments
-from cogfast.train.attention_choice import run_shape
 from cogfast.train.parallelize import check_model_parallel_size
+from cogfast.train.video_size import bucket_sizes, sampled_size
 
 
 def check_mesh(
@@ -19,9 +19,13 @@ def check_mesh(
     key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
     try:
         check_model_parallel_size(size, model)
-        has_size = "video_size" in data_arguments(config)
-        tokens = run_shape(config, args, model)[1] if has_size else None
-        check_model_parallel_size(size, model, args.sequence_parallel, tokens)
+        check_model_parallel_size(size, model, args.sequence_parallel)
+        sizes = bucket_sizes(config, model)
+        if not sizes and "video_size" in data_arguments(config):
+            sizes = [sampled_size(config, model)]
+        for video in sizes:
+            tokens = video.num_tokens(model)
+            check_model_parallel_size(size, model, args.sequence_parallel, tokens)
     except ValueError as error:
         refuse(config, key, str(error))
     if world % size:

@@ -121,6 +121,7 @@ class Metrics:
         """Leave the time since the last line out of the next one (an evaluation, a save)."""
         self.interval_start = time.perf_counter()
         self.num_timed_steps, self.waited = 0, 0.0
+        self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the steps
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -136,14 +137,16 @@ class Metrics:
         is_finite = loss.isfinite()
         self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
-    def end_step(self, step: int) -> None:
-        """After each optimizer step; `step` counts from 1."""
+    def end_step(self, step: int, tokens_per_sample: int) -> None:
+        """After each optimizer step; `step` counts from 1. Samples of a step have as many tokens."""
         self.num_timed_steps += 1
+        self.timed_tokens += tokens_per_sample
+        self.timed_flops += train_flops(self.config, tokens_per_sample)
         self.num_unlogged_steps += 1
         if self.progress is not None:
             self.progress.update(self.task, completed=step)
 
-    def log(self, step: int, lr: float, tokens_per_sample: int, engine: ZeroEngine) -> int:
+    def log(self, step: int, lr: float, engine: ZeroEngine) -> int:
         """Write the line of `step`; returns how many steps in a row were skipped by now."""
         loss_sum = self.groups.mean(self.loss_sum)
         others = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
@@ -156,8 +159,8 @@ class Metrics:
             before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss
         per_second = self.num_timed_steps * self.samples_per_step / seconds
-        flops = per_second * train_flops(self.config, tokens_per_sample)
-        flops /= self.groups.world_size
+        of_interval = self.samples_per_step / seconds
+        flops = of_interval * self.timed_flops / self.groups.world_size
         peak = peak_flops(self.groups.device)
         line = {
             "step": step,
@@ -168,7 +171,7 @@ class Metrics:
             "step_ms": 1000 * seconds / self.num_timed_steps,
             "data_wait_ms": 1000 * self.waited / self.num_timed_steps,
             "samples_per_s": per_second,
-            "tokens_per_s": per_second * tokens_per_sample,
+            "tokens_per_s": of_interval * self.timed_tokens,
             "model_tflops": flops / 1e12,
             "mfu": None if peak is None else flops / peak,
             "skipped": int(skipped),

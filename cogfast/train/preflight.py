@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config, refuse, resolve
+from cogfast.data.clip_settings import checked_buckets
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
 from cogfast.data.tar_shards import shards_of
 from cogfast.data.video_shards import VideoShards
@@ -309,6 +310,10 @@ def _check_pixel_data(
             _check_source(config, target, source, f"args.{name}")
     check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
     check_size(config, network, *params["video_size"], key="data.params.video_size")
+    for i, bucket in enumerate(checked_buckets(params.get("buckets")) or ()):
+        key = f"data.params.buckets[{i}]"
+        check_frames(config, network, bucket.num_frames, key)
+        check_size(config, network, bucket.height, bucket.width, key=key)
     check_frozen_parts(config, network["text_length"])
 
 

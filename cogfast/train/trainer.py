@@ -29,6 +29,7 @@ from cogfast.train.assembly import (
 from cogfast.train.attention_choice import choose_for_training
 from cogfast.train.checkpoint import load_checkpoint, read_manifest
 from cogfast.train.checkpoint_writer import CheckpointWriter
+from cogfast.train.data_survey import record_bad, survey_datasets
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.gradient_check import GradientCheck
@@ -42,6 +43,7 @@ from cogfast.train.process_groups import StopRequest, start_processes
 from cogfast.train.profiling import Profiler
 from cogfast.train.replica_check import ReplicaCheck
 from cogfast.train.run_folder import check_changes, describe_run, open_run_folder
+from cogfast.train.video_size import bucket_sizes, sampled_size
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,12 @@ class Trainer:
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
-        self.datasets = assemble_datasets(config, args)
         self.accumulation = args.gradient_accumulation_steps
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
+        self.datasets, bad = survey_datasets(
+            assemble_datasets(config, args), args, self.groups, self.global_batch
+        )
+        self.order = assemble_order(self.datasets.train, args.seed, self.global_batch)
         self.num_steps = self._count_steps()
         self.learning_rate = self._build_learning_rate()
         self.folder, self.checkpoint = open_run_folder(
@@ -70,6 +75,7 @@ class Trainer:
             check_changes(self.checkpoint, config, self.global_batch)
         if self.groups.is_main:
             describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
+            record_bad(self.folder, bad, len(self.datasets.train))
 
         transformer = assemble_transformer(
             config, args, self.groups, allow_missing=args.force_train
@@ -96,8 +102,13 @@ class Trainer:
             args.replica_check_interval,
             self.engine.wait_for_weights,
         )
+        sizes = bucket_sizes(config, transformer.config)
         self.checkpointing = ActivationCheckpointing(
-            transformer, args.activation_checkpointing, self.groups, args.compile
+            transformer,
+            args.activation_checkpointing,
+            self.groups,
+            args.compile,
+            args.batch_size * max((s.num_tokens(transformer.config) for s in sizes), default=0),
         )
         self.evaluator = Evaluator(
             self.engine,
@@ -110,9 +121,10 @@ class Trainer:
         )
         self.step = 0  # optimizer steps done
         # The model's own until a batch tells the data's; a subclass's compute_loss need not.
-        self.latent_size = LatentSize.of_model(transformer.config)
+        # With buckets the size to sample is a key's, or it would depend on where a run goes on.
+        self.latent_size = sampled_size(config, transformer.config)
         self.num_tokens = self.latent_size.num_tokens(transformer.config)  # per sample
-        self.is_size_known = False
+        self.is_size_known = bool(sizes)
         self.writer = CheckpointWriter(
             self.folder / "checkpoints", self.engine, self.groups, args.keep_last
         )
@@ -151,13 +163,13 @@ class Trainer:
                     metrics.add_loss(loss)
                 self.step += 1
                 checkpointing.after_step()
-                metrics.end_step(self.step)
+                metrics.end_step(self.step, self.num_tokens)
                 self.gradient_check.after_step(self.step)
                 self.replica_check.after_step(self.step)
 
                 if self._is_due(args.log_interval) or self.step == self.num_steps:
                     with profiler.range("log"):
-                        self._check_skipped(metrics.log(self.step, lr, self.num_tokens, engine))
+                        self._check_skipped(metrics.log(self.step, lr, engine))
                 if profiler.end_step(self.step):
                     metrics.restart_clock()
                 if self._is_due(args.eval_interval):
@@ -221,8 +233,7 @@ class Trainer:
     def _count_steps(self) -> int:
         if self.args.epochs is None:
             return self.args.train_iters
-        order = assemble_order(self.datasets.train, self.args.seed, self.global_batch)
-        return order.num_steps(self.args.epochs)
+        return self.order.num_steps(self.args.epochs)
 
     def _build_learning_rate(self) -> Callable[[int], float]:
         args = self.args
@@ -285,6 +296,7 @@ class Trainer:
             "global_batch": self.global_batch,
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
+            "data_order": self.order.fingerprint,
             "attention_backend": self.attention_backend,
             "config": OmegaConf.to_container(
                 OmegaConf.create(self.config.sections()), resolve=True
@@ -303,11 +315,14 @@ class Trainer:
     def _resume(self) -> None:
         manifest = load_checkpoint(self.checkpoint, self.engine)
         num_samples = len(self.datasets.train)
-        if manifest.get("num_samples", num_samples) != num_samples:
+        order = self.order.fingerprint
+        before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)
+        if before != (num_samples, order):
             logger.warning(
-                "the data set has %d samples, it had %d: from here on they come in another order",
+                "the data set has %d samples, it had %d%s: from here on they come in another order",
                 num_samples,
-                manifest["num_samples"],
+                before[0],
+                "" if before[0] != num_samples else ", with other weights or buckets",
             )
         self.step = self.writer.saved_step = manifest["step"]
         logger.info("resumed %s at step %d", self.checkpoint, self.step)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, data_arguments, refuse
+from cogfast.data.clip_settings import checked_buckets
+from cogfast.model.transformer import TransformerConfig
 from cogfast.sat_names import transformer_arguments
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
@@ -46,6 +48,36 @@ def sampled_sizes(
         rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
         sizes.append(LatentSize.of_video(channels, num_frames, rows, columns, patch.t, fps))
     return sizes
+
+
+def bucket_sizes(config: Config, model: TransformerConfig) -> list[LatentSize]:
+    """The sizes of data.params.buckets; [] where all clips have one."""
+    data = data_arguments(config)
+    buckets = checked_buckets(data.get("buckets")) or ()
+    return [_size_of(data, model, *bucket) for bucket in buckets]
+
+
+def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
+    """The size of data.params where it has one, else the largest that the model takes."""
+    data = data_arguments(config)
+    if "max_num_frames" not in data or "video_size" not in data:
+        return LatentSize.of_model(model)
+    return _size_of(data, model, data["max_num_frames"], *data["video_size"])
+
+
+def largest_size(config: Config, model: TransformerConfig) -> LatentSize:
+    """Of what is trained on, the size of the most tokens."""
+    sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
+    return max(sizes, key=lambda size: size.num_tokens(model))
+
+
+def _size_of(
+    data: dict, model: TransformerConfig, num_frames: int, height: int, width: int
+) -> LatentSize:
+    rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
+    fps = float(data.get("fps", DEFAULT_FPS))
+    patch_t = model.patch_size.t
+    return LatentSize.of_video(model.out_channels, num_frames, rows, columns, patch_t, fps)
 
 
 def _pixels(

@@ -1,0 +1,64 @@
+"""A look at all videos before training: what cannot be read, and which bucket each is in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.data import Dataset
+
+from cogfast.data.bad_samples import BadSampleLog
+from cogfast.data.buckets import Survey, in_buckets, survey, table
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.train.arguments import TrainArguments
+from cogfast.train.assembly import Datasets
+from cogfast.train.process_groups import ProcessGroups
+
+logger = logging.getLogger(__name__)
+
+_NUM_TOLD = 20  # bad samples that get a line of their own in the log
+
+
+def survey_datasets(
+    datasets: Datasets, args: TrainArguments, groups: ProcessGroups, global_batch: int
+) -> tuple[Datasets, dict[str, str]]:
+    """The data sets with their clips in buckets, and {name: reason} of what cannot be trained on.
+
+    Rank 0 reads the headers. ValueError where more than args.max_bad_fraction cannot be read.
+    """
+    train, valid = datasets.train, datasets.valid
+    wanted = [_is_looked_at(dataset, args) for dataset in (train, valid)]
+    if not any(wanted):
+        return datasets, {}
+    found: list[Survey | None] = groups.on_main(
+        lambda: [survey(d) if w else None for d, w in zip((train, valid), wanted, strict=True)]
+    )
+    bad: dict[str, str] = {}
+    if found[0] is not None:
+        bad = {train.name(i): reason for i, reason in found[0].reasons.items()}
+        log = BadSampleLog(None, len(train), args.max_bad_fraction)
+        log.reasons.update(bad)
+        log.check()
+        train = in_buckets(train, found[0])
+        if train.settings.buckets is not None:
+            logger.info("%s", table(train, found[0], global_batch))
+    if found[1] is not None:
+        valid = in_buckets(valid, found[1])
+        if found[1].reasons:
+            logger.warning("%d held-out videos cannot be used", len(found[1].reasons))
+    return Datasets(train, valid), bad
+
+
+def _is_looked_at(dataset: Dataset | None, args: TrainArguments) -> bool:
+    is_ours = isinstance(dataset, CaptionedVideos)
+    return is_ours and (args.check_videos or dataset.settings.buckets is not None)
+
+
+def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:
+    """List what the survey found bad with what reading will find."""
+    log = BadSampleLog(folder / "bad_samples.jsonl", num_samples, max_bad_fraction=1.0)
+    for number, (name, reason) in enumerate(bad.items()):
+        log.add(name, reason, is_told=number < _NUM_TOLD)
+    if len(bad) > _NUM_TOLD:
+        logger.warning("%d videos cannot be used, all in %s", len(bad), log.file)
