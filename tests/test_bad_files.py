@@ -1,0 +1,121 @@
+"""Every kind of file that is no clip: told before training and while reading, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from cogfast.data import video_headers
+from cogfast.data.batches import BatchLoader
+from cogfast.data.buckets import survey
+from cogfast.data.datasets import VideoFolder
+from tests.video_files import constant_rate, sat_folder, write_clip
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+
+
+def _truncated(path: Path) -> None:
+    """Its index, which writers put at the end, is not there."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+
+
+def _cut_short(path: Path) -> None:
+    """As a broken download of a file that begins with its index."""
+    write_clip(path, constant_rate(9, 8), size=(32, 48), faststart=True)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"mdat") + 60])
+
+
+def _audio_only(path: Path) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def _no_right(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+# kind: what makes it of a good clip, what the survey says (None: headers are whole), what reading says
+KINDS = {
+    "truncated": (_truncated, "no video stream in it", "no video stream|not a readable video"),
+    "cut short": (_cut_short, None, "do not decode|does not decode|truncated|not a readable video"),
+    "zero bytes": (lambda p: p.write_bytes(b""), r"empty \(0 bytes\)", r"empty \(0 bytes\)"),
+    "audio only": (_audio_only, "no video stream in it", "no video stream in it|not a readable"),
+    "one frame": (
+        lambda p: write_clip(p, [0.0], size=(32, 48)),
+        "1 frames at .* fps = .* s, need 1.1 s",
+        "1 frames at .* fps = .* s, need 1.1 s",
+    ),
+    "huge": (
+        lambda p: os.truncate(p, 3 * 2**30),
+        None,
+        "does? not decode|truncated|not a readable",
+    ),
+    "huge and empty": (
+        lambda p: (p.write_bytes(b""), os.truncate(p, 3 * 2**30)),
+        "not a readable video",
+        "not a readable video",
+    ),
+    "no video": (lambda p: p.write_text("a text"), "not a readable video", "not a readable video"),
+    "unreadable": (_no_right, "cannot be opened", "cannot be opened"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_told_and_replaced(kind, tmp_path):
+    spoil, surveyed, read = KINDS[kind]
+    sat_folder(tmp_path / "d", 6)
+    path = tmp_path / "d/videos/03.mp4"
+    spoil(path)
+    data = VideoFolder(tmp_path / "d", **CLIP)
+    found = survey(data)
+    if surveyed is None:
+        assert found.reasons == {}
+    else:
+        (reason,) = found.reasons.values()
+        assert list(found.reasons) == [3] and found.buckets.tolist() == [0, 0, 0, -1, 0, 0]
+        assert "\n" not in reason
+        assert re.search(surveyed, reason), reason
+    file = tmp_path / "bad_samples.jsonl"
+    with BatchLoader(data, data.order(0, 3), micro_batch=3, num_steps=4, num_workers=0,
+                     bad_samples_path=file, timeout=30.0) as loader:  # fmt: skip
+        captions = [text for batch in loader for text in batch["txt"]]
+    if read is None:
+        assert captions.count("clip 03") == 2 and not file.exists()
+        return
+    assert len(captions) == 12 and "clip 03" not in captions
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert line["path"] == str(path) and re.search(read, line["reason"]), line
+
+
+def test_frames_too_large_to_hold(tmp_path, monkeypatch):
+    sat_folder(tmp_path, 2)
+    monkeypatch.setattr(video_headers, "MOST_PIXELS", 32 * 48)
+    (reason,) = survey(VideoFolder(tmp_path, **CLIP)).reasons.values()
+    assert reason == "frames of 48 x 48 pixels; 1536 at most are read"
+
+
+def test_the_same_name_in_two_folders(tmp_path):
+    """Each is a sample of its own, with its own caption, also in the lists of bad ones."""
+    for folder in "ab":
+        sat_folder(tmp_path / folder, 1)
+        (tmp_path / folder / "labels/00.txt").write_text(f"of {folder}")
+    data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
+    assert [(data[i]["txt"], data[i]["path"]) for i in range(2)] == [
+        (f"of {folder}", f"{tmp_path}/{folder}/videos/00.mp4") for folder in "ab"
+    ]
+    (tmp_path / "b/videos/00.mp4").write_bytes(b"")
+    data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
+    assert list(survey(data).reasons) == [1] and data.name(1).endswith("b/videos/00.mp4")
