@@ -58,11 +58,8 @@ KINDS = {
         "1 frames at .* fps = .* s, need 1.1 s",
         "1 frames at .* fps = .* s, need 1.1 s",
     ),
-    "huge": (
-        lambda p: os.truncate(p, 3 * 2**30),
-        None,
-        "does? not decode|truncated|not a readable",
-    ),
+    # a good clip with much behind it is a good clip
+    "huge": (lambda p: os.truncate(p, 3 * 2**30), None, None),
     "huge and empty": (
         lambda p: (p.write_bytes(b""), os.truncate(p, 3 * 2**30)),
         "not a readable video",
