@@ -98,13 +98,45 @@ def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: st
     )
 
 
-def check_video_size(height: int, width: int, patch: PatchSize, key: str) -> None:
-    """Refuse a frame size that does not divide into latent patches, naming the next that does."""
+def check_video_size(
+    height: int,
+    width: int,
+    patch: PatchSize,
+    key: str,
+    table: tuple[int, int] | None = None,
+    has_one_size: bool = False,
+) -> None:
+    """Refuse a frame size that the family cannot take, naming one that it can.
+
+    Rows and columns divide into latent patches: multiples of 16. table: the rows and columns of
+    pixels that the position table reaches to. has_one_size: it is for these alone, as the sine table
+    of CogVideoX-2B and the learned ones of 5B-I2V and 1.5-5B-I2V, whose entries mean a place in
+    the whole; rotary tables are relative, and smaller videos take a part.
+    """
     rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
     if height % rows == 0 and width % columns == 0 and height > 0 and width > 0:
+        _check_table(height, width, key, table, has_one_size)
         return
     fix_h, fix_w = max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns
     raise ValueError(
         f"{key}=[{height}, {width}]: rows must be a multiple of {rows} and columns of {columns}; "
         f"use [{fix_h}, {fix_w}]"
     )
+
+
+def _check_table(
+    height: int, width: int, key: str, table: tuple[int, int] | None, has_one_size: bool
+) -> None:
+    if table is None or (height, width) == tuple(table):
+        return
+    names = "latent_height and latent_width of model.network_config.params"
+    if has_one_size:
+        raise ValueError(
+            f"{key}=[{height}, {width}]: the model's position table is for {list(table)} only; use "
+            f"that, or change {names} and train without its weights"
+        )
+    if height > table[0] or width > table[1]:
+        raise ValueError(
+            f"{key}=[{height}, {width}]: the model's position table ends at {list(table)}; use that "
+            f"at most, or raise {names}"
+        )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import load_config
@@ -134,3 +135,15 @@ def test_2b_takes_one_size(tmp_path: Path, data: Path) -> None:
     ):
         check_train(load_config([base], [f"args.train_data=[{data / 'data.jsonl'}]"]))
     assert OmegaConf.load(base).data.params.buckets == BUCKETS
+
+
+@pytest.mark.soak
+def test_compiled_blocks_serve_all_buckets(tmp_path: Path, data: Path) -> None:
+    """The same losses, and no more graphs than the first shape's and those with sizes left open."""
+    make(tmp_path / "plain", data, "args.train_iters=9").train()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    make(tmp_path / "compiled", data, "args.train_iters=9", "args.compile=true").train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    plain, compiled = (losses(run_folder(tmp_path / n / "runs")) for n in ("plain", "compiled"))
+    assert compiled == pytest.approx(plain, rel=1e-6)

@@ -20,7 +20,6 @@ from cogfast.shapes import (
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
 
-_NETWORK = "model.network_config.params"
 _SIZE_15 = (768, 1360)  # rows and columns of CogVideoX 1.5's videos
 
 
@@ -168,20 +167,10 @@ def check_size(config: Config, network: dict[str, Any], height: int, width: int,
 
 
 def _size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
+    held = tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
+    has_one_size = network["position"] == "sincos" or network["learnable_position"]
     try:
-        check_video_size(height, width, network["patch_size"], key)
+        check_video_size(height, width, network["patch_size"], key, held, has_one_size)
     except ValueError as error:
         return str(error)
-    held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
-    is_exact = network["position"] == "sincos" or network["learnable_position"]
-    if is_exact and [height, width] != held:
-        return (
-            f"{key}=[{height}, {width}]: the model's position table is for {held} only; use that, "
-            f"or change latent_height and latent_width of {_NETWORK} and train without its weights"
-        )
-    if height > held[0] or width > held[1]:
-        return (
-            f"{key}=[{height}, {width}]: the model's position table ends at {held}; use that at "
-            f"most, or raise latent_height and latent_width of {_NETWORK}"
-        )
     return None
