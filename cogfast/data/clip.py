@@ -25,7 +25,7 @@ from cogfast.data.clip_transform import (
 from cogfast.data.dali_reader import DaliReader, DaliVideo, dali_of_this_process
 from cogfast.data.video_reader import VideoReader, open_video
 
-_FRAMES_AT_ONCE = 16  # full-size frames held before they are scaled down
+_FRAMES_AT_ONCE = 4  # full-size frames held before they are scaled down: they stay in the caches
 
 Span = tuple[float, float]  # seconds from the first frame: a part of a video
 

@@ -191,20 +191,27 @@ class PyAVReader:
 
     def __init__(self, path: str) -> None:
         import av
+        from av.video.reformatter import VideoReformatter
 
         self.path = path
         self._errors = (av.error.FFmpegError, ValueError, OSError)
+        self._reformatter = VideoReformatter()  # one for all frames: each keeps its own tables
         header = read_header(path)
         self.times, self.fps = header.times, header.fps
         self._frames = _decode(path)
         self._next = 0  # index of the frame that comes next
-        self._last: Tensor | None = None  # the one before it
+        self._last: av.VideoFrame | None = None  # the one before it
 
     def close(self) -> None:
         self._frames.close()
 
     def __len__(self) -> int:
         return len(self.times)
+
+    def _pixels(self, frame: av.VideoFrame) -> Tensor:
+        """[H, W, 3], turned as it is to be shown; decord does that too."""
+        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, frame.rotation // 90)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
         assert list(indices) == sorted(indices), f"{indices=} go back"
@@ -217,7 +224,7 @@ class PyAVReader:
                 while self._next <= index:
                     self._last = next(self._frames)
                     self._next += 1
-                out.append(self._last)
+                out.append(self._pixels(self._last))
         except (StopIteration, *self._errors) as error:
             why = "the file ends early" if isinstance(error, StopIteration) else one_line(error)
             reason = f"frame {self._next} of {len(self)} does not decode ({why})"
@@ -233,14 +240,9 @@ def _video_stream(path: str, container):
     return stream
 
 
-def _decode(path: str) -> Generator[Tensor, None, None]:
-    """The frames [H, W, 3] of a file, in order; holds it open until closed or exhausted."""
+def _decode(path: str) -> Generator[av.VideoFrame, None, None]:
+    """The frames of a file, in order; holds it open until closed or exhausted."""
     import av
-    from av.video.reformatter import VideoReformatter
 
-    to_rgb = VideoReformatter()  # one for all frames: each keeps its own tables
     with av.open(path) as container:
-        for frame in container.decode(_video_stream(path, container)):
-            pixels = to_rgb.reformat(frame, format="rgb24", threads=1).to_ndarray()
-            turned = np.rot90(pixels, frame.rotation // 90)  # as it is to be shown; decord does it
-            yield torch.from_numpy(np.ascontiguousarray(turned))
+        yield from container.decode(_video_stream(path, container))
