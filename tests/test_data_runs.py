@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import load_config
+from cogfast.train.cache import cache_latents
 from cogfast.train.preflight import check_train
 from cogfast.train.throughput import train_flops
 from cogfast.train.trainer import Trainer
@@ -84,6 +85,19 @@ def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) ->
     assert (
         "17 samples, with other weights" in caplog.text or "other weights or buckets" in caplog.text
     )
+
+
+def test_buckets_and_weights_from_a_cache(tmp_path: Path, data: Path) -> None:
+    """Encoded once, trained on with the losses of pixels."""
+    words = ("args.train_iters=6", f"args.latent_cache={tmp_path / 'cache'}",
+             "args.train_data_weights=[0.7]")  # fmt: skip
+    make(tmp_path / "pixels", data, words[0], words[2]).train()
+    base = tmp_path / "pixels/base.yaml"
+    more = [f"args.train_data=[{data / 'data.jsonl'}]", "args.max_bad_fraction=0.1", *words]
+    cache_latents(load_config([base], more))
+    make(tmp_path / "cached", data, *words).train()
+    pixels, cached = (losses(run_folder(tmp_path / n / "runs")) for n in ("pixels", "cached"))
+    assert pixels == cached and len(cached) == 6
 
 
 def test_epochs_count_weights_and_buckets(tmp_path: Path, data: Path) -> None:

@@ -39,6 +39,7 @@ from cogfast.model.transformer import build_transformer
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
 from cogfast.train.cache_progress import CacheProgress
+from cogfast.train.data_survey import survey_datasets
 from cogfast.train.encode import Encoder
 from cogfast.train.process_groups import ProcessGroups, start_processes
 
@@ -89,6 +90,7 @@ class _CacheRun:
     ) -> None:
         self.config, self.args, self.groups, self.folder = config, args, groups, folder
         datasets = assemble_datasets(config, dataclasses.replace(args, latent_cache=None))
+        datasets, _ = survey_datasets(datasets, args, groups, _in_a_step(args))
         self.clips = [*_in_order(datasets.train, args), *_in_order(datasets.valid, args)]
         self.bad = BadSampleLog(
             folder / "bad_samples.jsonl", len(self.clips), args.max_bad_fraction
@@ -282,11 +284,16 @@ def _in_order(videos: CaptionedVideos | None, args: TrainArguments) -> Iterator[
     """The samples in the order in which training first asks for them, then those of no epoch yet."""
     if videos is None:
         return
-    order = videos.order(args.seed, args.batch_size * args.gradient_accumulation_steps)
+    order = videos.order(args.seed, _in_a_step(args))
     steps = range(order.num_steps(1))
     first = [order.index(step, slot) for step in steps for slot in range(order.global_batch)]
     for index in dict.fromkeys([*first, *used_samples(videos)]):
         yield Clip(videos, index, hash_text(videos.captions[index]))
+
+
+def _in_a_step(args: TrainArguments) -> int:
+    """Samples of a step on one rank."""
+    return args.batch_size * args.gradient_accumulation_steps
 
 
 class _Clips(Dataset):

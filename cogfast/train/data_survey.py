@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, survey, table
+from cogfast.data.cached_videos import CachedVideos
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import Datasets
@@ -51,8 +52,10 @@ def survey_datasets(
 
 
 def _is_looked_at(dataset: Dataset | None, args: TrainArguments) -> bool:
-    is_ours = isinstance(dataset, CaptionedVideos)
-    return is_ours and (args.check_videos or dataset.settings.buckets is not None)
+    if not isinstance(dataset, CaptionedVideos):
+        return False
+    is_read = args.check_videos and not isinstance(dataset, CachedVideos)
+    return is_read or dataset.settings.buckets is not None
 
 
 def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:
