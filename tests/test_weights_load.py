@@ -317,3 +317,15 @@ def test_config_refuses_what_cannot_be_built() -> None:
         replace(FAMILY["5b"], num_attention_heads=16)
     with pytest.raises(ValueError, match="ofs_embed_dim=32 must equal time_embed_dim=64"):
         replace(FAMILY["1.5_5b_i2v"], ofs_embed_dim=32)
+
+
+def test_bf16_weights_do_not_go_into_fp16_unasked(tmp_path: Path) -> None:
+    saved, loaded = tiny("5b", seed=1).bfloat16(), tiny("5b", seed=2).half()
+    folder = save_sat(tmp_path, {"module": sat_state(saved)})
+    with pytest.raises(ValueError, match=r"weights are bf16, and fp16 ends at 65504.*force_train"):
+        load_transformer(loaded, folder)
+    load_transformer(loaded, folder, allow_missing=True)
+    assert torch.equal(loaded.output.weight, saved.output.weight.half())
+    load_transformer(tiny("5b", seed=3).bfloat16(), folder)
+    half = save_sat(tmp_path / "half", {"module": sat_state(tiny("2b", seed=1).half())})
+    load_transformer(tiny("2b", seed=2).half(), half)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def _lora_node(model: TransformerConfig) -> dict[str, Any]:
 
 def _precision_values(source: WeightSource) -> dict[str, bool]:
     """The checkpoint's dtype; fp16 needs a GPU, and float32 holds the same numbers."""
-    dtype = Counter(source.dtypes.values()).most_common(1)[0][0]
+    dtype = source.main_dtype
     is_fp16 = dtype == torch.float16 and torch.cuda.is_available()
     is_bf16 = dtype == torch.bfloat16
     return {"deepspeed.fp16.enabled": is_fp16, "deepspeed.bf16.enabled": is_bf16}

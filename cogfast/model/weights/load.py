@@ -57,7 +57,8 @@ def load_transformer(
     path: a SAT folder (with `latest`), one iteration of it or its .pt file; a diffusers pipeline or
     transformer folder; a run of ours or one of its checkpoints. ema: the moving average, where the
     folder has one. A checkpoint without adapters loads into a model with LoRA, whose adapters stay
-    as they are. allow_missing: accept a checkpoint that lacks other tensors too. shards: the
+    as they are. allow_missing: accept a checkpoint that lacks other tensors too, and bf16 weights in
+    fp16. shards: the
     parameters of which the transformer holds a part, by name; only that part is read where the
     files allow it.
     ValueError for a checkpoint of another member of the family, or one that is damaged.
@@ -76,6 +77,8 @@ def load_source(
     shards: Mapping[str, Shard] | None = None,
 ) -> LoadReport:
     """As load_transformer, from weights that are open; path: for errors."""
+    if not allow_missing:
+        _check_dtype(path, source.main_dtype, transformer.dtype)
     parameters, shards = dict(transformer.named_parameters()), shards or {}
     wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
     if not source.is_partial:
@@ -114,6 +117,15 @@ def load_source(
             parameter.copy_(values.reshape(parameter.shape))
     lacking = required if source.is_partial else []
     return LoadReport(source.description, len(loaded), missing, unexpected, ignored, lacking)
+
+
+def _check_dtype(path: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    if found == torch.bfloat16 and wanted == torch.float16:
+        raise ValueError(
+            f"{path}: its weights are bf16, and fp16 ends at 65504: a model trained in bf16 overflows in "
+            "it (NaN, black videos); set deepspeed.bf16.enabled=true and deepspeed.fp16.enabled=false, "
+            "or go on all the same with args.force_train=true (sampling: args.force_inference=true)"
+        )
 
 
 def _target(name: str, parameters: dict[str, Tensor]) -> str | None:

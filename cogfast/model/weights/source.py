@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,11 @@ class WeightSource:
         of positions stays as it is: rounded to bf16 it changes outputs by 2.5e-3."""
         is_fixed = name == "position_table.weight" and not self.is_rotary
         return self.dtypes[name] if dtype is None or is_fixed else dtype
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """That of most tensors."""
+        return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
     def is_rotary(self) -> bool:
