@@ -48,6 +48,7 @@ class Recorder(Trainer):
 
     def compute_loss(self, batch: dict) -> Tensor:
         latents, conditioning = self.encoder(batch, self._random(batch))
+        self.built = (self.encoder._first_stage, self.encoder._text_encoder)
         given = (latents, conditioning.text, conditioning.image_latents)
         self.seen.append([x for x in given if x is not None])
         self.paths += batch["paths"]
@@ -78,18 +79,27 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
     return path
 
 
-@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("5b", []),
+        ("1.5_5b_i2v", []),
+        ("5b", ["data.params.buckets=[[9, 16, 32], [9, 32, 16]]"]),
+    ],
+    ids=["5b", "1.5_5b_i2v", "buckets"],
+)
 def test_training_from_the_cache_is_training_from_pixels(
-    family: str, data: Path, tmp_path: Path
+    family: str, words: list[str], data: Path, tmp_path: Path
 ) -> None:
-    """Latents, embeddings and noised images bit for bit, over more than an epoch, and the losses."""
-    args = {"train_iters": 6, "split": "4,1,0", "num_workers": 1}
+    """Latents, embeddings and noised images bit for bit, over more than an epoch, the losses, and
+    the videos sampled in an evaluation."""
+    args = {"train_iters": 6, "split": "4,1,0", "num_workers": 1, "eval_interval": 6}
     base = write_vae_config(tmp_path / "base.yaml", data, family, **args)
     cache = f"args.latent_cache={tmp_path / 'cache'}"
-    cache_latents(load_config([base], [cache]))
+    cache_latents(load_config([base], [*words, cache]))
     runs = {}
     for name, more in (("pixels", []), ("cache", [cache])):
-        config = load_config([base], [*more, f"args.save={tmp_path / name}"])
+        config = load_config([base], [*words, *more, f"args.save={tmp_path / name}"])
         runs[name] = Recorder(config)
         runs[name].train()
     assert runs["cache"].paths == runs["pixels"].paths
@@ -98,12 +108,23 @@ def test_training_from_the_cache_is_training_from_pixels(
         assert len(found) == (3 if family.endswith("i2v") else 2)
         for tensor, other in zip(found, expected, strict=True):
             assert torch.equal(tensor, other)
-    found, expected = (losses(run_folder(tmp_path / name)) for name in ("cache", "pixels"))
+    folders = [run_folder(tmp_path / name) for name in ("cache", "pixels")]
+    found, expected = map(losses, folders)
     assert found == expected
-    # The text encoder is never built; the VAE only for the first frames of image-to-video.
-    built = runs["cache"].encoder
-    assert built._text_encoder is None
-    assert (built._first_stage is None) == (family == "5b")
+    found, expected = (
+        [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "valid" in line]
+        for folder in folders
+    )
+    assert found == expected and len(found) == 1
+    found, expected = (
+        [path.read_bytes() for path in (folder / "samples" / "step-00000006").glob("*.mp4")]
+        for folder in folders
+    )
+    assert found == expected and len(found) == 1
+    # Steps build the VAE for the first frames of image-to-video alone, the text encoder never.
+    assert (runs["cache"].built[0] is None) == (not family.endswith("i2v"))
+    assert runs["cache"].encoder._text_encoder is None
+    assert None not in runs["pixels"].built
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -44,9 +44,10 @@ class BatchLoader:
     what the data set's items hold (tensors stacked, strings listed), plus
     {"step": int, "slots": [int], "bad": [(path, reason)] passed over for this micro-batch}.
 
-    start_step: where a resumed run goes on. num_workers=0 reads in this process; where DALI reads,
-    all of them are threads of it, and the videos lie on its device. timeout: seconds that reading
-    one sample may take, 0 for ever. bad_samples_path: see BadSampleLog.
+    start_step: where a resumed run goes on. num_workers=0 reads in this process; where DALI
+    reads, all of them are threads of it, and the videos lie on its device; a latent cache is read
+    by threads, too. timeout: seconds that reading one sample may take, 0 for ever.
+    bad_samples_path: see BadSampleLog.
     """
 
     def __init__(
@@ -86,6 +87,9 @@ class BatchLoader:
         self._expected = iter(slots)
         self._batches: Iterator[Batch] | None
         reads = _MicroBatches(dataset, order, timeout)
+        if isinstance(dataset, CachedVideos) and num_workers:
+            self._batches = ThreadedReads(reads.of_a_thread, slots, None, num_workers)
+            return
         if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
             dali = dali_of_this_process(dataset.settings.video_backend)
             if dali is not None:

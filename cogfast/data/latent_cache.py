@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
@@ -40,6 +41,7 @@ FORMAT = "cogfast-latents-1"
 # what is there. Captions are quick to encode.
 SHARD_SAMPLES = {"video": 8, "text": 32}
 SILENCE = 60.0  # seconds after which a writer that touches nothing is gone
+_SHARDS_KEPT_OPEN = 64  # by a process that reads; opening takes longer than reading a small row
 _BEAT = 5.0  # seconds between two touches
 
 Spec = dict[str, object]  # what entries depend on besides their source: {name: plain value}
@@ -149,13 +151,23 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mappin
 
 def read_row(path: Path, row: int) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a row, by what stands after the dot, and what else is said of it."""
+    found = os.stat(path)
+    file, names, rows = _opened(path, found.st_size, found.st_mtime_ns)
+    return {name: file.get_tensor(f"{row}.{name}") for name in names[row]}, rows[row]
+
+
+@lru_cache(maxsize=_SHARDS_KEPT_OPEN)
+def _opened(path: Path, size: int, time_of_change: int) -> tuple:
+    """An open shard, the names of each row's tensors, and what it says of them."""
     from safetensors import safe_open
 
-    start = f"{row}."
-    with safe_open(path, framework="pt") as file:
-        names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118
-        about = json.loads(file.metadata()["rows"])[row]
-        return {name.removeprefix(start): file.get_tensor(name) for name in names}, about
+    file = safe_open(path, framework="pt")
+    rows = json.loads(file.metadata()["rows"])
+    names: list[list[str]] = [[] for _ in rows]
+    for key in file.keys():  # noqa: SIM118 - not a dict
+        row, _, name = key.partition(".")
+        names[int(row)].append(name)
+    return file, names, rows
 
 
 def rows_of(path: Path) -> list[dict]:

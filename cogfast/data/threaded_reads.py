@@ -1,4 +1,5 @@
-"""Micro-batches read ahead by threads of this process, for readers whose tensors lie on its device."""
+"""Micro-batches read ahead by threads of this process: where their tensors lie on its device, and
+where reading is so little work that handing over from another process would be more."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ class ThreadedReads:
 
     new_reads: makes a function for one thread, which returns a batch. num_threads: of them, each a
     decoder of its own; so many batches, and two at least, are read before they are asked for. An
-    error comes where its batch would.
+    error comes where its batch would. dali: what decodes; None: batches lie in host memory, pinned
+    where there is a GPU.
     """
 
     def __init__(
         self,
         new_reads: Callable[[], Callable[[tuple[int, list[int]]], dict]],
         slots: Iterable[tuple[int, list[int]]],
-        dali: DaliReader,
+        dali: DaliReader | None,
         num_threads: int,
     ) -> None:
         num_ahead = max(_LEAST_AHEAD, num_threads)
@@ -45,6 +47,8 @@ class ThreadedReads:
             self._pending.append(self._pool.apply_async(self._read, (slots,)))
 
     def _read(self, slots: tuple[int, list[int]]) -> dict:
+        if self._dali is None:
+            return _pinned(self._own.read(slots))
         with self._dali.on_device():  # samples are put together there
             return self._own.read(slots)
 
@@ -54,8 +58,13 @@ class ThreadedReads:
     def __next__(self) -> dict:
         if not self._pending:
             raise StopIteration
-        self._read_another()
-        batch = self._pending.popleft().get()
+        first = self._pending.popleft()
+        if not first.ready():
+            self._read_another()
+            batch = first.get()
+        else:  # a reader that starts now would only hold up who takes this one
+            batch = first.get()
+            self._read_another()
         for value in batch.values():
             if isinstance(value, Tensor) and value.is_cuda:
                 # Its memory belongs to the readers' stream, which must not take it back too early.
@@ -64,3 +73,9 @@ class ThreadedReads:
 
     def close(self) -> None:
         self._pool.terminate()
+
+
+def _pinned(batch: dict) -> dict:
+    if not torch.cuda.is_available():
+        return batch
+    return {k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in batch.items()}
