@@ -119,6 +119,9 @@ def test_headers_are_read_once(folder, monkeypatch):
     again = read_headers(data.clips)
     assert opened == ["03.mp4"]
     assert again[3] == (17, 8, 48, 48, "") and again[:3] + again[4:] == first[:3] + first[4:]
+    sat_folder(folder / "videos/more", 1)  # a new file is the only one that is opened
+    more = VideoFolder(folder, **SMALL, allow_empty_captions=True)
+    assert len(read_headers(more.clips)) == 18 and opened[1:] == ["00.mp4"]
     (folder / "videos/02.mp4").unlink()
     assert "cannot be opened" in read_headers(data.clips)[2].reason
 
@@ -126,7 +129,7 @@ def test_headers_are_read_once(folder, monkeypatch):
 def test_a_torn_index_is_read(folder):
     data = VideoFolder(folder, **SMALL)
     first = read_headers(data.clips)
-    file = video_headers.index_file("headers", data.clips.files)
+    file = video_headers.index_of(data.clips)
     lines = file.read_text().splitlines()
     assert len(lines) == 17 and json.loads(lines[0])[0] == data.paths[0]
     file.write_text("\n".join(lines[:5]) + "\n" + lines[5][: len(lines[5]) // 2])

@@ -41,7 +41,7 @@ class Header(NamedTuple):
 
 def read_headers(clips: ClipList) -> list[Header]:
     """One for each sample; those of a file are the same."""
-    file = index_file("headers", clips.files)
+    file = index_of(clips)
     known = _read_index(file)
     stamps = list(_stamps(clips))
     wanted: dict[str, int] = {}  # sample of each file that must be opened
@@ -65,6 +65,12 @@ def read_headers(clips: ClipList) -> list[Header]:
                     rate = number / (last - start)
                     logger.info("headers: %d of %d videos, %.0f/s", number, len(wanted), rate)
     return [found[name] for name in clips.files]
+
+
+def index_of(clips: ClipList) -> Path:
+    """The index of all that lies in the folder that has all of them in it, now and later."""
+    folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
+    return index_file("headers", [folder])
 
 
 def _stamps(clips: ClipList) -> Iterator[str | None]:
