@@ -12,6 +12,8 @@ Turn weights of one format into another. What SRC is, is read from its content: 
 file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its
 checkpoints, a folder that --to cogfast wrote; or a VAE, SAT's 3d-vae.pt or diffusers' vae folder."""
 
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # either name will do
+
 
 def parse_convert(words: Sequence[str]) -> dict[str, Any]:
     """The arguments of cogfast.model.weights.convert.convert."""
@@ -54,7 +56,9 @@ def parse_convert(words: Sequence[str]) -> dict[str, Any]:
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "float16", "bfloat16"),
+        type=lambda word: _SHORT.get(word, word),
+        choices=tuple(_SHORT.values()),
+        metavar="{fp32,fp16,bf16}",
         help="of the target's weights; default: the source's",
     )
     parser.add_argument(

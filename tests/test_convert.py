@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cogfast.config import load_config
+from cogfast.convert_words import parse_convert
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights import tensor_stream
 from cogfast.model.weights.convert import convert
@@ -427,3 +428,10 @@ def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
     convert(file, tmp_path / "theirs", "diffusers", verify=True)
     assert "table of positions is up to 1.9e-03 off" in caplog.text
     assert identify(open_source(file)) == of_four_heads("2b")
+
+
+def test_a_dtype_has_either_name() -> None:
+    for word in ("bf16", "bfloat16"):
+        assert parse_convert(["a", "b", "--to", "sat", "--dtype", word])["dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="--dtype: invalid choice: 'int8'"):
+        parse_convert(["a", "b", "--to", "sat", "--dtype", "int8"])
