@@ -6,13 +6,15 @@ PART is a piece or a set of them, each under 9 minutes on one H100 or H200:
                fp16 and fp32, two ranks that share a model and the GPU, the kernels' times against the
                copy rate and the peers, every attention backend, and launch configurations
     2b, 5b     one block and one training step against diffusers' model
+    data       H.264 read by DALI and by decord
 Each piece prints a table and writes DIR/<piece>.json, units in the keys, again after every row: a
 run that is killed leaves what it had. What --minutes has no room for is left out, with a note there.
 A piece that fails says so in its file, the others still run, and the exit status is 1.
 
 It needs torch and matplotlib; goldens, tensor_parallel and train also omegaconf, einops, safetensors and, train alone,
 deepspeed and tensorboard; kernel_tests and op_times pytest. Peers that are not installed are named.
-No network, no video decoder, no weights.
+data takes DALI and decord, and PyAV where ./bench_clips does not hold the clips that bench.data made.
+No network, no weights.
 
 Without a GPU, `--device cpu --tiny` runs the same code at small sizes, as a test of this program;
 those numbers mean nothing.
@@ -106,6 +108,12 @@ def _launches(settings: Settings) -> Outcome:
     return sweep_launches(settings)
 
 
+def _data(settings: Settings) -> Outcome:
+    from bench.data import measure_data
+
+    return measure_data(settings)
+
+
 def _2b(settings: Settings) -> Outcome:
     from bench.step_on_device import measure_2b
 
@@ -131,6 +139,7 @@ PIECES: dict[str, Callable[[Settings], Outcome]] = {
     "launches": _launches,
     "2b": _2b,
     "5b": _5b,
+    "data": _data,
 }
 # Attention comes late: others' kernels, the likeliest to break the CUDA context. A part writes no
 # more than eight files.

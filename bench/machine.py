@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 _PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed", "liger-kernel")
+_PACKAGES += ("decord", "av", "nvidia-dali-cuda130")
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:

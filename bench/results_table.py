@@ -32,6 +32,7 @@ _GPU_PIECES = {
     "attention": "attention backends at 17,776 tokens",
     "2b": "2B: block and step against diffusers",
     "5b": "5B: block and step against diffusers",
+    "data": "H.264 read by DALI against decord",
 }
 _PEERS_FIRST = ("eager", "compile")  # of the peers of an op, by a word of their names
 
@@ -96,7 +97,7 @@ def _of_machine(results: Results) -> list[str]:
     steps = results.of(*_STEP_PIECES)
     for rows in (_equal_policy(steps), _best_policy(steps)):
         lines += ["", *rows] if rows else []
-    for piece, render in (("op_times", _ops), ("attention", _attention)):
+    for piece, render in (("op_times", _ops), ("attention", _attention), ("data", _data)):
         for report in results.of(piece):
             rows = render(report["rows"])
             lines += ["", *rows] if rows else []
@@ -178,6 +179,25 @@ def _attention(rows: Sequence[Mapping[str, object]]) -> list[str]:
         if "forward_tflop_per_s" in row
     ]
     return _table(head, body) if body else []
+
+
+def _data(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """A row for every clip; ratios to decord called by hand, or by us on a GPU."""
+    of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
+    clips = list(dict.fromkeys(row["clip"] for row in rows))
+    sides = list(dict.fromkeys((row["side"], row["readers"]) for row in rows))
+    names = [f"{side}, {n} readers" if n else side for side, n in sides]
+    head = ("clips read per second", *names, "ours / decord, per CPU second", "ours, MiB")
+    body = []
+    for clip in clips:
+        rates = (_number(of[clip, side, n]["clips_per_s"]) for side, n in sides)
+        ours, bare = of.get((clip, "ours", 0)), of.get((clip, "decord", 0))
+        ratio = memory = _NONE
+        if ours and bare:
+            ratio = f"{ours['clips_per_cpu_s'] / bare['clips_per_cpu_s']:.2f}"
+            memory = _number(of.get((clip, "ours", 1), ours)["resident_mib"])
+        body.append((str(clip), *rates, ratio, memory))
+    return _table(head, body)
 
 
 def _case(row: Mapping[str, object], report: Report) -> str:

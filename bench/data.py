@@ -1,0 +1,318 @@
+"""How fast clips are read, beside decord and PyAV alone and a plain DataLoader.
+
+    python -m bench.data --out DIR [--clips FOLDER]
+
+All sides make the same 17 frames, 8 per second, of the same files, scaled and cropped to 240 x 360,
+one thread each. "ours" is the trainer's BatchLoader, with its time-outs and its choice of frames by
+the container's times; "decord" and "PyAV" are a few lines around the library, told which frames
+to take; "ours by PyAV" has video_backend: pyav; "DataLoader" is those lines of decord in torch's. CPU seconds are the process's and its
+readers'; per CPU second, other work on the machine matters little, for the rates of several readers
+it does. FOLDER holds the generated H.264 clips, and gets those that it lacks.
+
+On a GPU, bench.gpu_run data compares DALI with decord.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from bench.machine import describe_machine
+from bench.outcome import Bars, Outcome, Row, Settings, draw, table
+from bench.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
+from cogfast.data.batches import BatchLoader
+from cogfast.data.clip import select_frames
+from cogfast.data.clip_list import ClipList
+from cogfast.data.clip_settings import ClipSettings
+from cogfast.data.clip_transform import resize_and_center_crop
+from cogfast.data.dali_reader import VideoBackend, check_backend
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.packed_strings import PackedStrings
+from cogfast.data.video_reader import open_video
+
+SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17
+_COPIES = 64  # of a file in a data set: readers look no further ahead than that
+_GPU_READERS = (1, 4, 8)
+_SHOWN = ("clip", "side", "readers", "clips_per_s", "frames_per_s", "cpu_s_per_clip")
+_SHOWN += ("clips_per_cpu_s", "resident_mib")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A way to read: clips(path) yields one after the other, for ever. readers: processes (DALI:
+    threads) beside this one; 0: it reads itself."""
+
+    name: str
+    readers: int
+    clips: Callable[[Path, int], Iterator[object]]
+
+
+def _settings(backend: VideoBackend) -> ClipSettings:
+    return ClipSettings(
+        video_size=SIZE, fps=FPS, max_num_frames=NUM_FRAMES, video_backend=backend,
+        short_clips="pad",
+    )  # fmt: skip
+
+
+def _ours(backend: VideoBackend) -> Callable[[Path, int], Iterator[object]]:
+    def clips(path: Path, readers: int) -> Iterator[object]:
+        listed = ClipList(
+            files=PackedStrings([str(path)] * _COPIES), captions=PackedStrings([""] * _COPIES)
+        )
+        data = CaptionedVideos(listed, _settings(backend))
+        with BatchLoader(data, data.order(0, 1), micro_batch=1, num_workers=readers) as loader:
+            yield from loader
+
+    return clips
+
+
+def _chosen(path: Path) -> list[int]:
+    video = open_video(str(path))
+    try:
+        return select_frames(video.times, video.fps, _settings("auto")).indices.tolist()
+    finally:
+        video.close()
+
+
+def _read_decord(path: Path, indices: Sequence[int]) -> Tensor:
+    import decord
+
+    video = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
+    return resize_and_center_crop(torch.from_numpy(video.get_batch(indices).asnumpy()), SIZE)
+
+
+def _read_pyav(path: Path, indices: Sequence[int]) -> Tensor:
+    import av
+
+    wanted, frames = set(indices), []
+    with av.open(str(path)) as container:
+        container.streams.video[0].thread_type = "NONE"
+        for i, frame in enumerate(container.decode(video=0)):
+            if i in wanted:
+                frames.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
+            if i == indices[-1]:
+                break
+    return resize_and_center_crop(torch.stack(frames), SIZE)
+
+
+def _alone(read: Callable[[Path, Sequence[int]], Tensor]) -> Callable[[Path, int], Iterator]:
+    def clips(path: Path, readers: int) -> Iterator[Tensor]:
+        indices = _chosen(path)
+        while True:
+            yield read(path, indices)
+
+    return clips
+
+
+class _Plain(Dataset):
+    """What a few lines of decord give torch's DataLoader."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.indices = path, _chosen(path)
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Tensor:
+        torch.set_num_threads(1)
+        return _read_decord(self.path, self.indices)
+
+
+def _data_loader(path: Path, readers: int) -> Iterator[Tensor]:
+    yield from DataLoader(_Plain(path), batch_size=1, num_workers=readers)
+
+
+CPU_SIDES = (
+    Side("ours", 0, _ours("decord")),
+    Side("decord", 0, _alone(_read_decord)),
+    Side("PyAV", 0, _alone(_read_pyav)),
+    Side("ours by PyAV", 0, _ours("pyav")),
+    *(Side("ours", n, _ours("decord")) for n in (1, 2)),
+    *(Side("DataLoader", n, _data_loader) for n in (1, 2)),
+)
+GPU_SIDES = (
+    *(Side("DALI", n, _ours("dali")) for n in _GPU_READERS),
+    *(Side("decord", n, _ours("decord")) for n in _GPU_READERS),
+)
+
+
+def _readers() -> list[int]:
+    return [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it started and that still run."""
+    total = 0.0
+    for process in (os.getpid(), *_readers()):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _resident_mib(readers: int) -> float:
+    """Of a reading process, the largest."""
+    sizes = []
+    for process in _readers() if readers else [os.getpid()]:
+        text = Path(f"/proc/{process}/status").read_text()
+        sizes.append(int(text.partition("VmRSS:")[2].split()[0]) / 1024)
+    return max(sizes, default=math.nan)
+
+
+def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float, float]:
+    """Clips per second, CPU seconds per clip, MiB, after the first clips of each reader."""
+    clips = side.clips(path, side.readers)
+    for _ in range(2 + 2 * side.readers):
+        next(clips)
+    number, start, cpu = 0, time.perf_counter(), _cpu_seconds()
+    while number < 2 or time.perf_counter() - start < seconds:
+        next(clips)
+        number += 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    wall, used = time.perf_counter() - start, _cpu_seconds() - cpu
+    mib = _resident_mib(0 if side.name == "DALI" else side.readers)
+    clips.close()
+    return number / wall, used / number, mib
+
+
+def measure_clips(
+    paths: Mapping[str, Path],
+    sides: Sequence[Side],
+    seconds: float,
+    rounds: int,
+    keep: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
+    """A row for every clip and side: medians over `rounds`, in which the sides take turns."""
+    rows: list[Row] = []
+    for clip, path in paths.items():
+        samples: dict[Side, list] = {side: [] for side in sides}
+        for _ in range(rounds):
+            for side in sides:
+                samples[side].append(_sample(side, path, seconds))
+        for side in sides:
+            rate, cpu, mib = (
+                statistics.median(sample[i] for sample in samples[side]) for i in range(3)
+            )
+            rows.append(
+                {
+                    "clip": clip,
+                    "side": side.name,
+                    "readers": side.readers,
+                    "clips_per_s": rate,
+                    "frames_per_s": rate * NUM_FRAMES,
+                    "cpu_s_per_clip": cpu,
+                    "clips_per_cpu_s": 1 / max(cpu, 1e-9),
+                    "resident_mib": mib,
+                }
+            )
+        keep(Outcome(rows=rows, shown=_SHOWN))
+    return Outcome(_ratios(rows), rows, _SHOWN, bars=_bars(rows))
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """What the goals speak of, by clip, and over all clips as their geometric mean."""
+    of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
+    named = {
+        "ours_over_decord_per_cpu_s": (("ours", 0), ("decord", 0), "clips_per_cpu_s"),
+        "ours_over_decord_per_s": (("ours", 0), ("decord", 0), "clips_per_s"),
+        "ours_2_readers_over_1": (("ours", 2), ("ours", 1), "clips_per_s"),
+        "DataLoader_2_readers_over_1": (("DataLoader", 2), ("DataLoader", 1), "clips_per_s"),
+        **{
+            f"DALI_over_decord_{n}_readers": (("DALI", n), ("decord", n), "clips_per_s")
+            for n in _GPU_READERS
+        },
+    }
+    ratios = {}
+    for name, (above, below, key) in named.items():
+        by_clip = {
+            clip: row[key] / of[(clip, *below)][key]
+            for (clip, *side), row in of.items()
+            if tuple(side) == above and (clip, *below) in of
+        }
+        if by_clip:
+            ratios[name] = {**by_clip, "all": statistics.geometric_mean(by_clip.values())}
+    return ratios
+
+
+def _bars(rows: Sequence[Row]) -> Bars:
+    clips = list(dict.fromkeys(row["clip"] for row in rows))
+    series = {}
+    for row in rows:
+        name = f"{row['side']}, {row['readers']} readers" if row["readers"] else row["side"]
+        series.setdefault(name, []).append(row["clips_per_s"])
+    title = f"clips of {NUM_FRAMES} frames at {FPS} per second, {SIZE[0]} x {SIZE[1]}"
+    return Bars(title, "clips per second", clips, series)
+
+
+@contextmanager
+def _clips_folder(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def measure_data(settings: Settings) -> Outcome:
+    """The piece of bench.gpu_run: DALI against decord on H.264, which ./bench_clips may hold."""
+    torch.set_num_threads(1)
+    carried = Path("bench_clips")
+    sizes = TINY_SIZES if settings.is_tiny else SIZES
+    sides, seconds = GPU_SIDES, 4.0
+    if settings.is_tiny:
+        sides, seconds = [side for side in CPU_SIDES if side.readers < 2], 0.05
+    else:
+        check_backend("dali")
+    with _clips_folder(carried if carried.is_dir() else None) as folder:
+        paths = generated_clips(folder, sizes)
+        return measure_clips(paths, sides, seconds, rounds=1, keep=settings.keep)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of data.json and data.png")
+    parser.add_argument("--clips", type=Path, help="folder of the generated clips")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per clip, side and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a test of this program")
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    with _clips_folder(arguments.clips) as folder:
+        paths = generated_clips(folder, TINY_SIZES if arguments.tiny else SIZES)
+        if not arguments.tiny:
+            paths = {**real_clips(), **paths}
+        outcome = measure_clips(paths, CPU_SIDES, arguments.seconds, arguments.rounds)
+    print(table(outcome))
+    report = {
+        "piece": "data",
+        "is_tiny": arguments.tiny,
+        **describe_machine(torch.device("cpu")),
+        "load_average": {"before": load, "after": os.getloadavg()[0]},  # a quiet run adds 1 to 2
+        "numbers": outcome.numbers,
+        "rows": outcome.rows,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "data.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(draw(outcome.bars, arguments.out / "data.png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

