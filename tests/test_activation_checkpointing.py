@@ -374,6 +374,30 @@ def test_auto_measures_a_step_on_a_gpu(monkeypatch, others: list[int]) -> None:
     assert checkpointing.layer == shape and checkpointing.bytes_on_top == on_top
 
 
+def test_auto_plans_for_the_largest_bucket(monkeypatch) -> None:
+    """What was measured on a small micro-batch is scaled to the largest of the run: its activations,
+    not the gradients."""
+    name, transformer = make("5b")
+    tokens = inputs(name)["latents"].shape[2:].numel() // 4 + 10
+    shape = LayerShape(num_rows=2 * tokens, width=128, num_heads=2, bytes_per_number=4)
+    largest = LayerShape(num_rows=6 * tokens, width=128, num_heads=2, bytes_per_number=4)
+    gradients = sum(p.numel() * 4 for p in transformer.parameters() if p.requires_grad)
+    on_top = gradients + 1_000_000
+    total = gradients + 3_000_000 + kept_by_all(largest, ("attention_kept", "full"))
+    gpu = Gpu(monkeypatch, int(total / 0.96) + 10, [])
+    checkpointing = ActivationCheckpointing(transformer, "auto", gpu, most_rows=6 * tokens)
+    for _ in range(2):
+        transformer(**inputs(name)).square().mean()
+        gpu.allocate(on_top + kept_by_all(shape, checkpointing.policies))
+        gpu.allocate(-on_top - kept_by_all(shape, checkpointing.policies))
+        checkpointing.after_backward()
+        checkpointing.after_step()
+    assert checkpointing.layer == largest
+    assert checkpointing.bytes_on_top == gradients + 3_000_000
+    kept = kept_by_all(largest, checkpointing.policies)
+    assert 0 < kept <= kept_by_all(largest, ("attention_kept", "full"))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clips(tmp_path_factory.mktemp("data"))
