@@ -150,6 +150,7 @@ def killed_again_and_again(
     return contents(cache)
 
 
+@pytest.mark.slow
 def test_kills_and_ranks_leave_no_trace(data: Path, tmp_path: Path) -> None:
     base = write_vae_config(tmp_path / "base.yaml", data)
     cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'straight'}"]))
@@ -164,7 +165,7 @@ def test_ten_kills_leave_no_trace(data: Path, tmp_path: Path) -> None:
     cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'straight'}"]))
     draw = random.Random(0)
     for i, num_processes in enumerate((1, 2)):
-        delays = [draw.uniform(0, 3) for _ in range(5)]
+        delays = [draw.uniform(0, 1.5) for _ in range(5)]
         found = killed_again_and_again(base, tmp_path / f"killed {i}", delays, num_processes)
         assert found == contents(tmp_path / "straight")
 
@@ -262,6 +263,7 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
         cache_latents(config)
 
 
+@pytest.mark.slow
 def test_training_waits_for_a_cache_that_is_being_made(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import tarfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.cached_videos import CachedVideos
+from cogfast.data.cached_videos import CachedVideos, sample_key, source_files
 from cogfast.data.clip_list import ClipList
 from cogfast.data.clip_settings import ClipSettings
 from cogfast.data.datasets import CaptionedVideos
@@ -247,3 +249,42 @@ def test_a_sample_is_waited_for_as_long_as_there_is_a_writer(
         assert not (cache / video.file).exists()
         assert float(cached[0]["latent_mean"]) == 32  # as long as the key
         os.waitpid(pid, 0)
+
+
+def test_keys_follow_content_parts_rates_and_images(tmp_path: Path) -> None:
+    """In files and in a tar shard; what lies where does not count."""
+    contents = {"a.mp4": b"one", "b.mp4": b"two", "c.mp4": b"one", "c.png": b"picture"}
+    offsets = {}
+    with tarfile.open(tmp_path / "s.tar", "w") as shard:
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+            shard.add(tmp_path / name, name)
+    with tarfile.open(tmp_path / "s.tar") as shard:
+        offsets = {m.name: [m.offset_data, m.size] for m in shard.getmembers()}
+    files = [
+        str(tmp_path / name) for name in ("a.mp4", "b.mp4", "c.mp4", "a.mp4", "a.mp4", "a.mp4")
+    ]
+    files += [f"{tmp_path / 's.tar'}::{name}" for name in ("a.mp4", "b.mp4", "c.mp4")]
+    number = len(files)
+    nothing = [-1, -1]
+    places = [nothing * 2] * 6 + [offsets[name] + nothing for name in ("a.mp4", "b.mp4")]
+    places.append(offsets["c.mp4"] + offsets["c.png"])
+    spans, fps = np.full((number, 2), np.nan), np.full(number, np.nan)
+    spans[3], fps[4] = (1.0, np.nan), 4.0
+    clips = ClipList(
+        files=PackedStrings(files),
+        captions=PackedStrings(["caption"] * number),
+        images=PackedStrings([""] * 5 + [str(tmp_path / "c.png")] + [""] * 3),
+        spans=spans,
+        fps=fps,
+        places=np.array(places),
+    )
+    videos, sources = CaptionedVideos(clips, SETTINGS), Sources(tmp_path)
+    found = source_files(videos, range(number))
+    sources.known |= sources.hash(list(found), found)
+    assert sources.changed(found) == []
+    keys = [sample_key(videos, i, sources) for i in range(number)]
+    one, two = hash_file(files[0]), hash_file(files[1])
+    assert keys[:3] == [one, two, one] and keys[6:8] == [one, two]
+    assert len(set(keys)) == 5  # a part, a rate, and an image of its own have others
+    assert keys[5] == keys[8]
