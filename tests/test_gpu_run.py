@@ -171,7 +171,7 @@ def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
     steps = {("step", mode, policy) for mode in ("sft", "lora") for policy in ("none", "full")}
     blocks = {("block", "sft", "none"), ("block", "sft", "full"), ("block", "lora", "none")}
     mode = "sft" if piece == "2b" else "lora"
-    ours_alone = {("step", mode, policy) for policy in ("attention_kept", "pointwise")}
+    ours_alone = {("step", mode, policy) for policy in ("attention_kept", "pointwise", "auto")}
     assert kinds == steps | blocks | ours_alone
     for row in report["rows"]:
         if (row["what"], row["mode"], row["checkpointing"]) in ours_alone:
