@@ -108,7 +108,7 @@ class BatchLoader:
             prefetch_factor=prefetch_factor if num_workers else None,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context=method if num_workers else None,
-            worker_init_fn=_start_worker if num_workers else None,
+            worker_init_fn=start_worker if num_workers else None,
         )
         with signals_withheld(method):
             self._batches = iter(loader)  # starts the workers
@@ -325,7 +325,7 @@ def _collate(items: list[dict]) -> Batch:
     return batch
 
 
-def _start_worker(worker: int) -> None:
+def start_worker(worker: int) -> None:
     heed_parent_only(worker)
     if sys.platform == "linux":
         # Samples are read in ever new threads; memory that glibc gave one would stay apart.

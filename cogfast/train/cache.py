@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cogfast.config import Config
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.batches import read_sample, start_method, to_device
+from cogfast.data.batches import read_sample, start_method, start_worker, to_device
 from cogfast.data.cached_videos import sample_key, source_files, used_samples
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.latent_cache import (
@@ -34,7 +34,7 @@ from cogfast.data.latent_cache import (
 )
 from cogfast.data.source_hashes import Sources, hash_text
 from cogfast.data.whole_files import remove_unfinished, write_whole
-from cogfast.data.worker_signals import heed_parent_only, signals_withheld
+from cogfast.data.worker_signals import signals_withheld
 from cogfast.model.transformer import build_transformer
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
@@ -229,7 +229,7 @@ class _CacheRun:
             num_workers=args.num_workers,
             prefetch_factor=args.prefetch_factor if args.num_workers else None,
             multiprocessing_context=method if args.num_workers else None,
-            worker_init_fn=heed_parent_only if args.num_workers else None,
+            worker_init_fn=start_worker if args.num_workers else None,
         )
         with signals_withheld(method):
             read = iter(loader)
