@@ -158,7 +158,8 @@ class BatchLoader:
                 self.close()
                 raise
         if "num_padded" in batch:
-            self.num_padded += int((batch.pop("num_padded") > 0).sum())
+            # Not by torch: its ops let go of the interpreter, and reading threads would hold us up.
+            self.num_padded += sum(n > 0 for n in batch.pop("num_padded").tolist())
 
     def close(self) -> None:
         """Stop the workers; later calls of next() end the iteration."""
@@ -183,7 +184,7 @@ def to_device(
     """
     out = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.device != torch.device(device):
             value = value.to(device, non_blocking=True)
         if key == "mp4":
             if value.dtype == torch.uint8:
