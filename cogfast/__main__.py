@@ -33,11 +33,14 @@ def train(words: Sequence[str]) -> None:
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
+    _start_logging()
+    from cogfast.train.precision import take_precision
+
+    take_precision(config)
     if request.dry_run:
         if _is_first_rank():
             sys.stdout.write(config.describe())
         return
-    _start_logging()
     from cogfast.train.preflight import check_train
 
     check_train(config)
@@ -59,8 +62,10 @@ def cache(words: Sequence[str]) -> None:
 
     config = load_config(request.base, request.overrides, request.allow_import)
     _start_logging()
+    from cogfast.train.precision import take_precision
     from cogfast.train.preflight import check_cache
 
+    take_precision(config)
     check_cache(config)
     from cogfast.train.cache import cache_latents
 
@@ -73,14 +78,16 @@ def sample(words: Sequence[str]) -> None:
     request = parse_sample(words)
     from cogfast.config import load_config
     from cogfast.train.model_folder import fill_from_pipeline
+    from cogfast.train.precision import take_precision
 
     config = load_config(request.base, request.overrides, request.allow_import)
     config = fill_from_pipeline(config)
+    _start_logging()
+    take_precision(config)
     if request.dry_run:
         if _is_first_rank():
             sys.stdout.write(config.describe())
         return
-    _start_logging()
     prompts, images = read_prompts(request, config.args)
     from cogfast.train.preflight import check_sample
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
@@ -17,9 +16,9 @@ from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.source import WeightSource
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.frozen_parts import PLACEHOLDER, is_none
+from cogfast.train.precision import precision_values
 
 # configs/ in the source tree, and where an installed package has them
 _CONFIGS = (
@@ -68,7 +67,7 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
             f"--base model.yaml inference.yaml args.load={folder}"
         )
     values = {"args.load": str(folder), "args.mode": "inference"}
-    values |= _network_values(model) | _precision_values(source) | _schedule_values(folder)
+    values |= _network_values(model) | precision_values(source) | _schedule_values(folder)
     return file, [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
@@ -104,14 +103,6 @@ def _lora_node(model: TransformerConfig) -> dict[str, Any]:
     if model.lora_layers is not None:
         params["layer_range"] = list(model.lora_layers)
     return {"target": "sat.model.finetune.lora2.LoraMixin", "params": params}
-
-
-def _precision_values(source: WeightSource) -> dict[str, bool]:
-    """The checkpoint's dtype; fp16 needs a GPU, and float32 holds the same numbers."""
-    dtype = source.main_dtype
-    is_fp16 = dtype == torch.float16 and torch.cuda.is_available()
-    is_bf16 = dtype == torch.bfloat16
-    return {"deepspeed.fp16.enabled": is_fp16, "deepspeed.bf16.enabled": is_bf16}
 
 
 def _schedule_values(folder: Path) -> dict[str, Any]:
