@@ -52,7 +52,7 @@ def test_bfloat16_is_held_against_float32() -> None:
         assert 1e-3 < figures[f"{side}_output_relative_error"] < 2e-2
 
 
-@pytest.mark.slow  # Inductor compiles C++
+@pytest.mark.soak  # Inductor compiles C++
 def test_compiled_sides_agree_and_are_timed(monkeypatch) -> None:
     """And nothing is compiled while it is timed."""
     numbers = []
