@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +26,7 @@ from cogfast.train.process_groups import ProcessGroups, start_processes
 from cogfast.train.tensor_parallel import TensorParallelGroup
 from cogfast.train.zero_engine import ZeroEngine
 from tests import tensor_parallel_cases
-from tests.tiny_run import ROOT
+from tests.tiny_run import launch_ranks
 from tests.tiny_transformers import inputs, randomize
 
 # Along the first dim or a later one, in parts or not: (shape, dim, num_parts).
@@ -336,21 +333,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for name in CASES:
         (folder / name).mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"),
-            *(f"--master_port={port}", "-m", "tests.test_checkpoint_layouts", str(folder)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_ranks(4, "-m", "tests.test_checkpoint_layouts", str(folder))
     return folder
 
 

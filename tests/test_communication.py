@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +21,7 @@ from cogfast.train.communication import (
     scatter_or_gather,
 )
 from tests.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
-from tests.conftest import ROOT
-from tests.tiny_run import CHANNELS, SIDE, write_clips, write_config
+from tests.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
 from tests.tiny_transformers import FAMILY, inputs
 
 Sent = dict[str, dict[str, float]]
@@ -37,21 +32,7 @@ NUM_TOKENS = 20  # of the runs: 8 of text, 3 x 2 x 2 of video
 def launch(folder: Path, processes: int) -> tuple[list[Sent], TransformerConfig]:
     """{case: {collective: bytes}} of all processes, and the transformer of the runs."""
     base = write_config(folder / "base.yaml", write_clips(folder / "data"), "5b")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
-            *(f"--master_port={port}", "tests/communication_ranks.py", str(base), str(folder)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_ranks(processes, "tests/communication_ranks.py", str(base), str(folder))
     network = load_config([base]).model["network_config"]["params"]
     sent = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
     return sent, TransformerConfig(**transformer_arguments(network))

@@ -23,17 +23,10 @@ from cogfast.data.clip_transform import resize_and_center_crop, select_frames_ti
 from cogfast.data.dali_reader import DaliReader
 from cogfast.data.datasets import VideoFolder
 from cogfast.data.video_reader import open_video
-from tests.video_files import constant_rate, decode_all, write_clip
+from tests.video_files import RATES, constant_rate, decode_all, write_clip
 
 HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
 WITH_DALI = pytest.mark.skipif(not HAS_DALI, reason="DALI is not installed: make test-dali")
-RATES = {
-    "25": constant_rate(50, 25),
-    "29.97": constant_rate(60, 30000 / 1001),
-    "30": constant_rate(60, 30),
-    "60": constant_rate(100, 60),
-    "variable": np.cumsum(np.random.default_rng(5).uniform(1 / 60, 1 / 9, 50)),
-}
 # Levels of 255. Flat colours differ by the one or two that FFmpeg's conversion to RGB rounds off,
 # sharp edges by more, where chroma is upsampled otherwise; scaled down, by less.
 MOST_OFF, MOST_OFF_SCALED_DOWN, MOST_OFF_ON_AVERAGE = 75, 40, 2.5

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.train.trainer import Trainer
-from tests.tiny_run import ROOT, losses, run, run_folder, write_clips, write_config
+from tests.tiny_run import ROOT, losses, run, run_folder, torchrun, write_clips, write_config
 
 STEPS = 4
 ZERO_3 = "deepspeed.zero_optimization.stage=3"
@@ -40,14 +38,8 @@ SAMPLING = ("prompts", "condition", "frames")
 
 
 def launch(base: Path, save: Path, runs: list[str]) -> subprocess.CompletedProcess:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-            *(f"--master_port={port}", "tests/faults.py", str(base), str(save), *runs),
-        ],
+        [*torchrun(2), "tests/faults.py", str(base), str(save), *runs],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

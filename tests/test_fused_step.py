@@ -11,9 +11,6 @@ reads weights without waiting reads old ones.
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +29,7 @@ from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.process_groups import ProcessGroups, start_processes
 from cogfast.train.zero_engine import ZeroEngine
-from tests.tiny_run import ROOT
+from tests.tiny_run import launch_ranks
 
 STEPS, BAD_STEP = 10, 6  # the gradient of the bad step is not finite on one rank
 
@@ -297,21 +294,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict
     """{(number of processes, rank): what run_cases found}."""
     out = tmp_path_factory.mktemp("fused step")
     run_cases(out)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-            *(f"--master_port={port}", "-m", "tests.test_fused_step", str(out)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_ranks(2, "-m", "tests.test_fused_step", str(out))
     return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
 
 

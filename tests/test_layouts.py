@@ -4,10 +4,6 @@ losses and samples; and it goes on in any other layout."""
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +17,7 @@ from cogfast.model.weights.run import read_run_weights
 from cogfast.train.checkpoint import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.layouts import train
-from tests.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+from tests.tiny_run import launch_ranks, losses, run_folder, write_clips, write_config
 
 STEPS, SAVED_AT = 20, 15
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
@@ -97,21 +93,7 @@ LAYOUTS = {
 
 def launch(ranks: int, runs: list[list[str]]) -> None:
     """Train them one after the other on this many processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"),
-            *(f"--master_port={port}", "tests/layouts.py", json.dumps(runs)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_ranks(ranks, "tests/layouts.py", json.dumps(runs), timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from cogfast.train import replica_check
 from cogfast.train.replica_check import hash_parameters
-from tests.tiny_run import ROOT
+from tests.tiny_run import launch_ranks
 
 MODELS = ("5b", "bf16")
 TOP_BIT = {"5b": 30, "bf16": 14}
@@ -23,21 +19,7 @@ TOP_BIT = {"5b": 30, "bf16": 14}
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Of each of the four ranks, {model: {case: what was said}}."""
     folder = tmp_path_factory.mktemp("replicas")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"),
-            *(f"--master_port={port}", "tests/replica_check_ranks.py", str(folder)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_ranks(4, "tests/replica_check_ranks.py", str(folder), timeout=120)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +22,8 @@ from cogfast.train.parallelize import (
     parallelize,
 )
 from cogfast.train.tensor_parallel import TensorParallelGroup
-from tests.conftest import ROOT
 from tests.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients
+from tests.tiny_run import launch_ranks
 from tests.tiny_transformers import FAMILY, randomize
 
 EVERY_CASE = [name for name in CASES if "compiled" not in name]
@@ -46,22 +42,7 @@ def launch(folder: Path, num_processes: int, size: int, cases: list[str]) -> Non
         if name in CASES:
             state = {k: v.clone() for k, v in to_sat_state_dict(whole_model(name)).items()}
             torch.save({"module": state}, folder / name / "mp_rank_00_model_states.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"),
-            *(f"--master_port={port}", "tests/tensor_parallel_ranks.py", str(folder), str(size)),
-            *cases,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch_ranks(num_processes, "tests/tensor_parallel_ranks.py", str(folder), str(size), *cases)
 
 
 def read(folder: Path, name: str, size: int, number: int = 0) -> list[dict]:

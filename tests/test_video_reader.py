@@ -14,15 +14,7 @@ import torch
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_transform import select_frames_timestamp
 from cogfast.data.video_reader import PyAVReader, open_video
-from tests.video_files import constant_rate, decode_all, write_clip
-
-RATES = {
-    "25": constant_rate(50, 25),
-    "29.97": constant_rate(60, 30000 / 1001),
-    "30": constant_rate(60, 30),
-    "60": constant_rate(100, 60),
-    "variable": np.cumsum(np.random.default_rng(5).uniform(1 / 60, 1 / 9, 50)),
-}
+from tests.video_files import RATES, constant_rate, decode_all, write_clip
 
 READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
 

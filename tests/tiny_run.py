@@ -213,19 +213,37 @@ def write_config(
     return path
 
 
+def torchrun(processes: int) -> list[str]:
+    """torchrun's command on a port that is free, without what it is to run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
+        f"--master_port={port}",
+    ]
+
+
+def launch_ranks(processes: int, *words: str, timeout: float = 300) -> None:
+    """Run a script of the tests on so many gloo processes; it must end well."""
+    done = subprocess.run(
+        [*torchrun(processes), *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def start(
     words: list[str], processes: int = 1, program: tuple[str, ...] = ("-m", "cogfast")
 ) -> subprocess.Popen:
     """Start `cogfast WORDS`, under torchrun where there is more than one process."""
     command = [sys.executable, *program, *words]
     if processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
-            *(f"--master_port={port}", *program, *words),
-        ]
+        command = [*torchrun(processes), *program, *words]
     return subprocess.Popen(
         command,
         cwd=ROOT,

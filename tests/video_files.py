@@ -63,3 +63,13 @@ def sat_folder(root: Path, num_clips: int, num_frames: int = 9, fps: float = 8.0
         label.parent.mkdir(exist_ok=True)
         label.write_text(f"clip {i:02}\n")
     return root
+
+
+# seconds at which frames are shown
+RATES = {
+    "25": constant_rate(50, 25),
+    "29.97": constant_rate(60, 30000 / 1001),
+    "30": constant_rate(60, 30),
+    "60": constant_rate(100, 60),
+    "variable": np.cumsum(np.random.default_rng(5).uniform(1 / 60, 1 / 9, 50)),
+}

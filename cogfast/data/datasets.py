@@ -9,6 +9,7 @@ the start.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ class CaptionedVideos(Dataset):
         return read_image(image, image, size) if image else first_frame.clone()
 
 
-class ListedVideos(CaptionedVideos):
+class ListedVideos(CaptionedVideos, ABC):
     """Samples that `find` lists, a list for each source of data_dir."""
 
     def __init__(
@@ -199,8 +200,9 @@ class ListedVideos(CaptionedVideos):
         lists = self.find(data_dir, allow_empty_captions)
         super().__init__(join(lists), settings, [len(one) for one in lists])
 
+    @abstractmethod
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        raise NotImplementedError
+        """The samples of each source of data_dir."""
 
 
 class VideoFolder(ListedVideos):

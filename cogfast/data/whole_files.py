@@ -1,4 +1,4 @@
-"""Files of a latent cache: there as a whole or not at all."""
+"""Files of a latent cache: there as a whole or not at all; `sync` for whoever waits for a disk."""
 
 from __future__ import annotations
 

@@ -64,10 +64,9 @@ class VideoDDIMSampler:
         self.fixed_frames = fixed_frames
         self.sdedit = sdedit
         alpha_sqrt, timesteps = discretization.sampling_steps(num_steps)
-        # sync: none, the schedule's tables are on the CPU; once per sampler
-        self.timesteps: list[int] = timesteps.flip(0).tolist()
+        self.timesteps: list[int] = timesteps.flip(0).tolist()  # sync: none, a CPU table
         # Noisy first; after the last step nothing but signal is left.
-        self.alpha_sqrt: list[float] = [*alpha_sqrt.flip(0).tolist(), 1.0]
+        self.alpha_sqrt: list[float] = [*alpha_sqrt.flip(0).tolist(), 1.0]  # sync: none, as above
 
     def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
         """The same sampler with another number of steps, its guider's ramp included."""

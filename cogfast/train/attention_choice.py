@@ -166,8 +166,9 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
 
 def _timed(call: Callable[[], object], device: torch.device) -> tuple[float, object]:
     """Milliseconds, from idle to idle, and what the call returns."""
-    # sync: a timing needs an idle device at both ends; before training
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait = lambda: None
+    if device.type == "cuda":
+        wait = torch.cuda.synchronize  # sync: idle at both ends of a timing; before training
     wait()
     start = time.perf_counter()
     result = call()

@@ -179,7 +179,7 @@ class _CacheRun:
             for start in range(0, len(shard.keys), _CAPTIONS_AT_ONCE):
                 keys = shard.keys[start : start + _CAPTIONS_AT_ONCE]
                 captions = [clips[key].caption for key in keys]
-                embeddings = encoder.encode_text(captions).cpu()
+                embeddings = encoder.encode_text(captions).cpu()  # sync: into a file
                 for i, (caption, embedding) in enumerate(zip(captions, embeddings, strict=True)):
                     row = {"caption": caption}
                     if embedding.isfinite().all():
@@ -331,9 +331,9 @@ def _encode_samples(
         clips = torch.stack([sample["video"] for sample in together])
         pixels = to_device({"mp4": clips}, device)["mp4"].transpose(1, 2)
         moments = encoder.encode_moments(pixels)
-        parts = {"mean": moments.mean.cpu()}
+        parts = {"mean": moments.mean.cpu()}  # sync: into a file
         if moments.logvar is not None:
-            parts["logvar"] = moments.logvar.cpu()
+            parts["logvar"] = moments.logvar.cpu()  # sync: into a file
         for i, sample in enumerate(together):
             entry = {name: tensor[i].clone() for name, tensor in parts.items()}
             about = {name: sample[name] for name in ("fps", "num_frames", "num_padded")}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from cogfast.data.latent_cache import Shard
 from cogfast.train.process_groups import ProcessGroups
+from cogfast.train.progress_bar import open_bar
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +36,8 @@ class CacheProgress:
 
     def __enter__(self) -> CacheProgress:
         self.start = self.last_line = time.monotonic()
-        if self.is_shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-
-            self.bar = Progress(
-                TextColumn(self.what),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[rate]}"),
-                console=Console(stderr=True),
-            )
-            self.bar.start()
-            self.task = self.bar.add_task(self.what, total=self.total, rate="")
+        if self.is_shown:
+            self.bar = open_bar(self.what, self.total)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -76,7 +56,7 @@ class CacheProgress:
         now = time.monotonic()
         rate = done / (now - self.start)
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, rate=f"{rate:.2f}/s")
+            self.bar.update(self.bar.task_ids[0], completed=done, note=f"{rate:.2f}/s")
         elif now - self.last_line >= _SECONDS_PER_LINE:
             self.last_line = now
             left = (self.total - done) / rate / 60

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import weakref
 from pathlib import Path
@@ -27,6 +26,7 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
+from cogfast.data.whole_files import sync
 from cogfast.model.weights.run import FORMAT
 from cogfast.train.checkpoint import replaced_name
 from cogfast.train.process_groups import OtherRankError, ProcessGroups
@@ -147,8 +147,8 @@ class CheckpointWriter:
             **about,
         }
         (draft / "manifest.json").write_text(json.dumps(manifest))
-        _sync(draft / "manifest.json")
-        _sync(draft)
+        sync(draft / "manifest.json")
+        sync(draft)
         _publish(draft, self.folder / f"{about['step']:08d}")
         _prune(self.folder, about["step"], self.keep_last)
 
@@ -242,7 +242,7 @@ class _Snapshot:
         for name, values in self.frozen_values.items():
             add("frozen", name, 0, values)
         save_file(tensors, path)
-        _sync(path)
+        sync(path)
         return slices
 
     def counters(self) -> dict[str, dict[str, float]]:
@@ -302,21 +302,12 @@ def _publish(draft: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         draft.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     name = final.parent / "latest.incomplete"
     name.write_text(final.name)
-    _sync(name)
+    sync(name)
     name.replace(final.parent / "latest")
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final.parent)
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:

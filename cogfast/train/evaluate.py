@@ -90,9 +90,8 @@ class Evaluator:
         except Exception:
             logger.exception("%s at step %d failed; training goes on", what, step)
         if self.groups.device.type == "cuda":
-            # sync: once per evaluation; what decoding took is the training step's again
-            gc.collect()
-            torch.cuda.empty_cache()
+            gc.collect()  # sync: once per evaluation
+            torch.cuda.empty_cache()  # sync: what decoding took is the training step's again
         return result
 
     @torch.no_grad()

@@ -288,5 +288,5 @@ def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize
     from safetensors.torch import save_file
 
     metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
-    # sync: a file is written from the host, once per video
-    save_file({"latents": latents.float().cpu().contiguous()}, path, metadata)
+    on_host = latents.float().cpu()  # sync: into a file, once per video
+    save_file({"latents": on_host.contiguous()}, path, metadata)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from cogfast.model.transformer import TransformerConfig
 from cogfast.train.process_groups import ProcessGroups
+from cogfast.train.progress_bar import open_bar
 from cogfast.train.throughput import memory_gib, peak_flops, train_flops
 from cogfast.train.zero_engine import ZeroEngine
 
@@ -78,28 +78,7 @@ class Metrics:
                 resume="allow",
                 dir=str(self.folder),
             )
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-
-            self.progress = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=Console(stderr=True),
-            )
-            self.progress.start()
-            self.task = self.progress.add_task("training", total=self.num_steps, note="")
+        self.progress = open_bar("training", self.num_steps)
 
     def __enter__(self) -> Metrics:
         return self
@@ -144,7 +123,7 @@ class Metrics:
         self.timed_flops += train_flops(self.config, tokens_per_sample)
         self.num_unlogged_steps += 1
         if self.progress is not None:
-            self.progress.update(self.task, completed=step)
+            self.progress.update(self.progress.task_ids[0], completed=step)
 
     def log(self, step: int, lr: float, engine: ZeroEngine) -> int:
         """Write the line of `step`; returns how many steps in a row were skipped by now."""
@@ -234,7 +213,7 @@ class Metrics:
         self.has_logged = True
         text = "  ".join(parts)
         if self.progress is not None:
-            self.progress.update(self.task, note=f"loss {line['loss_running']:.4f}")
+            self.progress.update(self.progress.task_ids[0], note=f"loss {line['loss_running']:.4f}")
         logger.info(text)
 
     def draw_loss(self) -> None:

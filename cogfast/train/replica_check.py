@@ -57,7 +57,8 @@ class ReplicaCheck:
         names = [n for n, is_one in zip(self.replicated, differs.any(0), strict=True) if is_one]
         if names:
             first = differs[:, list(self.replicated).index(names[0])]
-            ranks = ", ".join(map(str, first.nonzero().flatten().tolist()))
+            differing = first.nonzero().flatten().tolist()  # sync: none, on the CPU by now
+            ranks = ", ".join(map(str, differing))
             others = f" and {len(names) - 1} more" if names[1:] else ""
             raise RuntimeError(
                 f"step {step}: the tensor-parallel ranks no longer have the same {names[0]}{others}: "

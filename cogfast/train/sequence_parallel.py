@@ -71,11 +71,8 @@ class _JoinRows(torch.autograd.Function):
         return _own_rows(grad, ctx.group).contiguous(), None
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
-        ctx.group = group
-        return _joined(_start_gather(x, group), group)
+class _GatherRows(_JoinRows):
+    """For work that each does a share of: the shares' gradients are summed."""
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:

@@ -76,7 +76,7 @@ class Extraction:
         weights = [s.read(f"{module}.weight", None) for s in (self.tuned, self.base)]
         tuned, base = (w.chunk(NUM_PARTS[linear])[part].float() for w in weights)
         change = tuned - base
-        norm = change.norm().item()
+        norm = change.norm().item()  # sync: none, conversion is on the CPU
         if norm == 0:
             u, s, v = (change.new_zeros(n, self.rank) for n in (len(change), 1, change.shape[1]))
             kept = 1.0
@@ -86,7 +86,7 @@ class Extraction:
                 torch.manual_seed(0)
                 found = torch.svd_lowrank(change, q=size, niter=_ITERATIONS)
             u, s, v = (f[..., : self.rank] for f in found)
-            kept = min(1.0, s.norm().item() / norm)
+            kept = min(1.0, s.norm().item() / norm)  # sync: none, as above
         target = next(t for t, place in TARGETS.items() if place == (linear, part))
         self.kept[f"{block} {target}"] = kept
         return {"matrix_A": (v * s.sqrt()).T.contiguous(), "matrix_B": u * s.sqrt()}

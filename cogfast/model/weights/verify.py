@@ -58,7 +58,7 @@ def verify(
         weights = {n: s for n, s in source.shapes.items() if n != "position_table.weight"}
         source = replace(source, shapes=weights)
     expected = _ours(source, config, given)
-    gc.collect()
+    gc.collect()  # sync: none, no training here; the second model needs the first one's memory
     stock = ""
     if to == "diffusers":
         found, plain = _diffusers(target, config, given)
