@@ -6,14 +6,14 @@ PART is a piece or a set of them, each under 9 minutes on one H100 or H200:
                fp16 and fp32, two ranks that share a model and the GPU, the kernels' times against the
                copy rate and the peers, every attention backend, and launch configurations
     2b, 5b     one block and one training step against diffusers' model
-    data       H.264 read by DALI and by decord
+    videos     data, data_runs: H.264 read by DALI and on the CPU; `cogfast cache` and 2B training on it
 Each piece prints a table and writes DIR/<piece>.json, units in the keys, again after every row: a
 run that is killed leaves what it had. What --minutes has no room for is left out, with a note there.
 A piece that fails says so in its file, the others still run, and the exit status is 1.
 
 It needs torch and matplotlib; goldens, tensor_parallel and train also omegaconf, einops, safetensors and, train alone,
 deepspeed and tensorboard; kernel_tests and op_times pytest. Peers that are not installed are named.
-data takes DALI and decord, and PyAV where ./bench_clips does not hold the clips that bench.data made.
+videos takes DALI and decord, and PyAV where ./bench_clips does not hold the clips that bench.data made.
 No network, no weights.
 
 Without a GPU, `--device cpu --tiny` runs the same code at small sizes, as a test of this program;
@@ -114,6 +114,12 @@ def _data(settings: Settings) -> Outcome:
     return measure_data(settings)
 
 
+def _data_runs(settings: Settings) -> Outcome:
+    from bench.data_runs import measure_data_runs
+
+    return measure_data_runs(settings)
+
+
 def _2b(settings: Settings) -> Outcome:
     from bench.step_on_device import measure_2b
 
@@ -140,12 +146,14 @@ PIECES: dict[str, Callable[[Settings], Outcome]] = {
     "2b": _2b,
     "5b": _5b,
     "data": _data,
+    "data_runs": _data_runs,
 }
 # Attention comes late: others' kernels, the likeliest to break the CUDA context. A part writes no
 # more than eight files.
 PARTS: dict[str, Sequence[str]] = {
     "first": ("facts", "rates", "matmul", "goldens", "train", "attention"),
     "ops": ("kernel_tests", "tensor_parallel", "op_times", "attention", "launches"),
+    "videos": ("data", "data_runs"),
 }
 
 

@@ -32,7 +32,8 @@ _GPU_PIECES = {
     "attention": "attention backends at 17,776 tokens",
     "2b": "2B: block and step against diffusers",
     "5b": "5B: block and step against diffusers",
-    "data": "H.264 read by DALI against decord",
+    "data": "H.264 read by DALI against the CPU's readers",
+    "data_runs": "`cogfast cache`, and 2B training on H.264 read by DALI: wait for data",
 }
 _PEERS_FIRST = ("eager", "compile")  # of the peers of an op, by a word of their names
 
@@ -97,7 +98,8 @@ def _of_machine(results: Results) -> list[str]:
     steps = results.of(*_STEP_PIECES)
     for rows in (_equal_policy(steps), _best_policy(steps)):
         lines += ["", *rows] if rows else []
-    for piece, render in (("op_times", _ops), ("attention", _attention), ("data", _data)):
+    renders = {"op_times": _ops, "attention": _attention, "data": _data, "data_runs": _data_runs}
+    for piece, render in renders.items():
         for report in results.of(piece):
             rows = render(report["rows"])
             lines += ["", *rows] if rows else []
@@ -182,21 +184,39 @@ def _attention(rows: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _data(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """A row for every clip; ratios to decord called by hand, or by us on a GPU."""
+    """A row for every clip; one reader's rates, on a CPU, as what two add to them."""
     of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
     clips = list(dict.fromkeys(row["clip"] for row in rows))
     sides = list(dict.fromkeys((row["side"], row["readers"]) for row in rows))
-    names = [f"{side}, {n} readers" if n else side for side, n in sides]
-    head = ("clips read per second", *names, "ours / decord, per CPU second", "ours, MiB")
+    shown = [(side, n) for side, n in sides if n != 1 or (side, 2) not in sides]
+    names = [f"{side}, {n} readers" if n else side for side, n in shown]
+    ratios = {
+        "ours / decord, per CPU second": (("ours", 0), ("decord", 0), "clips_per_cpu_s"),
+        "ours, 2 readers / 1": (("ours", 2), ("ours", 1), "clips_per_s"),
+    }
     body = []
     for clip in clips:
-        rates = (_number(of[clip, side, n]["clips_per_s"]) for side, n in sides)
-        ours, bare = of.get((clip, "ours", 0)), of.get((clip, "decord", 0))
-        ratio = memory = _NONE
-        if ours and bare:
-            ratio = f"{ours['clips_per_cpu_s'] / bare['clips_per_cpu_s']:.2f}"
-            memory = _number(of.get((clip, "ours", 1), ours)["resident_mib"])
-        body.append((str(clip), *rates, ratio, memory))
+        rates = (_number(of[clip, side, n]["clips_per_s"]) for side, n in shown)
+        quotients = []
+        for above, below, key in ratios.values():
+            pair = [of.get((clip, *side)) for side in (above, below)]
+            quotients.append(f"{pair[0][key] / pair[1][key]:.2f}" if all(pair) else _NONE)
+        one = of.get((clip, "ours", 1))
+        memory = _NONE if one is None else _number(one["resident_mib"])
+        body.append((str(clip), *rates, *quotients, memory))
+    return _table(("clips read per second", *names, *ratios, "a reader of ours, MiB"), body)
+
+
+def _data_runs(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    head = ("whole commands", "clips", "clips per second", "ms per step", "wait for data")
+    head += ("seconds in all", "MiB")
+    shown = {"clips": str, "clips_per_s": _number, "step_median_ms": _ms}
+    shown |= {"data_wait_percent": lambda value: f"{value:.2f}%"}
+    shown |= {"seconds": _number, "mib": _number}
+    body = [
+        (str(row["run"]), *(show(row[key]) if key in row else _NONE for key, show in shown.items()))
+        for row in rows
+    ]
     return _table(head, body)
 
 

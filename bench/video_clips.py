@@ -9,7 +9,8 @@ import numpy as np
 
 SIZES = {"480p": (480, 848), "720p": (720, 1280), "1080p": (1080, 1920)}  # rows, columns
 TINY_SIZES = {"tiny": (64, 96)}
-_FPS, _SECONDS = 30, 3
+_GRAIN = 6  # levels of 255, at most
+_FPS, _SECONDS = 30, 7  # 49 frames at 8 per second are 6.1 s
 
 
 def real_clips() -> dict[str, Path]:
@@ -27,7 +28,7 @@ def real_clips() -> dict[str, Path]:
 
 
 def generated_clips(folder: Path, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Path]:
-    """H.264 of each size, 3 s at 30 per second, in `folder`; those that are there stay, so that a
+    """H.264 of each size, 7 s at 30 per second, in `folder`; those that are there stay, so that a
     machine without PyAV can be given them."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.mp4" for name in sizes}
@@ -40,7 +41,8 @@ def generated_clips(folder: Path, sizes: Mapping[str, tuple[int, int]]) -> dict[
 
 
 def _write(path: Path, height: int, width: int) -> None:
-    """Soft noise that drifts behind a sharp square, which moves the other way."""
+    """A soft texture that drifts behind a sharp square, which moves the other way; with a camera's
+    grain, without which there would be next to nothing to decode."""
     import av
 
     rng = np.random.default_rng(0)
@@ -57,5 +59,20 @@ def _write(path: Path, height: int, width: int) -> None:
             frame = np.roll(picture, 3 * i, axis=1)
             left = (width - side - 5 * i) % (width - side)
             frame[side : 2 * side, left : left + side] = (230, 40, 40)
+            grain = rng.integers(-_GRAIN, _GRAIN + 1, (height, width, 1), dtype=np.int16)
+            frame = (frame + grain).clip(0, 255).astype(np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+
+
+def copies(clip: Path, folder: Path, number: int) -> Path:
+    """A folder of videos/ and labels/ with the clip so many times, each a file of other content."""
+    data = clip.read_bytes()
+    for name in ("videos", "labels"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for i in range(number):
+        # A box of MP4 that readers pass over: its size, its kind, and what is to differ.
+        mark = (16).to_bytes(4, "big") + b"free" + i.to_bytes(8, "big")
+        (folder / "videos" / f"{i:04d}.mp4").write_bytes(data + mark)
+        (folder / "labels" / f"{i:04d}.txt").write_text(f"clip number {i}\n")
+    return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import data
+from bench import data, data_runs, results_table
 from bench.outcome import Settings
 from bench.video_clips import TINY_SIZES, generated_clips
 from tests.video_files import decode_all
@@ -17,7 +17,7 @@ from tests.video_files import decode_all
 def test_all_sides_read_the_same_clip(tmp_path: Path) -> None:
     """Else their rates would not compare."""
     (path,) = generated_clips(tmp_path, TINY_SIZES).values()
-    assert decode_all(path).shape == (90, *TINY_SIZES["tiny"], 3)
+    assert decode_all(path).shape == (210, *TINY_SIZES["tiny"], 3)
     clips = {}
     for side in data.CPU_SIDES:
         if side.readers < 2:
@@ -48,6 +48,9 @@ def test_report(tmp_path: Path) -> None:
     expected = rows["ours", 2]["clips_per_s"] / rows["ours", 1]["clips_per_s"]
     assert ratio == pytest.approx(expected)
     assert (out / "data.png").stat().st_size > 1000
+    table = "\n".join(results_table._data(report["rows"]))
+    shown = rows["ours", 0]["clips_per_cpu_s"] / rows["decord", 0]["clips_per_cpu_s"]
+    assert f"| {shown:.2f} | {ratio:.2f} |" in table and "ours, 1 readers" not in table
 
 
 def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
@@ -57,3 +60,24 @@ def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
     outcome = data.measure_data(settings)
     assert kept[-1].rows == outcome.rows and not list(tmp_path.iterdir())
     assert "ours_over_decord_per_cpu_s" in outcome.numbers
+
+
+def test_start_on_a_manifest(tmp_path: Path) -> None:
+    """The second start opens no video; both list them all."""
+    (clip,) = generated_clips(tmp_path, TINY_SIZES).values()
+    rows = data_runs._start_on_manifest(clip, tmp_path / "listed", 12)
+    assert [row["clips"] for row in rows] == [12, 12]
+    assert all(row["seconds"] >= row["list_s"] + row["headers_s"] > 0 for row in rows)
+    with pytest.raises(RuntimeError, match="exit status 1"):
+        data_runs._start_on_manifest(tmp_path / "listed" / "clips.jsonl", tmp_path / "bad", 2)
+
+
+@pytest.mark.soak
+def test_whole_commands_of_gpu_run() -> None:
+    settings = Settings(torch.device("cpu"), is_tiny=True)
+    rows = {row["run"]: row for row in data_runs.measure_data_runs(settings).rows}
+    assert len(rows) == 5
+    cached, read = rows["training from the cache"], rows["training from videos, CPU reader"]
+    assert cached["step_median_ms"] < read["step_median_ms"]  # which also encodes
+    assert 0 < rows["cogfast cache"]["clips_per_s"] < 18 / 0.1
+    assert 0 <= cached["data_wait_percent"] < 100

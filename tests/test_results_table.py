@@ -108,7 +108,7 @@ def test_a_section_of_results(results: Path) -> None:
 
 def test_all_of_it_is_not_measured_without_results() -> None:
     section = write_section([])
-    assert section.count("| not measured |") == 6 and "x |" not in section
+    assert section.count("| not measured |") == 7 and "x |" not in section
 
 
 def test_the_command_writes_between_the_comments(results: Path, tmp_path: Path) -> None:

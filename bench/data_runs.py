@@ -1,0 +1,323 @@
+"""Whole commands on videos: how fast `cogfast cache` encodes and how long training waits for data.
+
+    python -m bench.data_runs --out DIR
+
+On a CPU the quickstart's clips and model. The piece data_runs of bench.gpu_run trains CogVideoX-2B,
+with random weights, on H.264 of 480 rows: read by DALI, by the CPU, and from the cache. Both also
+start on a manifest of 10,000 videos: list them, read their headers, for the first and second time.
+
+clips_per_s of the cache is counted between its first and its last shard, so without the start. A
+step's wait for data is what metrics.jsonl says, from the second line on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from bench.machine import describe_machine
+from bench.outcome import Outcome, Row, Settings, table
+from bench.video_clips import TINY_SIZES, copies, generated_clips
+
+_ROOT = Path(__file__).resolve().parents[1]
+_TIMEOUT_SECONDS = 300
+_NUM_LISTED = 10_000
+_SHOWN = ("run", "clips", "clips_per_s", "step_median_ms", "data_wait_percent", "seconds", "mib")
+_TINY_WORDS = (
+    "model.network_config.params.num_frames=9",
+    "model.network_config.params.latent_height=8",
+    "model.network_config.params.latent_width=8",
+    "model.network_config.params.num_layers=1",
+    "model.network_config.params.hidden_size=64",
+    "model.network_config.params.num_attention_heads=1",
+    "model.network_config.params.time_embed_dim=64",
+    "model.network_config.params.modules.patch_embed_config.params.text_hidden_size=32",
+    "model.network_config.params.modules.pos_embed_config.params.height_interpolation=1.0",
+    "model.network_config.params.modules.pos_embed_config.params.width_interpolation=1.0",
+    "data.params.video_size=[64,64]",
+    "deepspeed.zero_optimization.reduce_bucket_size=1000000",
+    "deepspeed.zero_optimization.allgather_bucket_size=1000000",
+)
+_TINY_VAE = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A configuration and its videos. words: of every command; sides: {name: further words of a
+    training run from videos}."""
+
+    files: Sequence[str]
+    words: Sequence[str]
+    sides: dict[str, Sequence[str]]
+    num_clips: int
+    num_steps: int
+    log_interval: int
+    seconds: float = _TIMEOUT_SECONDS
+
+
+def measure_data_runs(settings: Settings) -> Outcome:
+    """The piece of bench.gpu_run."""
+    carried = Path("bench_clips")
+    tiny = settings.is_tiny
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        sizes = TINY_SIZES if tiny else {"480p": (480, 848)}
+        source = carried if carried.is_dir() and not tiny else folder
+        (clip,) = generated_clips(source, sizes).values()
+        num_clips = 18 if tiny else 96
+        data = copies(clip, folder / "data", num_clips)
+        readers = (
+            {} if tiny else {"training from videos, DALI": ("data.params.video_backend=dali",)}
+        )
+        readers["training from videos, CPU reader"] = ("data.params.video_backend=auto",)
+        if not tiny:
+            readers["training from videos, CPU reader"] = ("data.params.video_backend=pyav",)
+        case = Case(
+            files=(str(_write_2b(folder, tiny)), "configs/sft.yaml"),
+            words=(
+                f"args.train_data=[{data}]",
+                f"args.num_workers={1 if tiny else 8}",
+                *("args.mode=pretrain", "args.load=null", "args.save_interval=null"),
+                *("args.lr_schedule=constant", "args.warmup_steps=0"),
+                *("deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"),
+                *(_TINY_WORDS if tiny else ()),
+            ),
+            sides=readers,
+            num_clips=num_clips,
+            num_steps=3 if tiny else 40,
+            log_interval=1 if tiny else 5,
+        )
+        return _measure(case, folder, clip, 50 if tiny else _NUM_LISTED, settings.keep)
+
+
+def _write_2b(folder: Path, is_tiny: bool) -> Path:
+    """CogVideoX-2B's file with an autoencoder of random weights, made here, and a small text encoder
+    of T5's width, so that nothing is downloaded."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    vae = AutoencoderKLCogVideoX(
+        **(_TINY_VAE if is_tiny else {})
+    )  # its defaults are the real one's
+    vae.save_pretrained(folder / "vae")
+    config = OmegaConf.load(_ROOT / "configs" / "cogvideox_2b.yaml")
+    config.model.first_stage_config = {
+        "target": "cogfast.model.autoencoder.VideoAutoencoder",
+        "params": {"path": str(folder / "vae")},
+    }
+    (encoder,) = config.model.conditioner_config.params.emb_models
+    modules = "${model.network_config.params.modules"
+    encoder.target = "cogfast.model.text_encoder.ByteTextEncoder"
+    encoder.params = {
+        "max_length": modules + ".pos_embed_config.params.text_length}",
+        "d_model": modules + ".patch_embed_config.params.text_hidden_size}",
+        "num_layers": 1,
+    }
+    OmegaConf.save(config, folder / "2b.yaml")
+    return folder / "2b.yaml"
+
+
+def measure_quickstart(num_steps: int = 300) -> Outcome:
+    """On a CPU: one process, in the dtype that the quickstart takes."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        data = folder / "data"
+        _run([sys.executable, "scripts/quickstart.py", "prepare", str(data)], folder / "log")
+        case = Case(
+            files=("configs/quickstart.yaml",),
+            words=(
+                f"args.train_data=[{data}]",
+                f"model.first_stage_config.params.ckpt_path={data / 'wavelet.safetensors'}",
+                "args.eval_interval=null",
+                "args.save_interval=null",
+            ),
+            sides={
+                "training from videos": (),
+                "training from videos, each decoded in each epoch": (
+                    "data.params.keep_decoded_mib=0",
+                ),
+            },
+            num_clips=len(list((data / "videos").iterdir())),
+            num_steps=num_steps,
+            log_interval=20,
+        )
+        clip = sorted((data / "videos").iterdir())[0]
+        return _measure(case, folder, clip, _NUM_LISTED, lambda outcome: None)
+
+
+def _measure(
+    case: Case, folder: Path, clip: Path, num_listed: int, keep: Callable[[Outcome], None]
+) -> Outcome:
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        keep(Outcome(rows=rows, shown=_SHOWN))
+
+    cache = folder / "latents"
+    add(_cache(case, folder, cache))
+    for name, words in case.sides.items():
+        add(_train(case, folder / name, name, words))
+    name = "training from the cache"
+    add(_train(case, folder / name, name, [f"args.latent_cache={cache}"]))
+    for row in _start_on_manifest(clip, folder / "listed", num_listed):
+        add(row)
+    return Outcome({}, rows, _SHOWN)
+
+
+def _run(words: Sequence[str], log: Path, **environment: str) -> str:
+    """Run a command; RuntimeError, with the end of what it said, where it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        list(words),
+        cwd=_ROOT,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+    )
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RuntimeError(f"{' '.join(words[:5])}: exit status {done.returncode}\n{end}")
+    return done.stdout
+
+
+def _cogfast(case: Case, command: str, folder: Path, words: Sequence[str]) -> None:
+    base = [sys.executable, "-m", "cogfast", command, "--base", *case.files]
+    _run([*base, *case.words, f"args.save={folder}", *words], folder / "log")
+
+
+def _cache(case: Case, folder: Path, cache: Path) -> Row:
+    started = time.perf_counter()
+    _cogfast(case, "cache", folder / "caching", [f"args.latent_cache={cache}"])
+    seconds = time.perf_counter() - started
+    lines = [json.loads(line) for line in (cache / "index.jsonl").read_text().splitlines()[1:]]
+    shards = [
+        ((cache / line["file"]).stat().st_mtime, len(line["keys"]))
+        for line in lines
+        if line["file"].startswith("video")
+    ]
+    shards.sort()
+    assert sum(number for _, number in shards) == case.num_clips, "clips are left out of the cache"
+    between = sum(number for _, number in shards[1:])
+    rate = between / (shards[-1][0] - shards[0][0])
+    num_bytes = sum(path.stat().st_size for path in cache.glob("*.safetensors"))
+    return {
+        "run": "cogfast cache",
+        "clips": case.num_clips,
+        "clips_per_s": rate,
+        "seconds": seconds,
+        "mib": num_bytes / 2**20,
+    }
+
+
+def _train(case: Case, folder: Path, name: str, words: Sequence[str]) -> Row:
+    steps = [f"args.train_iters={case.num_steps}", f"args.log_interval={case.log_interval}"]
+    started = time.perf_counter()
+    _cogfast(case, "train", folder, [*words, *steps])
+    seconds = time.perf_counter() - started
+    (path,) = folder.glob("*/metrics.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    waited, took = (sum(line[key] for line in lines) for key in ("data_wait_ms", "step_ms"))
+    return {
+        "run": name,
+        "clips": case.num_clips,
+        "clips_per_s": statistics.median(line["samples_per_s"] for line in lines),
+        "step_median_ms": statistics.median(line["step_ms"] for line in lines),
+        "data_wait_percent": 100 * waited / took,
+        "seconds": seconds,
+    }
+
+
+def _start_on_manifest(clip: Path, folder: Path, number: int) -> list[Row]:
+    """Twice, in processes of their own; the second finds the headers of the first."""
+    (folder / "videos").mkdir(parents=True)
+    first = shutil.copy(clip, folder)
+    with open(folder / "clips.jsonl", "w") as file:
+        for i in range(number):
+            os.link(first, folder / "videos" / f"{i:05d}.mp4")
+            caption = f"caption number {i} of some ordinary length, as captions of videos have"
+            file.write(json.dumps({"path": f"videos/{i:05d}.mp4", "caption": caption}) + "\n")
+    words = [sys.executable, "-m", "bench.data_runs", "--manifest", str(folder / "clips.jsonl")]
+    found = []
+    for which in ("first", "second"):
+        text = _run(words, folder / "log", XDG_CACHE_HOME=str(folder / "index"))
+        row = {"run": f"{which} start on a manifest", "clips": number}
+        found.append({**row, **json.loads(text.splitlines()[-1])})
+    return found
+
+
+def start_on_manifest(manifest: Path) -> Row:
+    """Seconds and MiB of listing the samples, reading their headers and making the first epoch."""
+    import av  # noqa: F401  its libraries are not counted, nor is what else is imported
+
+    from cogfast.data.buckets import survey
+    from cogfast.data.datasets import VideoManifest
+
+    before, started = _resident_mib(), time.perf_counter()
+    dataset = VideoManifest([str(manifest)], video_size=(64, 64), fps=8, max_num_frames=9)
+    listed = time.perf_counter()
+    found = survey(dataset)
+    surveyed = time.perf_counter()
+    dataset.order(seed=0, global_batch=8).index(0, 0)
+    assert not found.reasons, found.reasons
+    return {
+        "seconds": time.perf_counter() - started,
+        "list_s": listed - started,
+        "headers_s": surveyed - listed,
+        "mib": _resident_mib() - before,
+    }
+
+
+def _resident_mib() -> float:
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+    )
+    parser.add_argument("--out", type=Path, help="folder of data_runs.json")
+    parser.add_argument("--manifest", type=Path, help="of the child that starts on one")
+    arguments = parser.parse_args(words)
+    if arguments.manifest is not None:
+        print(json.dumps(start_on_manifest(arguments.manifest)))
+        return 0
+    if arguments.out is None:
+        parser.error("--out DIR is missing")
+    load = os.getloadavg()[0]
+    outcome = measure_quickstart()
+    print(table(outcome))
+    report = {
+        "piece": "data_runs",
+        "is_tiny": False,
+        **describe_machine(torch.device("cpu")),
+        "load_average": {"before": load, "after": os.getloadavg()[0]},
+        "numbers": outcome.numbers,
+        "rows": outcome.rows,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "data_runs.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
