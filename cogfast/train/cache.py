@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cogfast.config import Config
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.batches import read_sample, start_method, start_worker, to_device
+from cogfast.data.batches import read_sample, start_method, start_worker
 from cogfast.data.cached_videos import sample_key, source_files, used_samples
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.latent_cache import (
@@ -38,6 +37,7 @@ from cogfast.data.worker_signals import signals_withheld
 from cogfast.model.transformer import build_transformer
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
+from cogfast.train.cache_entries import encode_samples
 from cogfast.train.cache_progress import CacheProgress
 from cogfast.train.data_survey import survey_datasets
 from cogfast.train.encode import Encoder
@@ -207,7 +207,7 @@ class _CacheRun:
             tensors, rows = {}, []
             for _ in range(0, len(shard.keys), at_once):
                 samples = next(read)
-                for row, entry in _encode_samples(samples, encoder, self.groups.device):
+                for row, entry in encode_samples(samples, encoder, self.groups.device):
                     tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
                     rows.append(row)
                 progress.add(len(samples))
@@ -317,34 +317,3 @@ class _Clips(Dataset):
 
 def _as_is(batch: object) -> object:
     return batch
-
-
-def _encode_samples(
-    samples: Sequence[Sample | BadSample], encoder: Encoder, device: torch.device
-) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-    """(what is said of it, its tensors) of each sample; those of one size are encoded together."""
-    for _, group in groupby(samples, key=_size):
-        together = list(group)
-        if isinstance(together[0], BadSample):
-            yield from (({"bad": bad.reason}, {}) for bad in together)
-            continue
-        clips = torch.stack([sample["video"] for sample in together])
-        pixels = to_device({"mp4": clips}, device)["mp4"].transpose(1, 2)
-        moments = encoder.encode_moments(pixels)
-        parts = {"mean": moments.mean.cpu()}  # sync: into a file
-        if moments.logvar is not None:
-            parts["logvar"] = moments.logvar.cpu()  # sync: into a file
-        for i, sample in enumerate(together):
-            entry = {name: tensor[i].clone() for name, tensor in parts.items()}
-            about = {name: sample[name] for name in ("fps", "num_frames", "num_padded")}
-            if not all(tensor.isfinite().all() for tensor in entry.values()):
-                yield {"bad": "its latents are not finite"}, {}
-                continue
-            if encoder.image_input:
-                frame = sample["images"] if "images" in sample else sample["video"][0]
-                entry["first_frame"] = frame.clone()
-            yield about, entry
-
-
-def _size(sample: Sample | BadSample) -> object:
-    return None if isinstance(sample, BadSample) else sample["video"].shape
