@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 
+from cogfast.data import bad_samples
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 
 
@@ -73,3 +74,23 @@ def test_bad_sample_travels_between_processes():
 def test_max_bad_fraction_is_checked():
     with pytest.raises(ValueError, match="args.max_bad_fraction=5.* between 0 and 1"):
         BadSampleLog(None, num_samples=2, max_bad_fraction=5)
+
+
+def test_a_long_list_is_read_once(tmp_path, monkeypatch):
+    """Two ranks in turns: each line is read by the other one alone, however long the list is."""
+    read, num_bytes = bad_samples._read, 0
+
+    def counted(text: bytes) -> dict[str, str]:
+        nonlocal num_bytes
+        num_bytes += len(text)
+        return read(text)
+
+    monkeypatch.setattr(bad_samples, "_read", counted)
+    file = tmp_path / "bad_samples.jsonl"
+    file.write_text('{"path": "before", "reason": "r"}\n{"path": "torn')
+    ranks = [BadSampleLog(file, num_samples=100) for _ in range(2)]
+    for i in range(40):
+        assert ranks[i % 2].add(str(i), "broken") and not ranks[1 - i % 2].add(str(i), "broken")
+    assert list(read(file.read_bytes())) == ["before", *map(str, range(40))]
+    assert ranks[0].reasons == ranks[1].reasons and len(ranks[0].reasons) == 40
+    assert num_bytes < 3 * file.stat().st_size

@@ -48,10 +48,13 @@ class BadSampleLog:
         self.max_bad_fraction = max_bad_fraction
         self.reasons: dict[str, str] = {}  # path -> reason: this run's, those of other ranks too
         self._listed_before: set[str] = set()  # lines of the run that this one resumes
+        self._num_read = 0  # bytes of the file's whole lines that we know
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.exists():
-                self._listed_before = set(_read(self.file.read_bytes()))
+                text = self.file.read_bytes()
+                self._listed_before = set(_read(text))
+                self._num_read = _end_of_lines(text)
 
     @property
     def limit(self) -> int:
@@ -67,8 +70,8 @@ class BadSampleLog:
         if is_new and self.file is not None:
             with open(self.file, "a+b") as f:
                 fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
-                f.seek(0)
-                text = f.read()
+                f.seek(self._num_read)
+                text = f.read()  # what other ranks have added
                 listed = _read(text)
                 is_new = path not in listed
                 for other in listed.keys() - self._listed_before:
@@ -78,7 +81,10 @@ class BadSampleLog:
                     start = b"" if not text or text.endswith(b"\n") else b"\n"
                     line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
                     # A name that is no UTF-8 comes out as the escape that JSON knows.
-                    f.write(start + line.encode("utf-8", "backslashreplace") + b"\n")
+                    line = start + line.encode("utf-8", "backslashreplace") + b"\n"
+                    f.write(line)
+                    text += line
+                self._num_read += _end_of_lines(text)
         # Listed before and still bad counts anew; listed before and mended does not.
         self.reasons[path] = reason
         if is_new and is_told:
@@ -105,6 +111,11 @@ class BadSampleLog:
             f"args.max_bad_fraction={self.max_bad_fraction:g}; mend or remove them, or raise it; "
             f"first: {named}{where}"
         )
+
+
+def _end_of_lines(text: bytes) -> int:
+    """Where its last whole line ends."""
+    return text.rfind(b"\n") + 1
 
 
 def _read(text: bytes) -> dict[str, str]:

@@ -161,11 +161,12 @@ class _CacheRun:
     ) -> None:
         """Write this rank's share of the missing shards of a kind."""
         of_kind = [shard for shard in missing if shard.kind == kind]
-        mine = of_kind[self.groups.rank :: self.groups.world_size]
+        size = self.groups.world_size
+        dealt = [of_kind[rank::size] for rank in range(size)]
         clips = by_text if kind == "text" else by_video
         what = "captions" if kind == "text" else "clips"
-        with CacheProgress(self.groups, self.folder, what, of_kind, mine) as progress:
-            for shard, tensors, rows in encode(mine, clips, progress):
+        with CacheProgress(self.groups, self.folder, what, dealt) as progress:
+            for shard, tensors, rows in encode(dealt[self.groups.rank], clips, progress):
                 write_shard(self.folder / shard.file, tensors, rows)
                 self._note_bad(shard, rows, by_text, by_video)
                 self.bad.check()

@@ -17,20 +17,17 @@ _SECONDS_PER_LINE = 30.0  # of the log
 
 
 class CacheProgress:
-    """What all ranks have encoded of `shards`, told by rank 0; `mine` are this rank's."""
+    """What all ranks have encoded, told by rank 0; shards: those of each rank, in the order in which
+    it writes them."""
 
     def __init__(
-        self,
-        groups: ProcessGroups,
-        folder: Path,
-        what: str,
-        shards: Sequence[Shard],
-        mine: Sequence[Shard],
+        self, groups: ProcessGroups, folder: Path, what: str, shards: Sequence[Sequence[Shard]]
     ) -> None:
-        own = {shard.file for shard in mine}
-        self.others = [(folder / s.file, len(s.keys)) for s in shards if s.file not in own]
-        self.what, self.total = what, sum(len(shard.keys) for shard in shards)
-        self.done = 0
+        self.folder, self.what = folder, what
+        self.total = sum(len(shard.keys) for of_rank in shards for shard in of_rank)
+        # The next one at the end: who wants to know how far a rank is looks for that file alone.
+        self.others = [list(reversed(s)) for rank, s in enumerate(shards) if rank != groups.rank]
+        self.done = self.done_by_others = 0
         self.is_shown = groups.is_main and self.total > 0
         self.bar = None
 
@@ -52,7 +49,10 @@ class CacheProgress:
         self.done += number
         if not self.is_shown:
             return
-        done = self.done + sum(number for path, number in self.others if path.exists())
+        for left in self.others:
+            while left and (self.folder / left[-1].file).exists():
+                self.done_by_others += len(left.pop().keys)
+        done = self.done + self.done_by_others
         now = time.monotonic()
         rate = done / (now - self.start)
         if self.bar is not None:
