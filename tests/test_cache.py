@@ -9,6 +9,8 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,11 +21,16 @@ from torch import Tensor
 
 from cogfast.config import Config, load_config
 from cogfast.data.latent_cache import CacheIndex
-from cogfast.model.autoencoder import Moments
+from cogfast.data.source_hashes import hash_file
+from cogfast.model.autoencoder import Moments, VideoAutoencoder
+from cogfast.slot_random import SlotRandom
 from cogfast.train import cache as cache_module
+from cogfast.train.arguments import TrainArguments
+from cogfast.train.assembly import assemble_datasets
 from cogfast.train.cache import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.trainer import Trainer
+from tests.test_encode import noised_by_hand
 from tests.tiny_run import (
     CHANNELS,
     losses,
@@ -127,6 +134,59 @@ def test_training_from_the_cache_is_training_from_pixels(
     assert None not in runs["pixels"].built
 
 
+def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path) -> None:
+    """Latents of the VAE itself for the same noise; neither training nor the held-out loss builds
+    it, and the videos of an evaluation begin with the frame without noise."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    args = {"train_iters": 3, "split": "4,1,0", "eval_interval": 3, "eval_num_samples": 0}
+    base = write_vae_config(tmp_path / "base.yaml", data, "1.5_5b_i2v", **args)
+    words = ["model.noised_image_dropout=0", f"args.latent_cache={tmp_path / 'cache'}"]
+    config = load_config([base], [*words, "args.cached_noised_images=3"])
+    cache_latents(config)
+    with patch.object(VideoAutoencoder, "__init__", side_effect=AssertionError):
+        run = Recorder(config)
+        run.train()
+    assert run.built == (None, None)
+    assert '"valid_loss"' in (run.folder / "metrics.jsonl").read_text()
+
+    pixels = load_config([base])
+    videos = assemble_datasets(pixels, TrainArguments.from_config(pixels))
+    frames = {
+        name: item["video"][0] for name, item in zip(videos.train.paths, videos.train, strict=True)
+    }
+    vae, num_drawn = AutoencoderKLCogVideoX.from_pretrained(data / "vae"), Counter()
+    for step, (_, _, image) in enumerate(run.seen):
+        rng = SlotRandom(config.args.seed, step, range(4), 4)
+        noise = rng.normal("image_first_stage", (4, CHANNELS, 1, 4, 4))
+        for slot, path in enumerate(run.paths[4 * step : 4 * step + 4]):
+            noised = [noised_by_hand(frames[path], hash_file(path), i) for i in range(3)]
+            posterior = vae.encode(torch.stack(noised)).latent_dist
+            wanted = 0.7 * (posterior.mean + posterior.std * noise[slot])
+            errors = (image[slot, :, :1] - wanted).abs().flatten(1).amax(dim=1)
+            assert errors.min() < 1e-5 and errors.max() > 1e-3
+            num_drawn[int(errors.argmin())] += 1
+    assert set(num_drawn) == {0, 1, 2}
+
+    run.evaluator.args = replace(run.args, eval_num_samples=2)
+    shown = [prompt.image for prompt in run.evaluator._prompts(run.latent_size)]
+    unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[2])]
+    torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)
+
+    before, plain = contents(tmp_path / "cache"), load_config([base], words)
+    match = (
+        r"cache made by first frames kept False, the config has True; cache made by "
+        r"args.cached_noised_images 3, the config has none: 0 of 4 usable; run `cogfast cache`"
+    )
+    with pytest.raises(ValueError, match=match):
+        assemble_datasets(plain, TrainArguments.from_config(plain))
+    cache_latents(plain)
+    after = contents(tmp_path / "cache")
+    assert all(after[name] == before[name] for name in before if name.endswith(".safetensors"))
+    for both in (config, plain):
+        assemble_datasets(both, TrainArguments.from_config(both))
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -152,7 +212,7 @@ def killed_again_and_again(
 
 @pytest.mark.slow
 def test_kills_and_ranks_leave_no_trace(data: Path, tmp_path: Path) -> None:
-    base = write_vae_config(tmp_path / "base.yaml", data)
+    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", cached_noised_images=2)
     cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'straight'}"]))
     expected = contents(tmp_path / "straight")
     assert len(expected) == 2 + 1 + 3  # index, sources; captions; clips
@@ -228,12 +288,13 @@ def test_another_vae_or_text_encoder_is_refused_with_counts(data: Path, tmp_path
 
 
 def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> None:
-    """One whose latents are not finite, and one that ends early."""
+    """Those whose latents, or an image's, are not finite, and one that ends early."""
     clips, cache = tmp_path / "clips", tmp_path / "cache"
     shutil.copytree(data, clips)
     torn = clips / "videos" / "5.mp4"
     torn.write_bytes(torn.read_bytes()[:600])
-    base = write_config(tmp_path / "base.yaml", clips, max_bad_fraction=0.1, train_iters=10)
+    args = {"max_bad_fraction": 0.2, "train_iters": 10, "cached_noised_images": 1}
+    base = write_config(tmp_path / "base.yaml", clips, "5b_i2v", **args)
     config = load_config([base], [f"args.latent_cache={cache}"])
     encode_moments, num_calls = Encoder.encode_moments, 0
 
@@ -241,7 +302,7 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
         nonlocal num_calls
         num_calls += 1
         moments = encode_moments(encoder, pixels)
-        if num_calls == 2:
+        if num_calls in (2, 3):  # the images of four clips, the next four clips
             moments.mean[0, 0, 0, 0, 0] = float("inf")
         return moments
 
@@ -250,16 +311,16 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
     listed = (cache / "bad_samples.jsonl").read_bytes()
     reasons = {x["path"]: x["reason"] for x in map(json.loads, listed.splitlines())}
     assert reasons.pop(str(torn)).startswith("not a readable video")
-    assert list(reasons.values()) == ["its latents are not finite"]
+    assert list(reasons.values()) == ["its latents are not finite"] * 2
     cache_latents(config)
     assert (cache / "bad_samples.jsonl").read_bytes() == listed
     trainer = Recorder(config)
     trainer.train()
-    assert len(set(trainer.paths)) == NUM_CLIPS - 2 and set(trainer.paths).isdisjoint(
+    assert len(set(trainer.paths)) == NUM_CLIPS - 3 and set(trainer.paths).isdisjoint(
         [*reasons, str(torn)]
     )
-    config.args.max_bad_fraction = 0.05
-    with pytest.raises(ValueError, match=r"2/20 videos unreadable \(>5%\), args.max_bad_fraction"):
+    config.args.max_bad_fraction = 0.1
+    with pytest.raises(ValueError, match=r"3/20 videos unreadable \(>10%\), args.max_bad_fraction"):
         cache_latents(config)
 
 

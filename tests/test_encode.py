@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cogfast.model.autoencoder import Moments
 from cogfast.shapes import PatchSize
-from cogfast.slot_random import SlotRandom
+from cogfast.slot_random import SlotRandom, random_bits
 from cogfast.train.encode import Encoder
 
 SCALE = 0.7
@@ -147,6 +147,82 @@ def test_image_latents_are_the_noised_first_frame(on_all_frames: bool) -> None:
     behind = image if on_all_frames else torch.zeros_like(image)
     wanted = torch.cat([image, behind, behind], dim=2)
     torch.testing.assert_close(conditioning.image_latents, wanted, rtol=0, atol=1e-6)
+
+
+def noised_by_hand(image: Tensor, key: str, variant: int) -> Tensor:
+    """The frame [3, 1, H, W] of a cache's variant, of its key and its number alone."""
+
+    def normal(purpose: str, *shape: int) -> Tensor:
+        slot = random_bits(key, variant)
+        generator = torch.Generator().manual_seed(random_bits(0, 0, slot, purpose))
+        return torch.empty(*shape).normal_(generator=generator)
+
+    sigma = math.exp(-3.0 + 0.5 * normal("image_noise_strength", 1).item())
+    frame = (image.float() / 127.5 - 1)[:, None]
+    return frame + sigma * normal("image_noise", *frame.shape)
+
+
+@pytest.mark.parametrize("std", [STD, None], ids=["posterior", "deterministic"])
+def test_noised_images_are_those_of_their_keys(std: float | None) -> None:
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    keys = ["one", "two", "one"]
+    moments = encoder(std).encode_noised(images, keys, 4)
+    frames = torch.stack(
+        [
+            torch.stack([noised_by_hand(image, key, variant) for variant in range(4)])
+            for image, key in zip(images, keys, strict=True)
+        ]
+    )
+    wanted = pooled(frames.flatten(0, 1)).unflatten(0, (3, 4))  # [B, N, C, 1, h, w]
+    torch.testing.assert_close(moments.mean, wanted, rtol=0, atol=1e-6)
+    assert (moments.logvar is None) == (std is None)
+    assert std is None or moments.logvar.shape == moments.mean.shape
+    # Alone, and fewer of them: the same.
+    alone = encoder(std).encode_noised(images[1:2], keys[1:2], 2)
+    assert torch.equal(alone.mean[0], moments.mean[1, :2])
+
+
+@pytest.mark.parametrize("std", [STD, None], ids=["posterior", "deterministic"])
+def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
+    """By the slot alone, each as often, without a first stage; the sample is drawn anew."""
+    mean = torch.randn(4, 3, 2, 1, 6, 6)  # [B, N, C, 1, h, w]
+    batch = {
+        "encoded_videos": torch.zeros(4, 2, 3, 6, 6),
+        "prompt_embedding": torch.zeros(4, 2, 3),
+        "noised_image_mean": mean,
+    }
+    if std is not None:
+        batch["noised_image_logvar"] = torch.full_like(mean, 2 * math.log(std))
+    built = Encoder(
+        pytest.fail,
+        pytest.fail,
+        scale_factor=SCALE,
+        patch=DEEP,
+        image_input=True,
+        image_dropout=0.2,
+    )
+    counts, num_steps = torch.zeros(4, 3), 300
+    for step in range(num_steps):
+        rng = SlotRandom(3, step, [0, 1, 2, 3], 4)
+        image = built(batch, rng)[1].image_latents
+        assert image.shape[2] == 4 and not image[:, :, 1:].any()  # padded for 1.5
+        noise = rng.normal("image_first_stage", (4, 2, 1, 6, 6))
+        wanted = SCALE * (mean + (std or 0) * noise[:, None])
+        errors = (image[:, None, :, :1] - wanted).abs().flatten(2).amax(dim=2)
+        is_drawn = errors < 1e-5  # [B, N]
+        is_dropped = rng.uniform("image_dropout") < 0.2
+        assert torch.equal(is_drawn.sum(dim=1) == 0, is_dropped)
+        assert not image[is_dropped].any()
+        counts += is_drawn
+        if step < 5:
+            for half in ([0, 1], [2, 3]):  # as two ranks have them
+                own = {key: value[half] for key, value in batch.items()}
+                found = built(own, SlotRandom(3, step, half, 4))[1].image_latents
+                assert torch.equal(found, image[half])
+    # 80 of each are expected, give or take 8: five of these away is one in a million.
+    assert (counts - num_steps * 0.8 / 3).abs().max() < 40
+    _, conditioning = built(batch, RNG, has_dropout=False)
+    assert (conditioning.image_latents[:, :, 0] != 0).all()
 
 
 def test_padding_of_1_5_copies_the_first_latent_frame() -> None:

@@ -79,6 +79,11 @@ REFUSED = {
     "args.train_data=[]": "args.train_data is empty; name a folder of videos",
     "args.train_data_weights=[1,2]": "names 2 weights for 1 of args.train_data; give each source one",
     "args.train_data_weights=[0]": "must be 0 or more, one of them above; 1 reads a source once",
+    "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be 0 or more; 0 noises the",
+    "args.cached_noised_images=2": "but args.latent_cache is not set; name one that `cogfast cache`",
+    "args.cached_noised_images=2 args.latent_cache=cache": (
+        "=2 is of image-to-video, but model.noised_image_input=false; set it to 0"
+    ),
     "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
     "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
     "args.train_iters=0": "args.train_iters=0 must be 1 or more",

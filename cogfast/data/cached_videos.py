@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_list import ClipList
@@ -26,14 +27,22 @@ logger = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between looks for a shard
 _TOLD_AFTER, _TOLD_EVERY = 5.0, 60.0  # seconds of waiting until it is told, and again
 _KINDS = ("video", "text")
+_STORED = {  # {key of an item: tensor of a row}, where the row has it
+    "latent_mean": "mean",
+    "latent_logvar": "logvar",
+    "images": "first_frame",
+    "noised_image_mean": "noised_image_mean",
+    "noised_image_logvar": "noised_image_logvar",
+}
 
 
 class CachedVideos(CaptionedVideos):
     """What `cogfast cache` made of a data set of video files, sample by sample.
 
     An item is {"latent_mean" [C, T, h, w], "latent_logvar" (where the first stage has one), "images"
-    uint8 [3, H, W] (the first frame, where it was kept), "prompt_embedding" [L, E], "txt", "fps",
-    "num_frames", "path", "num_padded"}. One whose shard is not written yet is waited for.
+    uint8 [3, H, W] (the first frame, where it was kept), or "noised_image_mean" [N, C, 1, h, w] and
+    "noised_image_logvar" in its place, "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
+    "num_padded"}. One whose shard is not written yet is waited for.
 
     videos: the data set in whose place this one comes. specs: {"video", "text"}, what the entries
     must have been made with.
@@ -66,14 +75,10 @@ class CachedVideos(CaptionedVideos):
 
     def __getitem__(self, index: int) -> dict:
         self.wait(index)
-        tensors, about = self._read("video", index)
-        text, _ = self._read("text", index)
-        item = {"latent_mean": tensors["mean"]}
-        for name, stored in (("latent_logvar", "logvar"), ("images", "first_frame")):
-            if stored in tensors:
-                item[name] = tensors[stored]
+        tensors, about = self._read_row("video", index)
+        text, _ = self._read_row("text", index)
         return {
-            **item,
+            **{name: tensors[stored] for name, stored in _STORED.items() if stored in tensors},
             "prompt_embedding": text["embedding"],
             "txt": self.captions[index],
             "fps": about["fps"],
@@ -82,7 +87,12 @@ class CachedVideos(CaptionedVideos):
             "num_padded": about["num_padded"],
         }
 
-    def _read(self, kind: str, index: int) -> tuple[dict, dict]:
+    def first_frame(self, index: int) -> Tensor:
+        """Uint8 [3, H, W]: what the image of a sample's noised ones is, read from its files."""
+        sample = super().__getitem__(index)
+        return sample["images"] if self.has_images else sample["video"][0]
+
+    def _read_row(self, kind: str, index: int) -> tuple[dict, dict]:
         from safetensors import SafetensorError
 
         number, row = self._places[kind][index]

@@ -2,9 +2,10 @@
 
     index.jsonl               a header with the specs (what entries were made with), then a line per
                               shard: {"file", "spec", "keys"}; it names a shard before it is there
-    video-00000.safetensors   "<row>.mean", "<row>.logvar" [C, T, h, w] and "<row>.first_frame"
-                              [3, H, W] of the row-th key, the content hash of a video file (and of
-                              what else is its own: the part, the size, the rate, the image)
+    video-00000.safetensors   "<row>.mean", "<row>.logvar" [C, T, h, w] of the row-th key, the content
+                              hash of a video file (and of what else is its own: the part, the size,
+                              the rate, the image); for image-to-video "<row>.first_frame" [3, H, W],
+                              or "<row>.noised_image_mean", "..._logvar" [N, C, 1, h, w] in its place
     text-00000.safetensors    "<row>.embedding" [L, E] of the row-th key, the hash of a caption
     sources.json              {file: [bytes, time of change, content hash]}, so that only files whose
                               first two are other ones are read again
@@ -130,7 +131,7 @@ class CacheIndex:
             return None
         made = self.specs[names[-1]]
         return "; ".join(
-            f"cache made by {name} {made.get(name)}, the config has {spec.get(name)}"
+            f"cache made by {name} {made.get(name, 'none')}, the config has {spec.get(name, 'none')}"
             for name in {**made, **spec}
             if made.get(name) != spec.get(name)
         )

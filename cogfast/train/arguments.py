@@ -49,6 +49,9 @@ class TrainArguments:
     train_data_weights: list[float] | None = None  # how often an epoch reads each of train_data
     split: str = "1,0,0"  # shares for training, validation and test where valid_data is empty
     latent_cache: str | None = None  # folder that `cogfast cache` fills, to train from
+    # of image-to-video: noised first frames that it holds encoded, per clip, of which each step draws
+    # one; 0: the frame itself, which each step noises anew and encodes
+    cached_noised_images: int = 0
     num_workers: int = 1
     prefetch_factor: int = 4  # batches that each worker decodes ahead
     device_prefetch: int = 1  # batches copied to a GPU while it works on another

@@ -206,9 +206,11 @@ class _CacheRun:
         read = self._read(batches)
         for shard in shards:
             tensors, rows = {}, []
-            for _ in range(0, len(shard.keys), at_once):
-                samples = next(read)
-                for row, entry in encode_samples(samples, encoder, self.groups.device):
+            for start in range(0, len(shard.keys), at_once):
+                keys, samples = shard.keys[start : start + at_once], next(read)
+                for row, entry in encode_samples(
+                    samples, keys, encoder, self.args.cached_noised_images, self.groups.device
+                ):
                     tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
                     rows.append(row)
                 progress.add(len(samples))

@@ -11,34 +11,52 @@ from torch import Tensor
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import to_device
 from cogfast.data.datasets import Sample
+from cogfast.model.autoencoder import Moments
 from cogfast.train.encode import Encoder
 
 
 def encode_samples(
-    samples: Sequence[Sample | BadSample], encoder: Encoder, device: torch.device
+    samples: Sequence[Sample | BadSample],
+    keys: Sequence[str],
+    encoder: Encoder,
+    num_noised_images: int,
+    device: torch.device,
 ) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-    """(what is said of it, its tensors) of each sample; those of one size are encoded together."""
-    for _, group in groupby(samples, key=_size):
-        together = list(group)
+    """(what is said of it, its tensors) of each sample; those of one size are encoded together.
+
+    keys: of their contents, from which the noise of so many noised images follows; with none of
+    these image-to-video keeps the first frame, as bytes.
+    """
+    for _, group in groupby(zip(samples, keys, strict=True), key=lambda pair: _size(pair[0])):
+        together, their_keys = zip(*group, strict=True)
         if isinstance(together[0], BadSample):
             yield from (({"bad": bad.reason}, {}) for bad in together)
             continue
         clips = torch.stack([sample["video"] for sample in together])
         pixels = to_device({"mp4": clips}, device)["mp4"].transpose(1, 2)
-        moments = encoder.encode_moments(pixels)
-        parts = {"mean": moments.mean.cpu()}  # sync: into a file
-        if moments.logvar is not None:
-            parts["logvar"] = moments.logvar.cpu()  # sync: into a file
+        parts = _tensors("", encoder.encode_moments(pixels))
+        if encoder.image_input:
+            images = torch.stack(
+                [s["images"] if "images" in s else s["video"][0] for s in together]
+            )
+            if num_noised_images:
+                moments = encoder.encode_noised(images.to(device), their_keys, num_noised_images)
+                parts |= _tensors("noised_image_", moments)
+            else:
+                parts["first_frame"] = images.cpu()  # sync: into a file
         for i, sample in enumerate(together):
             entry = {name: tensor[i].clone() for name, tensor in parts.items()}
-            about = {name: sample[name] for name in ("fps", "num_frames", "num_padded")}
-            if not all(tensor.isfinite().all() for tensor in entry.values()):
+            if all(tensor.isfinite().all() for tensor in entry.values()):
+                yield {name: sample[name] for name in ("fps", "num_frames", "num_padded")}, entry
+            else:
                 yield {"bad": "its latents are not finite"}, {}
-                continue
-            if encoder.image_input:
-                frame = sample["images"] if "images" in sample else sample["video"][0]
-                entry["first_frame"] = frame.clone()
-            yield about, entry
+
+
+def _tensors(prefix: str, moments: Moments) -> dict[str, Tensor]:
+    tensors = {f"{prefix}mean": moments.mean.cpu()}  # sync: into a file
+    if moments.logvar is not None:
+        tensors[f"{prefix}logvar"] = moments.logvar.cpu()  # sync: into a file
+    return tensors
 
 
 def _size(sample: Sample | BadSample) -> object:

@@ -39,11 +39,13 @@ def cache_specs(
         del clip[f"data.params.{name}"]
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
     clip["data.params.video_size"] = list(settings.video_size)
-    has_first_frame = ModelArguments.from_config(config).noised_image_input
+    has_image = ModelArguments.from_config(config).noised_image_input
+    number = args.cached_noised_images
     video = {
         "VAE": _identity("VAE", config.model.get("first_stage_config"), config, sources),
         "precision": args.precision,
-        "first frames kept": has_first_frame,
+        "first frames kept": has_image and not number,
+        **({"args.cached_noised_images": number} if number else {}),
         **clip,
     }
     text = {

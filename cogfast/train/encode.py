@@ -7,6 +7,7 @@ them: batches that bring latents and embeddings never load them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.autoencoder import Moments
 from cogfast.model.decode_memory import DecodePlan
 from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
-from cogfast.slot_random import SlotRandom
+from cogfast.slot_random import SlotRandom, random_bits
 
 # The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
 # (upstream sat/diffusion_video.py add_noise_to_first_frame).
@@ -129,12 +130,21 @@ class Encoder:
         """Pixels [B, 3, F, H, W] in [-1, 1] -> what latents are drawn from, not scaled."""
         dtype = _dtype(self.first_stage)
         parts = pixels.split(self.samples_at_a_time or len(pixels))
-        moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
-        logvars = [m.logvar for m in moments]
-        has_none = logvars[0] is None
-        return Moments(
-            torch.cat([m.mean for m in moments]), None if has_none else torch.cat(logvars)
-        )
+        return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
+
+    @torch.no_grad()
+    def encode_noised(self, images: Tensor, keys: Sequence[str], number: int) -> Moments:
+        """`number` noised variants of each image [B, 3, H, W], as bytes or in [-1, 1] -> what their
+        latents are drawn from, [B, N, C, 1, h, w], not scaled.
+
+        The noise of a variant follows from the image's key and the variant's number alone.
+        """
+        frames, variants = in_unit_range(images)[:, :, None], []  # [B, 3, 1, H, W]
+        for number_of_variant in range(number):
+            slots = [random_bits(key, number_of_variant) for key in keys]
+            rng = SlotRandom(0, 0, slots, 0, frames.device)
+            variants.append(self.encode_moments(self._noised(frames, rng)))
+        return _joined(variants, partial(torch.stack, dim=1))
 
     def _sample(self, moments: Moments, rng: SlotRandom, purpose: str) -> Tensor:
         """Scaled latents [B, C, T, h, w] in float32, drawn anew for each slot and step."""
@@ -157,6 +167,8 @@ class Encoder:
         """[B, C, T, h, w]: the noised first frame's latents, zeros (or the same) behind it."""
         if "image_latents" in batch:
             image = batch["image_latents"].float()  # [B, C, 1, h, w], scaled
+        elif "noised_image_mean" in batch:
+            image = self._sample(_one_variant(batch, rng), rng, "image_first_stage")
         else:
             if "images" in batch:
                 frame = in_unit_range(batch["images"])[:, :, None]  # [B, 3, 1, H, W] in [-1, 1]
@@ -200,6 +212,22 @@ class Encoder:
         latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
         parts = latents.split(self.samples_at_a_time or len(latents))
         return torch.cat([self.first_stage.decode(part).float() for part in parts])
+
+
+def _joined(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) -> Moments:
+    logvars = [moments.logvar for moments in parts if moments.logvar is not None]
+    return Moments(join([moments.mean for moments in parts]), join(logvars) if logvars else None)
+
+
+def _one_variant(batch: dict, rng: SlotRandom) -> Moments:
+    """[B, C, 1, h, w]: of each sample one of its N noised images, drawn by its slot."""
+    means, logvars = batch["noised_image_mean"], batch.get("noised_image_logvar")
+    drawn = (rng.uniform("noised_image") * means.shape[1]).long().tolist()  # on the CPU
+
+    def of_drawn(variants: Tensor) -> Tensor:  # [B, N, C, 1, h, w]
+        return torch.stack([of_one[i] for of_one, i in zip(variants, drawn, strict=True)])
+
+    return Moments(of_drawn(means), None if logvars is None else of_drawn(logvars))
 
 
 def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:

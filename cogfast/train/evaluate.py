@@ -209,17 +209,20 @@ class Evaluator:
         if captions is not None:
             return [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         return [
-            self._prompt(i, self.dataset[sample], texts[i] if texts else None, size)
+            self._prompt(i, sample, texts[i] if texts else None, size)
             for i, sample in enumerate(chosen)
         ]
 
-    def _prompt(self, index: int, item: dict, text: str | None, video: LatentSize) -> Prompt:
+    def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
         """From a sample of the data set; `text` replaces its caption."""
-        image = image_latents = None
+        item, image, image_latents = self.dataset[sample], None, None
         if self.encoder.image_input and "image_latents" in item:
             image_latents = item["image_latents"]
         elif self.encoder.image_input:
-            pixels = item["images"] if "images" in item else item["video"][0]
+            if "noised_image_mean" in item:  # of a cache that has no other
+                pixels = self.dataset.first_frame(sample)
+            else:
+                pixels = item["images"] if "images" in item else item["video"][0]
             size = (video.height * SPATIAL_COMPRESSION, video.width * SPATIAL_COMPRESSION)
             if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # of another bucket
                 pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]

@@ -279,6 +279,7 @@ def _check_image_input(config: Config, model: ModelArguments, network: dict[str,
 def _check_data(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
+    _check_noised_images(config, args, model)
     if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:
@@ -288,6 +289,20 @@ def _check_data(
             f"args.latent_cache={args.latent_cache} does not go with {config.data.target}: the cache "
             "stands for video files; use a data set of these, or set args.latent_cache=null",
         )
+
+
+def _check_noised_images(config: Config, args: TrainArguments, model: ModelArguments) -> None:
+    key, number = "args.cached_noised_images", args.cached_noised_images
+    if number < 0:
+        refuse(config, key, f"{key}={number} must be 0 or more; 0 noises the image in every step")
+    if number and args.latent_cache is None:
+        text = f"{key}={number} is of a latent cache, but args.latent_cache is not set; name one"
+        refuse(config, key, text + " that `cogfast cache` fills, or set it to 0")
+    if number and not model.noised_image_input:
+        text = (
+            f"{key}={number} is of image-to-video, but model.noised_image_input=false; set it to 0"
+        )
+        refuse(config, key, text)
 
 
 def _check_pixel_data(

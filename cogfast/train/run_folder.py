@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Keys that decide what is trained: a resumed run must have its checkpoint's. Paths, intervals,
 # logging, evaluation, the number of steps, and how ranks share the work may differ freely.
 _DECISIVE = (
-    *("model.*", "data.*", "args.seed", "args.mode"),
+    *("model.*", "data.*", "args.seed", "args.mode", "args.cached_noised_images"),
     *("deepspeed.optimizer.*", "deepspeed.gradient_clipping", "args.weight_decay"),
     *("deepspeed.bf16.enabled", "deepspeed.fp16.enabled", "args.bf16", "args.fp16"),
     *("args.lr", "args.lr_*", "args.warmup*", "args.min_lr_ratio"),
