@@ -10,6 +10,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.train.metrics import Metrics
+from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.throughput import forward_flops, memory_gib, train_flops
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import ROOT, run_folder, write_clips, write_config
+from tests.tiny_transformers import tiny
 
 KEYS = {
     *("step", "loss", "loss_running", "lr", "grad_norm", "step_ms", "data_wait_ms"),
@@ -63,6 +67,45 @@ def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
     assert last["memory_rss_gib"] == pytest.approx(
         memory_gib(torch.device("cpu"))["memory_rss_gib"], rel=0.3
     )
+
+
+def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
+    """Rank 1 of two waits for each of its batches, rank 0 for none but in the mean of both."""
+    caplog.set_level("INFO", logger="cogfast")
+    engine = SimpleNamespace(
+        **dict.fromkeys(("grad_norm", "num_skipped", "num_skipped_in_a_row"), torch.zeros(()))
+    )
+    sent: list[Tensor] = []
+
+    class TwoRanks(ProcessGroups):
+        def mean(self, value: Tensor) -> Tensor:
+            sent.append(value)
+            return (sent[-2] + value) / 2 if len(sent) % 2 == 0 else value
+
+    model = tiny("5b").config
+    both = [
+        Metrics(
+            tmp_path,
+            TwoRanks(rank, 2, rank, torch.device("cpu"), None, False, None),
+            model,
+            start_step=0,
+            num_steps=2,
+            samples_per_step=2,
+            tensorboard_folder=tmp_path / "board",
+            wandb_project=None,
+        )
+        for rank in (1, 0)
+    ]
+    for step in (1, 2):
+        for metrics, seconds in zip(both, (0.05, 0.0), strict=True):
+            metrics.waited = seconds
+            metrics.add_loss(torch.tensor(2.0 * metrics.groups.rank))
+            metrics.end_step(step, 1)
+            metrics.log(step, 1e-3, engine)
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in found] == [1.0, 1.0]
+    assert [line["data_wait_ms"] for line in found] == pytest.approx([50, 50])
+    assert caplog.messages[-1].endswith("waiting for data: raise args.num_workers")
 
 
 def test_a_line_is_the_mean_since_the_last(tmp_path: Path, data: Path) -> None:

@@ -104,7 +104,7 @@ class Metrics:
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Around the wait for a batch."""
+        """Around the wait for a batch; a line has that of the rank that waited longest."""
         start = time.perf_counter()
         yield
         self.waited += time.perf_counter() - start
@@ -127,10 +127,13 @@ class Metrics:
 
     def log(self, step: int, lr: float, engine: ZeroEngine) -> int:
         """Write the line of `step`; returns how many steps in a row were skipped by now."""
-        loss_sum = self.groups.mean(self.loss_sum)
+        # Each rank's wait in a place of its own: all wait, in collectives, for who waits longest.
+        waits = [0.0] * self.groups.data_size
+        waits[self.groups.data_rank] = self.groups.data_size * self.waited
+        means = self.groups.mean(torch.cat([self.loss_sum, self.loss_sum.new_tensor(waits)]))
         others = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
-        packed = torch.cat([loss_sum, torch.stack([n.to(loss_sum) for n in others])])
-        total, number, norm, skipped, in_a_row = packed.tolist()  # sync: one per interval
+        packed = torch.cat([means, torch.stack([n.to(means) for n in others])])
+        total, number, *waits, norm, skipped, in_a_row = packed.tolist()  # sync: one per interval
         seconds = time.perf_counter() - self.interval_start
         loss = total / number if number else math.nan
         if math.isfinite(loss):
@@ -148,7 +151,7 @@ class Metrics:
             "lr": lr,
             "grad_norm": norm if norm >= 0 else math.nan,  # negative: it was not finite
             "step_ms": 1000 * seconds / self.num_timed_steps,
-            "data_wait_ms": 1000 * self.waited / self.num_timed_steps,
+            "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
             "samples_per_s": per_second,
             "tokens_per_s": of_interval * self.timed_tokens,
             "model_tflops": flops / 1e12,
