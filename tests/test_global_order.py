@@ -150,6 +150,18 @@ def test_a_step_is_replaced_from_its_bucket():
         assert tried == set(np.flatnonzero(order.bucket(step) == BUCKETS))
 
 
+def test_with_weights_any_sample_of_the_bucket_can_stand_in():
+    """Of buckets whose epochs are full of one bad sample, or read one sample each; none of weight 0."""
+    buckets = np.array([0] * 4 + [1] * 4)
+    weights = np.array([6, 0.25, 0.25, 0] + [0.2] * 4)
+    order = GlobalOrder(8, 8, 4, weights, buckets)
+    assert {order.bucket(step) for step in range(6)} == {0, 1}
+    for step in range(6):
+        number = order.num_candidates(step)
+        tried = {order.index(step, 1, attempt) for attempt in range(number)}
+        assert tried == set(np.flatnonzero((order.bucket(step) == buckets) & (weights > 0)))
+
+
 def test_one_bucket_is_the_plain_order():
     plain, one = GlobalOrder(10, 1234, 5), GlobalOrder(10, 1234, 5, buckets=np.zeros(10))
     assert _read(plain, range(9)) == _read(one, range(9))

@@ -144,21 +144,23 @@ class GlobalOrder:
         return position + slot < self._lengths[number]
 
     def num_candidates(self, step: int) -> int:
-        """Samples that can stand in for one of `step`."""
-        return len(self._sequences[self._place(step)[0]].samples)
+        """Attempts of `index` that name every sample that can stand in for one of `step`."""
+        sequence = self._sequences[self._place(step)[0]]
+        return sequence.length + (0 if sequence._edges is None else len(sequence.samples))
 
     def index(self, step: int, slot: int, attempt: int = 0) -> int:
         """The sample that `slot` of `step` reads; attempt > 0: its replacement where it is bad.
 
-        num_candidates attempts name every sample of the bucket once, where each is in an epoch once:
-        they walk the epoch's permutation in a stride of their own, so that neighbours do not all take
-        over the same one.
+        Attempts walk the epoch's permutation in a stride of their own, so that neighbours do not all
+        take over the same one. With weights an epoch need not read all: those of the bucket follow.
         """
         assert 0 <= slot < self.global_batch and attempt >= 0, f"{slot=} {attempt=}"
         number, position = self._place(step)
         sequence = self._sequences[number]
         n = sequence.length
         epoch, entry = divmod(position + slot, n)
+        if attempt >= n:
+            return int(sequence.samples[attempt - n])
         if attempt:
             stride = 1 + random_bits(self.seed, "replacement", step, slot) % max(1, n - 1)
             while math.gcd(stride, n) != 1:
