@@ -10,6 +10,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from cogfast.data import video_headers
 from cogfast.data.batches import BatchLoader
@@ -47,6 +48,24 @@ def _no_right(path: Path) -> None:
     path.symlink_to(path)
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _picture(path: Path) -> None:
+    Image.new("RGB", (48, 32)).save(path, "png")
+
+
+def _all_at_once(path: Path) -> None:
+    """Its index says a tick of the clock from each frame to the next."""
+    whole = bytearray(path.read_bytes())
+    start = whole.index(b"stts") + 8
+    for i in range(int.from_bytes(whole[start : start + 4], "big")):
+        whole[start + 8 * i + 8 : start + 8 * i + 12] = bytes(3) + b"\x01"
+    path.write_bytes(whole)
+
+
 # kind: what makes it of a good clip, what the survey says (None: headers are whole), what reading says
 KINDS = {
     "truncated": (_truncated, "no video stream in it", "no video stream|not a readable video"),
@@ -67,6 +86,17 @@ KINDS = {
     ),
     "no video": (lambda p: p.write_text("a text"), "not a readable video", "not a readable video"),
     "unreadable": (_no_right, "cannot be opened", "cannot be opened"),
+    "a pipe": (_pipe, "not a file but a folder, pipe", "not a file but a folder, pipe"),
+    "a picture": (
+        _picture,
+        r"a picture \(png\), not a video",
+        r"picture \(png\)|not a readable|1 frames at",
+    ),
+    "all at once": (
+        _all_at_once,
+        "9 frames at 90000 fps = 0.0 s, need 1.1 s",
+        r"9 frames at .* fps = 0\.\d s, need 1.1 s",
+    ),
 }
 
 
@@ -116,3 +146,13 @@ def test_the_same_name_in_two_folders(tmp_path):
     (tmp_path / "b/videos/00.mp4").write_bytes(b"")
     data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
     assert list(survey(data).reasons) == [1] and data.name(1).endswith("b/videos/00.mp4")
+
+
+def test_what_could_not_be_read_is_tried_again(tmp_path):
+    """Also where size and time are the same: rights change without them."""
+    path = sat_folder(tmp_path, 2) / "videos/01.mp4"
+    good, stat = path.read_bytes(), path.stat()
+    for content, bad in ((bytes(len(good)), [1]), (good, [])):
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert list(survey(VideoFolder(tmp_path, **CLIP)).reasons) == bad

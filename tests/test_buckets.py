@@ -114,14 +114,15 @@ def test_headers_are_read_once(folder, monkeypatch):
     really = video_headers.probe
     counted = lambda *a: opened.append(os.path.basename(a[0])) or really(*a)
     monkeypatch.setattr(video_headers, "probe", counted)
-    assert read_headers(data.clips) == first and not opened
+    # What could not be read is tried again: see test_bad_files.
+    assert read_headers(data.clips) == first and opened == ["99.mp4"]
     write_clip(folder / "videos/03.mp4", constant_rate(17, 8), size=(48, 48))
     again = read_headers(data.clips)
-    assert opened == ["03.mp4"]
+    assert opened[1:] == ["03.mp4", "99.mp4"]
     assert again[3] == (17, 8, 48, 48, "") and again[:3] + again[4:] == first[:3] + first[4:]
     sat_folder(folder / "videos/more", 1)  # a new file is the only one that is opened
     more = VideoFolder(folder, **SMALL, allow_empty_captions=True)
-    assert len(read_headers(more.clips)) == 18 and opened[1:] == ["00.mp4"]
+    assert len(read_headers(more.clips)) == 18 and sorted(opened[3:]) == ["00.mp4", "99.mp4"]
     (folder / "videos/02.mp4").unlink()
     assert "cannot be opened" in read_headers(data.clips)[2].reason
 
@@ -131,7 +132,7 @@ def test_a_torn_index_is_read(folder):
     first = read_headers(data.clips)
     file = video_headers.index_of(data.clips)
     lines = file.read_text().splitlines()
-    assert len(lines) == 17 and json.loads(lines[0])[0] == data.paths[0]
+    assert len(lines) == 16 and json.loads(lines[0])[0] == data.paths[0]
     file.write_text("\n".join(lines[:5]) + "\n" + lines[5][: len(lines[5]) // 2])
     assert read_headers(data.clips) == first
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tarfile
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -107,7 +109,7 @@ def test_only_files_that_look_changed_are_read_again(tmp_path: Path) -> None:
     Path(a).write_bytes(b"first")
     Path(b).write_bytes(b"other")
     sources = Sources(tmp_path)
-    assert sources.changed([a, b]) == [a, b]
+    assert sources.changed([a, b, gone]) == [a, b, gone]
     sources.known |= sources.hash([a, b, gone])
     sources.write()
     sources = Sources(tmp_path)
@@ -123,6 +125,20 @@ def test_only_files_that_look_changed_are_read_again(tmp_path: Path) -> None:
     Path(gone).write_bytes(b"here")
     assert sources.changed([a, b, gone]) == [b, gone]
     assert sources.content(b) == hash_file(b)
+    os.mkfifo(tmp_path / "pipe")  # reading it would never end
+    assert sources.content(str(tmp_path / "pipe")).startswith("unreadable-")
+
+
+def test_a_remote_shard_written_anew_is_read_again() -> None:
+    memory = fsspec.filesystem("memory")
+    member, parts = "memory://bucket/x.tar::a.mp4", {"memory://bucket/x.tar::a.mp4": (2, 3)}
+    memory.pipe("/bucket/x.tar", b"..abc..")
+    sources = Sources(Path("nowhere"))
+    sources.known |= sources.hash([member], parts)
+    assert sources.recorded(member) == hashlib.blake2b(b"abc", digest_size=16).hexdigest()
+    assert sources.changed([member]) == []
+    memory.pipe("/bucket/x.tar", b"..abd..")
+    assert sources.changed([member]) == [member]
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from fractions import Fraction
 
 import av
 import numpy as np
@@ -187,3 +188,34 @@ def test_audio_only(tmp_path):
 def test_unknown_reader():
     with pytest.raises(ValueError, match="reader='opencv'.*auto, decord or pyav"):
         open_video("x.mp4", "opencv")
+
+
+def test_a_size_that_changes_on_the_way(tmp_path):
+    """As a recording of a call: later frames come in the size of the first."""
+    parts = []
+    for size in ((32, 48), (48, 64)):
+        write_clip(tmp_path / "part.h264", constant_rate(6, 8), size=size)
+        parts.append((tmp_path / "part.h264").read_bytes())
+    (tmp_path / "x.h264").write_bytes(b"".join(parts))
+    with (
+        av.open(str(tmp_path / "x.h264")) as source,
+        av.open(str(tmp_path / "x.mp4"), "w") as target,
+    ):
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for i, packet in enumerate(p for p in source.demux(video=0) if p.size):
+            packet.pts = packet.dts = i
+            packet.time_base, packet.stream = Fraction(1, 8), stream
+            target.mux(packet)
+    reader = open_video(str(tmp_path / "x.mp4"), "pyav")
+    frames = reader.read([5, 6, 10])
+    assert frames.shape == (3, 32, 48, 3)
+    grey = frames[:, 16:].float().mean(dim=(1, 2, 3))  # of 20 + 8 * the frame's number in its part
+    assert grey.tolist() == pytest.approx([60, 20, 52], abs=2)
+
+
+def test_tags_in_another_encoding(tmp_path):
+    write_clip(tmp_path / "x.mp4", constant_rate(9, 8))
+    whole = (tmp_path / "x.mp4").read_bytes()
+    assert whole.count(b"Lavf") == 1
+    (tmp_path / "x.mp4").write_bytes(whole.replace(b"Lavf", b"\xe9\xe8vf"))
+    assert len(open_video(str(tmp_path / "x.mp4"), "pyav").read([0, 8])) == 2

@@ -41,7 +41,9 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
     else:
         selection = select_frames_uniform(len(times), num_frames)
     if selection.num_padded and settings.skips_short_clips:
-        has, need = len(times) / fps, num_frames / settings.fps
+        # As the times say it, which need not be what the container says of the rate.
+        has = len(times) / fps if len(times) == 1 else np.ptp(times) * len(times) / (len(times) - 1)
+        fps, need = len(times) / max(has, 1e-9), num_frames / settings.fps
         digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
         raise ValueError(
             f"{len(times)} frames at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "

@@ -6,14 +6,18 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
+from cogfast.data.tar_shards import Store
 from cogfast.data.whole_files import write_whole
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
+_UNREADABLE = "unreadable-"  # starts the hash of what cannot be read
 
 
 def hash_text(text: str) -> str:
@@ -27,13 +31,15 @@ def hash_file(path: str, start: int = 0, num_bytes: int | None = None) -> str:
     digest = hashlib.blake2b(digest_size=16)
     left = math.inf if num_bytes is None else num_bytes
     try:
-        with open(path, "rb") as file:
+        if not _stamp(path):
+            raise FileNotFoundError(path)
+        with Store(path).open() as file:
             file.seek(start)
             while block := file.read(min(left, _BLOCK)):
                 digest.update(block)
                 left -= len(block)
     except OSError:
-        return "unreadable-" + hash_text(path)
+        return _UNREADABLE + hash_text(path)
     return digest.hexdigest()
 
 
@@ -49,19 +55,28 @@ class Sources:
 
     def changed(self, paths: Iterable[str]) -> list[str]:
         """Those that are new, or look changed, since they were hashed."""
-        return [path for path in paths if self.known.get(_name(path), [None])[:-1] != _stamp(path)]
+        stamp = cache(_stamp)  # the members of a tar shard have one
+        return [
+            path
+            for path in paths
+            if _name(path) not in self.known
+            or self.known[_name(path)][:-1] != stamp(_file_of(path))
+        ]
 
     def hash(
         self, paths: Sequence[str], parts: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, list]:
-        """{name: [bytes, time of change, content hash]} of the files, several at a time.
+        """{name: [bytes, time of change, content hash]} of the files, several at a time; of what
+        cannot be read the last alone.
 
         parts: {path: offset and bytes of a member of a tar shard, or nothing}.
         """
 
         def row(path: str) -> list:
             # The stamp first: what changes while it is read looks changed the next time.
-            return [*_stamp(path), hash_file(_file_of(path), *(parts or {}).get(path, ()))]
+            stamp = _stamp(_file_of(path))
+            content = hash_file(_file_of(path), *(parts or {}).get(path, ()))
+            return [content] if content.startswith(_UNREADABLE) else [*stamp, content]
 
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             return dict(zip(map(_name, paths), pool.map(row, paths), strict=True))
@@ -91,10 +106,15 @@ def _file_of(path: str) -> str:
     return shard if mark and not os.path.exists(path) else path
 
 
-def _stamp(path: str) -> list[int]:
-    """[bytes, time of change in nanoseconds]; nothing where the file cannot be seen."""
+def _stamp(file: str) -> list[int | str]:
+    """[bytes, time of change in nanoseconds], or a remote shard's version; nothing where the file
+    cannot be read, or for ever, as a pipe."""
+    store = Store(file)
     try:
-        found = os.stat(_file_of(path))
+        if store.is_remote:
+            return [store.version()]
+        found = os.stat(file)
     except OSError:
         return []
-    return [found.st_size, found.st_mtime_ns]
+    is_readable = stat.S_ISREG(found.st_mode) and os.access(file, os.R_OK)
+    return [found.st_size, found.st_mtime_ns] if is_readable else []

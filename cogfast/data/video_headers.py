@@ -20,7 +20,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_list import ClipList
 from cogfast.data.index_folder import index_file
 from cogfast.data.tar_shards import MEMBER, Member, Store
-from cogfast.data.video_reader import one_line
+from cogfast.data.video_reader import check_file, one_line, open_container, video_stream
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def read_headers(clips: ClipList) -> list[Header]:
     wanted: dict[str, int] = {}  # sample of each file that must be opened
     found: dict[str, Header] = {}
     for i, (name, stamp) in enumerate(zip(clips.files, stamps, strict=True)):
-        if stamp is None:
-            found[name] = Header(reason="cannot be opened (no such file, or no right to read it)")
+        if isinstance(stamp, Header):
+            found[name] = stamp
         elif known.get(name, ("",))[0] == stamp:
             found[name] = known[name][1]
         else:
@@ -59,7 +59,8 @@ def read_headers(clips: ClipList) -> list[Header]:
             start = last = time.monotonic()
             for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
                 found[name] = header
-                index.add(name, stamps[wanted[name]], header)
+                if not header.reason:  # the right to read a file may change, its stamp does not
+                    index.add(name, stamps[wanted[name]], header)
                 if time.monotonic() - last > _SECONDS:
                     last = time.monotonic()
                     rate = number / (last - start)
@@ -73,19 +74,20 @@ def index_of(clips: ClipList) -> Path:
     return index_file("headers", [folder])
 
 
-def _stamps(clips: ClipList) -> Iterator[str | None]:
-    """Of each sample's file, its size and time of change; None where it cannot be asked."""
-    versions: dict[str, str | None] = {}
+def _stamps(clips: ClipList) -> Iterator[str | Header]:
+    """Of each sample's file, its size and time of change, or why they cannot be asked."""
+    versions: dict[str, str | Header] = {}
     for i, name in enumerate(clips.files):
         is_member = clips.places is not None and clips.places[i, 0] >= 0
         store = name.partition(MEMBER)[0] if is_member else name
         if store not in versions:
             try:
                 versions[store] = Store(store).version()
-            except OSError:
-                versions[store] = None
+            except OSError as error:
+                versions[store] = Header(reason=f"cannot be opened ({error.strerror or error})")
         version = versions[store]
-        yield f"{version}-{clips.places[i, 0]}" if is_member and version else version
+        is_text = is_member and isinstance(version, str)
+        yield f"{version}-{clips.places[i, 0]}" if is_text else version
 
 
 def _probe(clips: ClipList, index: int) -> Header:
@@ -98,9 +100,9 @@ def _probe(clips: ClipList, index: int) -> Header:
         except (OSError, BadSample) as error:
             return Header(reason=f"the shard cannot be read ({str(error)[:200]})")
     try:
-        return probe(name, os.path.getsize(name))
-    except OSError as error:
-        return Header(reason=f"cannot be opened ({error.strerror})")
+        return probe(name, check_file(name))
+    except BadSample as error:
+        return Header(reason=error.reason)
 
 
 def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
@@ -110,10 +112,8 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
     if num_bytes == 0:
         return Header(reason="the file is empty (0 bytes)")
     try:
-        with av.open(source, metadata_errors="ignore") as container:
-            if not container.streams.video:
-                return Header(reason="no video stream in it (truncated, or never there)")
-            stream = container.streams.video[0]
+        with open_container(source) as container:
+            stream = video_stream("", container)
             rate = stream.average_rate or stream.guessed_rate
             seconds = stream.duration and float(stream.duration * stream.time_base)
             if not seconds:
@@ -121,6 +121,8 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
             fps = float(rate or 0)
             num_frames = stream.frames or round(seconds * fps)
             height, width = stream.height or 0, stream.width or 0
+    except BadSample as error:
+        return Header(reason=error.reason)
     except (av.error.FFmpegError, ValueError, OSError) as error:
         return Header(reason=f"not a readable video ({one_line(error)})")
     if not num_frames or not fps or not height or not width:

@@ -7,8 +7,10 @@ the same pixels bit for bit. A reader lives as long as one sample. What fails is
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
+import stat
 import traceback
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -51,12 +53,7 @@ def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
     has_decord = importlib.util.find_spec("decord") is not None
     if reader == "decord" and not has_decord:
         raise ValueError("reader=decord: decord is not installed; install it, or use reader=pyav")
-    try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        raise BadSample(path, f"cannot be opened ({error.strerror})") from None
-    if size == 0:
-        raise BadSample(path, "the file is empty (0 bytes)")
+    check_file(path)
     if reader == "pyav" or not has_decord:
         return PyAVReader(path)
     try:
@@ -65,6 +62,19 @@ def open_video(path: str, reader: ReaderName = "auto") -> VideoReader:
         if reader == "decord":
             raise
         return PyAVReader(path)  # knows newer codecs, and says better what is wrong
+
+
+def check_file(path: str) -> int:
+    """The bytes of a file; BadSample where nothing can be read, or for ever, as from a pipe."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise BadSample(path, f"cannot be opened ({error.strerror})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise BadSample(path, "not a file but a folder, pipe or device")
+    if found.st_size == 0:
+        raise BadSample(path, "the file is empty (0 bytes)")
+    return found.st_size
 
 
 def one_line(error: BaseException) -> str:
@@ -150,9 +160,10 @@ def read_header(path: str) -> VideoHeader:
     """By PyAV. What fails is a BadSample."""
     import av
 
+    check_file(path)
     try:
-        with av.open(path) as container:
-            stream = _video_stream(path, container)
+        with open_container(path) as container:
+            stream = video_stream(path, container)
             packets = [(p.pts, p.is_discard) for p in container.demux(stream) if p.pts is not None]
             base, rate, num_frames = stream.time_base, stream.average_rate, stream.frames
             codec, num_bytes = stream.codec_context.name, container.size
@@ -164,6 +175,8 @@ def read_header(path: str) -> VideoHeader:
         raise BadSample(path, f"truncated: {len(packets)} of {num_frames} frames are there")
     # Packets come in decoding order, frames in the order of their times; decord counts from 0.
     ticks = np.sort(np.array([pts for pts, _ in packets], dtype=np.int64))
+    if len(ticks) > 1 and ticks[0] == ticks[-1]:
+        raise BadSample(path, f"its {len(ticks)} frames are all shown at the same time")
     times = (ticks - ticks[0]) * float(base)
     return VideoHeader(
         path=path,
@@ -180,8 +193,8 @@ def first_frame(path: str) -> av.VideoFrame:
     import av
 
     try:
-        with av.open(path) as container:
-            return next(container.decode(_video_stream(path, container)))
+        with open_container(path) as container:
+            return next(container.decode(video_stream(path, container)))
     except (StopIteration, av.error.FFmpegError, ValueError, OSError) as error:
         raise BadSample(path, f"not a readable video ({one_line(error)})") from None
 
@@ -201,6 +214,7 @@ class PyAVReader:
         self._frames = _decode(path)
         self._next = 0  # index of the frame that comes next
         self._last: av.VideoFrame | None = None  # the one before it
+        self._size: tuple[int, int] | None = None  # columns, rows of the first frame asked for
 
     def close(self) -> None:
         self._frames.close()
@@ -210,7 +224,10 @@ class PyAVReader:
 
     def _pixels(self, frame: av.VideoFrame) -> Tensor:
         """[H, W, 3], turned as it is to be shown; decord does that too."""
-        rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        # Frames of one video may have several sizes: a recording of a call, say.
+        self._size = self._size or (frame.width, frame.height)
+        shown = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
+        rgb = shown.to_ndarray()
         return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, frame.rotation // 90)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
@@ -232,17 +249,26 @@ class PyAVReader:
         return torch.stack(out)
 
 
-def _video_stream(path: str, container):
+def open_container(source: str | io.BufferedReader) -> av.container.InputContainer:
+    """By PyAV; what tags say in other encodings makes no video unreadable."""
+    import av
+
+    return av.open(source, metadata_errors="ignore")
+
+
+def video_stream(path: str, container: av.container.InputContainer) -> av.VideoStream:
+    """The stream to decode; BadSample where there is none."""
     if not container.streams.video:
         raise BadSample(path, "no video stream in it (truncated, or never there)")
     stream = container.streams.video[0]
+    if container.format.name.endswith("_pipe"):  # FFmpeg's name for a picture by its content
+        raise BadSample(path, f"a picture ({stream.codec_context.name}), not a video")
     stream.thread_type = "NONE"  # workers are the parallelism
     return stream
 
 
 def _decode(path: str) -> Generator[av.VideoFrame, None, None]:
     """The frames of a file, in order; holds it open until closed or exhausted."""
-    import av
 
-    with av.open(path) as container:
-        yield from container.decode(_video_stream(path, container))
+    with open_container(path) as container:
+        yield from container.decode(video_stream(path, container))
