@@ -14,13 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config, load_config
+from cogfast.data.clip_list import ClipList
+from cogfast.data.clip_settings import ClipSettings
+from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.latent_cache import CacheIndex
+from cogfast.data.packed_strings import PackedStrings
 from cogfast.data.source_hashes import hash_file
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.slot_random import SlotRandom
@@ -185,6 +190,31 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
     assert all(after[name] == before[name] for name in before if name.endswith(".safetensors"))
     for both in (config, plain):
         assemble_datasets(both, TrainArguments.from_config(both))
+
+
+@pytest.mark.parametrize("global_batch", [1, 6])
+def test_the_order_of_encoding_is_that_of_training(global_batch: int) -> None:
+    """Of each bucket's clips, for steps of any size, and shards are of one size."""
+    size = {"video_size": (32, 32), "fps": 8, "max_num_frames": 9}
+    buckets = np.array([0, 1, 1, -1, 2] * 16)
+    clips = ClipList(
+        files=PackedStrings(f"{i}.mp4" for i in range(80)),
+        captions=PackedStrings("" for _ in range(80)),
+        buckets=buckets,
+    )
+    settings = ClipSettings(**size, buckets=[[9, 32, 32], [9, 16, 32], [1, 32, 32]])
+    videos = CaptionedVideos(clips, settings)
+    found = [clip.index for clip in cache_module._in_order(videos, seed=5)]
+    order = videos.order(5, global_batch)
+    steps = range(order.num_steps(1))
+    read = dict.fromkeys(order.index(s, slot) for s in steps for slot in range(global_batch))
+    assert sorted(found) == sorted(read) and len(found) == 64
+    for bucket in range(3):
+        of_bucket = [i for i in found if buckets[i] == bucket]
+        assert of_bucket == [i for i in read if buckets[i] == bucket]
+    shards = [{buckets[i] for i in found[start : start + 8]} for start in range(0, 64, 8)]
+    assert all(len(shard) == 1 for shard in shards)
+    assert len({bucket for shard in shards[:5] for bucket in shard}) == 3  # they take turns
 
 
 def contents(folder: Path) -> dict[str, bytes]:

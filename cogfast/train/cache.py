@@ -23,6 +23,7 @@ from cogfast.data.batches import read_sample, start_method, start_worker
 from cogfast.data.cached_videos import sample_key, source_files, used_samples
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.latent_cache import (
+    SHARD_SAMPLES,
     CacheIndex,
     Shard,
     Spec,
@@ -90,8 +91,8 @@ class _CacheRun:
     ) -> None:
         self.config, self.args, self.groups, self.folder = config, args, groups, folder
         datasets = assemble_datasets(config, dataclasses.replace(args, latent_cache=None))
-        datasets, _ = survey_datasets(datasets, args, groups, _in_a_step(args))
-        self.clips = [*_in_order(datasets.train, args), *_in_order(datasets.valid, args)]
+        datasets, _ = survey_datasets(datasets, args, groups, global_batch=1)
+        self.clips = [*_in_order(datasets.train, args.seed), *_in_order(datasets.valid, args.seed)]
         self.bad = BadSampleLog(
             folder / "bad_samples.jsonl", len(self.clips), args.max_bad_fraction
         )
@@ -283,20 +284,19 @@ class _CacheRun:
         )
 
 
-def _in_order(videos: CaptionedVideos | None, args: TrainArguments) -> Iterator[Clip]:
-    """The samples in the order in which training first asks for them, then those of no epoch yet."""
+def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
+    """The samples in the order in which training first asks for them, then those of no epoch yet.
+
+    How buckets take turns depends on the samples of training's steps, which nobody knows here: each
+    has a shard's, so that most shards are of one size.
+    """
     if videos is None:
         return
-    order = videos.order(args.seed, _in_a_step(args))
+    order = videos.order(seed, SHARD_SAMPLES["video"])
     steps = range(order.num_steps(1))
     first = [order.index(step, slot) for step in steps for slot in range(order.global_batch)]
     for index in dict.fromkeys([*first, *used_samples(videos)]):
         yield Clip(videos, index, hash_text(videos.captions[index]))
-
-
-def _in_a_step(args: TrainArguments) -> int:
-    """Samples of a step on one rank."""
-    return args.batch_size * args.gradient_accumulation_steps
 
 
 class _Clips(Dataset):
