@@ -267,9 +267,11 @@ def test_errors_of_a_users_data_set_are_not_swallowed():
         def __getitem__(self, index):
             raise KeyError("my own mistake")
 
+    before = set(_children())
     for num_workers in (0, 1):
-        with pytest.raises(KeyError, match="my own mistake"):
+        with pytest.raises(KeyError, match="my own mistake") as told:
             _read(Broken(4), 1, num_workers=num_workers)
+        assert told and set(_children()) <= before  # reading processes end, too
 
 
 def _children() -> list[int]:
@@ -279,10 +281,10 @@ def _children() -> list[int]:
 def test_a_killed_worker_is_an_error_that_names_files(tmp_path, monkeypatch):
     # seconds between torch's looks at its workers
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    data = VideoFolder(sat_folder(tmp_path, 4), **CLIP)
+    data, before = VideoFolder(sat_folder(tmp_path, 4), **CLIP), set(_children())
     with BatchLoader(data, GlobalOrder(4, 0, 2), micro_batch=2, prefetch_factor=1) as loader:
         next(loader)
-        for child in _children():
+        for child in set(_children()) - before:
             os.kill(child, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"killed at or after step \d+, .*/videos/0\d.mp4"):
             for _ in range(10):

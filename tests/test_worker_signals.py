@@ -17,17 +17,17 @@ from tests.video_files import sat_folder
 # Prints the workers' ids; then obeys lines: "read" five batches, or "end" a worker.
 SCRIPT = """
     import os, signal, sys
-    from cogfast.data import batches
+    from cogfast.data import batches, read_ahead
     from cogfast.data.datasets import VideoFolder
     from cogfast.data.global_order import GlobalOrder
 
-    batches.start_method = lambda: {method!r}
+    read_ahead.start_method = lambda: {method!r}
     if __name__ == "__main__":
         data = VideoFolder({folder!r}, [32, 48], 8, 9)
         loader = batches.BatchLoader(
             data, GlobalOrder(2, 0, 2), micro_batch=2, num_workers=2, prefetch_factor=1
         )
-        workers = [worker.pid for worker in loader._batches._workers]
+        workers = [worker.pid for worker in loader._batches._results._workers]
         next(loader)
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, set())  # ours is as it was
         print(*workers, flush=True)

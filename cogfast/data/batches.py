@@ -6,27 +6,23 @@ changes a batch. A bad sample is replaced within its slot and reported; only too
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import logging
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.cached_videos import CachedVideos
 from cogfast.data.dali_reader import dali_of_this_process
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.threaded_reads import ThreadedReads
-from cogfast.data.worker_signals import heed_parent_only, signals_withheld
+from cogfast.data.read_ahead import Reads, read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +30,6 @@ Batch = dict[str, Any]
 
 _BATCH_KEY = {"video": "mp4", "path": "paths", "encoded_video": "encoded_videos"}
 _MAX_ATTEMPTS = 100  # bad samples in a row that one slot passes over
-_M_ARENA_MAX = -8  # of glibc's mallopt
 _MIDDLE = 127.5  # uint8 0..255 -> [-1, 1]
 
 
@@ -88,30 +83,17 @@ class BatchLoader:
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         slots = _Slots(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps)
         self._expected = iter(slots)
-        self._batches: Iterator[Batch] | None
-        reads = _MicroBatches(dataset, order, timeout)
-        if isinstance(dataset, CachedVideos) and num_workers:
-            self._batches = ThreadedReads(reads.of_a_thread, slots, None, num_workers)
-            return
-        if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
+        is_cached, dali = isinstance(dataset, CachedVideos), None
+        if isinstance(dataset, CaptionedVideos) and not is_cached:
             dali = dali_of_this_process(dataset.settings.video_backend)
-            if dali is not None:
-                self._batches = ThreadedReads(reads.of_a_thread, slots, dali, num_workers)
-                return
-        method = start_method()
-        loader = DataLoader(
-            reads,
-            batch_size=None,  # an element of `slots` is a whole micro-batch
-            sampler=slots,
-            collate_fn=_as_is,
+        self._batches = read_ahead(
+            _MicroBatches(dataset, order, timeout),
+            slots,
+            dali=dali,
+            by_threads=is_cached and num_workers > 0,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            pin_memory=torch.cuda.is_available(),
-            multiprocessing_context=method if num_workers else None,
-            worker_init_fn=start_worker if num_workers else None,
+            prefetch_factor=prefetch_factor,
         )
-        with signals_withheld(method):
-            self._batches = iter(loader)  # starts the workers
 
     def __iter__(self) -> BatchLoader:
         return self
@@ -126,15 +108,9 @@ class BatchLoader:
                 self._dataset.wait(self._order.index(step, slot), is_told=True)
         try:
             batch = next(self._batches)
-        except RuntimeError as error:
+        except RuntimeError:
             self.close()
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
-            raise RuntimeError(
-                f"a reading process was killed at or after step {step}, {', '.join(names)}; where "
-                "memory or /dev/shm ran out, lower args.num_workers or args.prefetch_factor"
-            ) from error
+            raise
         assert (batch["step"], batch["slots"]) == expected, f"{batch['step']=} {expected=}"
         self._account(batch)
         return batch
@@ -163,9 +139,9 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stop the workers; later calls of next() end the iteration."""
-        if isinstance(self._batches, ThreadedReads):
+        if self._batches is not None:
             self._batches.close()
-        self._batches = None  # torch's iterator joins its workers when it is dropped
+        self._batches = None
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -224,8 +200,8 @@ class _Slots:
             step += 1
 
 
-class _MicroBatches(Dataset):
-    """Reads the micro-batch of a (step, slots); lives in the workers."""
+class _MicroBatches(Reads):
+    """Reads the micro-batch of a (step, slots)."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
@@ -233,10 +209,15 @@ class _MicroBatches(Dataset):
         self._timed_out: dict[int, str] = {}
 
     def of_a_thread(self) -> Callable[[tuple[int, list[int]]], Batch]:
-        """To be called in one thread alone: an order keeps what threads would get mixed up."""
+        """With an order of its own: it keeps what threads would get mixed up."""
         own = copy.copy(self)
         own._order = copy.deepcopy(self._order)
         return own.__getitem__
+
+    def name(self, step_and_slots: tuple[int, list[int]]) -> str:
+        step, slots = step_and_slots
+        names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
+        return f"step {step}, {', '.join(names)}"
 
     def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
         step, slots = step_and_slots
@@ -324,23 +305,3 @@ def _collate(items: list[dict]) -> Batch:
         # default_collate stacks straight into shared memory when it runs in a worker.
         batch[_BATCH_KEY.get(key, key)] = default_collate(values)
     return batch
-
-
-def start_worker(worker: int) -> None:
-    heed_parent_only(worker)
-    if sys.platform == "linux":
-        # Samples are read in ever new threads; memory that glibc gave one would stay apart.
-        with contextlib.suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
-def _as_is(batch: Batch) -> Batch:
-    return batch
-
-
-def start_method() -> str:
-    """How workers start: by fork, the quick way, where nothing speaks against it."""
-    if sys.platform != "linux":
-        return "spawn"
-    # A fork of a process that holds a CUDA context inherits one that it cannot use.
-    return "forkserver" if torch.cuda.is_initialized() else "fork"

@@ -10,17 +10,17 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from cogfast.config import Config
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.batches import read_sample, start_method, start_worker
+from cogfast.data.batches import read_sample
 from cogfast.data.cached_videos import sample_key, source_files, used_samples
+from cogfast.data.dali_reader import dali_of_this_process
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.latent_cache import (
     SHARD_SAMPLES,
@@ -32,9 +32,9 @@ from cogfast.data.latent_cache import (
     rows_of,
     write_shard,
 )
+from cogfast.data.read_ahead import Reads, read_ahead
 from cogfast.data.source_hashes import Sources, hash_text
 from cogfast.data.whole_files import remove_unfinished, write_whole
-from cogfast.data.worker_signals import signals_withheld
 from cogfast.model.transformer import build_transformer
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
@@ -204,48 +204,31 @@ class _CacheRun:
             for shard in shards
             for start in range(0, len(shard.keys), at_once)
         ]
-        read = self._read(batches)
-        for shard in shards:
-            tensors, rows = {}, []
-            for start in range(0, len(shard.keys), at_once):
-                keys, samples = shard.keys[start : start + at_once], next(read)
-                for row, entry in encode_samples(
-                    samples, keys, encoder, self.args.cached_noised_images, self.groups.device
-                ):
-                    tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
-                    rows.append(row)
-                progress.add(len(samples))
-            yield shard, tensors, rows
+        reading = read_ahead(
+            _Clips(batches, self.args.decode_timeout),
+            range(len(batches)),
+            dali=dali_of_this_process(self.clips[0].dataset.settings.video_backend),
+            num_workers=self.args.num_workers,
+            prefetch_factor=self.args.prefetch_factor,
+        )
+        with closing(reading) as read:
+            for shard in shards:
+                tensors, rows = {}, []
+                for start in range(0, len(shard.keys), at_once):
+                    keys, samples = shard.keys[start : start + at_once], next(read)
+                    for row, entry in encode_samples(
+                        samples, keys, encoder, self.args.cached_noised_images, self.groups.device
+                    ):
+                        tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
+                        rows.append(row)
+                    progress.add(len(samples))
+                yield shard, tensors, rows
 
     def _encoder(self) -> Encoder:
         """Frozen parts that are built when they are first used."""
         with torch.device("meta"):
             transformer = build_transformer(self.config.model)
         return assemble_encoder(self.config, self.args, transformer, self.groups)
-
-    def _read(self, batches: list[list[Clip]]) -> Iterator[list[Sample | BadSample]]:
-        args = self.args
-        method = start_method()
-        loader = DataLoader(
-            _Clips(batches, args.decode_timeout),
-            batch_size=None,
-            collate_fn=_as_is,
-            num_workers=args.num_workers,
-            prefetch_factor=args.prefetch_factor if args.num_workers else None,
-            multiprocessing_context=method if args.num_workers else None,
-            worker_init_fn=start_worker if args.num_workers else None,
-        )
-        with signals_withheld(method):
-            read = iter(loader)
-        try:
-            yield from read
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise RuntimeError(
-                "a reading process was killed; where memory or /dev/shm ran out, lower "
-                "args.num_workers or args.prefetch_factor; `cogfast cache` goes on from here"
-            ) from error
 
     def _note_bad(
         self,
@@ -299,14 +282,14 @@ def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
         yield Clip(videos, index, hash_text(videos.captions[index]))
 
 
-class _Clips(Dataset):
+class _Clips(Reads):
     """Micro-batches of samples, those that cannot be read as what is wrong with them."""
 
     def __init__(self, batches: list[list[Clip]], timeout: float) -> None:
         self.batches, self.timeout = batches, timeout
 
-    def __len__(self) -> int:
-        return len(self.batches)
+    def name(self, number: int) -> str:
+        return ", ".join(clip.path for clip in self.batches[number])
 
     def __getitem__(self, number: int) -> list[Sample | BadSample]:
         return [self._sample(clip) for clip in self.batches[number]]
@@ -316,7 +299,3 @@ class _Clips(Dataset):
             return read_sample(clip.dataset, clip.index, self.timeout)
         except BadSample as error:
             return error
-
-
-def _as_is(batch: object) -> object:
-    return batch
