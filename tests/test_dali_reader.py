@@ -1,4 +1,4 @@
-"""DALI against decord, on a CPU, where it decodes VP9: frames, pixels, fall-backs, whole batches.
+"""DALI against PyAV and decord, on a CPU, where it decodes VP9: frames, pixels, fall-backs, batches.
 
 `make test-dali` installs DALI and runs this file.
 """
@@ -97,7 +97,7 @@ def test_frames_are_those_of_the_timestamps(rate, dali, tmp_path):
 @WITH_DALI
 @pytest.mark.parametrize("target", [(64, 64), (32, 80), (96, 40), (96, 128), (120, 90)], ids=str)
 @pytest.mark.parametrize("matrix", [2, 1, 9], ids=["no matrix", "BT.709", "BT.2020"])
-def test_pixels_are_near_decords(target, matrix, dali, tmp_path):
+def test_pixels_are_near_pyavs(target, matrix, dali, tmp_path):
     """Scaled, cropped in the middle, and of the colours that the file's matrix means."""
     path = _colours(tmp_path / "a.mp4", matrix=matrix)
     ours = dali.read(dali.open(str(path)), np.array([0, 3]), target)
@@ -119,7 +119,7 @@ def test_colours_of_another_matrix_are_far_off(dali, tmp_path):
 
 
 @WITH_DALI
-def test_what_dali_cannot_decode_is_decords(dali, tmp_path, caplog):
+def test_what_dali_cannot_decode_is_pyavs(dali, tmp_path, caplog):
     """H.264 on a CPU, frames that are turned, what is no video."""
     for name in "abcde":
         write_clip(tmp_path / f"{name}.mp4", constant_rate(30, 15))
@@ -132,14 +132,14 @@ def test_what_dali_cannot_decode_is_decords(dali, tmp_path, caplog):
                 assert dali.read(video, np.array([0, 1]), (32, 48)) is None
             else:
                 assert video is None  # the kind is known by now
-    assert caplog.text.count("decord reads it, not DALI") == 3
+    assert caplog.text.count("PyAV reads it, not DALI") == 3
     assert "from here on all h264 yuv420p 64x48" in caplog.text
     assert dali.open(str(tmp_path / "turned.mp4")) is None
     assert dali.open(str(tmp_path / "text.mp4")) is None
     for name in ("a", "turned"):
         settings = {"max_num_frames": 5}
         ours, _ = read_clip(str(tmp_path / f"{name}.mp4"), _settings("dali", **settings))
-        own, _ = read_clip(str(tmp_path / f"{name}.mp4"), _settings("decord", **settings))
+        own, _ = read_clip(str(tmp_path / f"{name}.mp4"), _settings("pyav", **settings))
         assert torch.equal(ours, own)
 
 
@@ -223,14 +223,14 @@ def test_errors_come_in_their_place_and_close_is_prompt(tmp_path):
     assert time.monotonic() - start < 2 and list(loader) == []
 
 
-def test_auto_says_why_decord_reads(caplog):
+def test_auto_says_why_pyav_reads(caplog):
     if torch.cuda.is_available():
         pytest.skip("where there is a GPU, it may be DALI")
     dali_reader._reader.cache_clear()
     with caplog.at_level(logging.INFO, logger="cogfast"):
         for _ in range(2):
             assert dali_reader.dali_of_this_process("auto") is None
-    assert caplog.text.count("videos are decoded by decord: no DALI, since there is no GPU") == 1
+    assert caplog.text.count("videos are decoded by PyAV: no DALI, since there is no GPU") == 1
 
 
 @pytest.mark.skipif(bool(HAS_DALI), reason="DALI is installed")

@@ -18,26 +18,29 @@ def write_clip(
     *,
     size: tuple[int, int] = (48, 64),
     codec: str = "libx264",
+    options: dict[str, str] | None = None,
     faststart: bool = False,
 ) -> Path:
-    """An mp4 whose frame i, shown at times[i] seconds, is grey of level 20 + 8*(i % 24) with a
+    """A video whose frame i, shown at times[i] seconds, is grey of level 20 + 8*(i % 24) with a
     moving block, so that decoded frames tell which one they are."""
     height, width = size
     seconds = times[-1] - times[0]
     rate = Fraction((len(times) - 1) / seconds).limit_denominator(1001) if seconds else 30
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = {"movflags": "faststart"} if faststart else {}
-    with av.open(str(path), "w", options=options) as container:
+    # AVI has no times, and some codecs count in frames.
+    tick = 1 / Fraction(rate) if path.suffix == ".avi" or codec == "mpeg4" else _TICK
+    flags = {"movflags": "faststart"} if faststart else {}
+    with av.open(str(path), "w", options=flags) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.time_base = stream.codec_context.time_base = _TICK
-        stream.options = {"crf": "12", "g": "12"}
+        stream.time_base = stream.codec_context.time_base = tick
+        stream.options = options or {"crf": "12", "g": "12"}
         for i, time in enumerate(times):
             picture = np.full((height, width, 3), 20 + 8 * (i % 24), np.uint8)
             left = i * 3 % (width - 8)
             picture[:8, left : left + 8] = (255, 0, 0)
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            frame.pts, frame.time_base = round(time / _TICK), _TICK
+            frame.pts, frame.time_base = round(time / tick), tick
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path

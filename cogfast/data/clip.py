@@ -25,8 +25,6 @@ from cogfast.data.clip_transform import (
 from cogfast.data.dali_reader import DaliReader, DaliVideo, dali_of_this_process
 from cogfast.data.video_reader import VideoReader, open_video
 
-_FRAMES_AT_ONCE = 4  # full-size frames held before they are scaled down: they stay in the caches
-
 Span = tuple[float, float]  # seconds from the first frame: a part of a video
 
 
@@ -71,7 +69,7 @@ def read_clip(
     """The clip [F, 3, rows, columns] uint8 of a video file or of a part of it, and its selection.
 
     It lies on the device of the process where DALI reads, decoded by it or, where it cannot, by
-    decord.
+    PyAV.
     """
     dali = dali_of_this_process(settings.video_backend)
     if dali is None:
@@ -97,12 +95,9 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
     video = open_video(path, settings.cpu_reader)
     try:
         chosen, selection = _choose(video, settings, span)
-        # Full-size frames are let go a few at a time.
         parts = [
-            resize_and_center_crop(
-                video.read(chosen[i : i + _FRAMES_AT_ONCE].tolist()), settings.video_size
-            )
-            for i in range(0, len(chosen), _FRAMES_AT_ONCE)
+            resize_and_center_crop(part, settings.video_size)
+            for part in video.parts(chosen.tolist())
         ]
     finally:
         video.close()

@@ -31,8 +31,8 @@ class ClipSettings:
     short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
     out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
     pad as upstream does; padded clips are counted either way.
-    video_backend: "dali" decodes in the training process, on its GPU, "decord" or "pyav" in reading
-    processes; "auto" is DALI where it can run, else decord with PyAV for what decord cannot read.
+    video_backend: "dali" decodes in the training process, on its GPU, with PyAV for what DALI cannot
+    read, "pyav" or "decord" in reading processes; "auto" is DALI where it can run, else PyAV.
     keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
     small that decoding them again and again would hold training up. DALI's lie on the GPU.
     buckets: sizes in place of max_num_frames and video_size, of which each clip gets the one that
@@ -78,7 +78,7 @@ class ClipSettings:
     @property
     def cpu_reader(self) -> ReaderName:
         """What reads where DALI does not."""
-        return "auto" if self.video_backend == "dali" else self.video_backend
+        return "decord" if self.video_backend == "decord" else "pyav"
 
     @property
     def skips_short_clips(self) -> bool:

@@ -1,8 +1,8 @@
 """Clips decoded, scaled and cropped on the GPU by DALI, in the training process.
 
-What a clip is, and which frames it has, is decided as for decord (clip_transform); a clip here is
+What a clip is, and which frames it has, is decided as for PyAV (clip_transform); a clip here is
 the same up to the rounding of colours. Each reading thread has a pipeline of its own, so that clips
-are decoded beside each other and a file that DALI gives up on costs no other: decord reads that one.
+are decoded beside each other and a file that DALI gives up on costs no other: PyAV reads that one.
 DALI without a GPU decodes VP8, VP9 and MJPEG alone.
 """
 
@@ -26,16 +26,16 @@ from torch.utils.data import get_worker_info
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_transform import cover_size
-from cogfast.data.video_reader import first_frame, read_header
+from cogfast.data.video_file import first_frame, read_header
 
 logger = logging.getLogger(__name__)
 
 VideoBackend = Literal["auto", "dali", "decord", "pyav"]
 
-_MOST_BYTES = 2**29  # DALI takes whole files; decord seeks in longer ones
+_MOST_BYTES = 2**29  # DALI takes whole files; PyAV seeks in longer ones
 # Red and blue in luma, by FFmpeg's number of the colour matrix. DALI takes all for the first.
 _LUMA = {5: (0.299, 0.114), 1: (0.2126, 0.0722), 9: (0.2627, 0.0593)}
-_NUM_SUFFICIENT = 3  # files of a kind that DALI refuses before the kind goes to decord at once
+_NUM_SUFFICIENT = 3  # files of a kind that DALI refuses before the kind goes to PyAV at once
 
 
 def _why_not() -> str | None:
@@ -73,13 +73,13 @@ def check_backend(backend: VideoBackend) -> None:
     reason = _why_no_package() or (_why_no_driver() if torch.cuda.is_available() else None)
     if reason is not None:
         raise ValueError(
-            f"data.params.video_backend=dali: {reason}; auto takes decord where DALI cannot run"
+            f"data.params.video_backend=dali: {reason}; auto takes PyAV where DALI cannot run"
         )
 
 
 def dali_of_this_process(backend: VideoBackend) -> DaliReader | None:
     """The process's reader where `backend` means DALI; None in reading processes, which have no
-    device, and where decord reads."""
+    device, and where the CPU reads."""
     return None if get_worker_info() is not None else _reader(backend)
 
 
@@ -89,7 +89,7 @@ def _reader(backend: VideoBackend) -> DaliReader | None:
     if backend == "auto":
         reason = _why_not()
         if reason is not None:
-            logger.info("videos are decoded by decord: no DALI, since %s", reason)
+            logger.info("videos are decoded by PyAV: no DALI, since %s", reason)
             return None
     elif backend != "dali":
         return None
@@ -97,7 +97,7 @@ def _reader(backend: VideoBackend) -> DaliReader | None:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    logger.info("videos are decoded by DALI on %s, by decord where DALI cannot", device)
+    logger.info("videos are decoded by DALI on %s, by PyAV where DALI cannot", device)
     return DaliReader(device)
 
 
@@ -136,7 +136,7 @@ class DaliReader:
             self._stream.synchronize()  # sync: of a reading thread, the trainer does not wait
 
     def open(self, path: str) -> DaliVideo | None:
-        """What the file is; None where decord is to read it, or to say what is wrong with it."""
+        """What the file is; None where PyAV is to read it, or to say what is wrong with it."""
         try:
             header, first = read_header(path), first_frame(path)
         except BadSample:
@@ -183,7 +183,7 @@ class DaliReader:
         times = self._refusals[video.kind] = self._refusals.get(video.kind, 0) + 1
         if times <= _NUM_SUFFICIENT:
             more = f"; from here on all {video.kind}" if times == _NUM_SUFFICIENT else ""
-            logger.warning("%s: decord reads it, not DALI: %s%s", video.path, reason, more)
+            logger.warning("%s: PyAV reads it, not DALI: %s%s", video.path, reason, more)
 
 
 def _pipeline(device: torch.device) -> Callable[..., Tensor]:
