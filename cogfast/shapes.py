@@ -110,17 +110,19 @@ def check_video_size(
 
     Rows and columns divide into latent patches: multiples of 16. table: the rows and columns of
     pixels that the position table reaches to. has_one_size: it is for these alone, as the sine table
-    of CogVideoX-2B and the learned ones of 5B-I2V and 1.5-5B-I2V, whose entries mean a place in
-    the whole; rotary tables are relative, and smaller videos take a part.
+    of CogVideoX-2B and the learned one of 5B-I2V, whose entries mean a place in the whole; rotary
+    tables are relative, and smaller videos take a part.
     """
     rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
     if height % rows == 0 and width % columns == 0 and height > 0 and width > 0:
         _check_table(height, width, key, table, has_one_size)
         return
-    fix_h, fix_w = max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns
+    fits = [max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns]
+    if table is not None:
+        fits = list(table) if has_one_size else list(map(min, fits, table))
     raise ValueError(
         f"{key}=[{height}, {width}]: rows must be a multiple of {rows} and columns of {columns}; "
-        f"use [{fix_h}, {fix_w}]"
+        f"use {fits}"
     )
 
 

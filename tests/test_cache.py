@@ -279,7 +279,7 @@ def test_what_changed_is_encoded_again_and_nothing_else(
     for name in ("2", "other"):
         (clips / "labels" / f"{name}.txt").write_text("another caption")
     with pytest.raises(
-        ValueError, match=r"videos changed since caching: 17 of 21 usable; run `cog"
+        ValueError, match=r"videos changed or moved since caching: 17 of 21 usable; run `cog"
     ):
         Trainer(config)
     caplog.clear()

@@ -241,7 +241,7 @@ def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: Caption
         with pytest.raises(ValueError, match=match):
             CachedVideos(cache, videos, specs)
     Path(videos.paths[0]).write_text("an edited video")
-    with pytest.raises(ValueError, match=r"1 videos changed since caching: 7 of 8 usable"):
+    with pytest.raises(ValueError, match=r"1 videos changed or moved since caching: 7 of 8 usable"):
         CachedVideos(cache, videos, SPECS)
 
 

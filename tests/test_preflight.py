@@ -235,6 +235,25 @@ def test_sizes_within_a_rotary_table_and_beyond(config):
         check_train(config("cogvideox_5b_i2v", "data.params.video_size=[256,320]"))
 
 
+@pytest.mark.parametrize(
+    "model, size, fix",
+    [
+        ("cogvideox_2b", [470, 720], [480, 720]),
+        ("cogvideox_5b_i2v", [300, 333], [480, 720]),
+        ("cogvideox_5b", [470, 730], [464, 720]),
+        ("cogvideox_5b", [500, 4000], [480, 720]),
+        ("cogvideox1.5_5b_i2v", [767, 1361], [768, 1360]),
+    ],
+)
+def test_the_size_that_is_named_fits(config, model, size, fix):
+    words = f"data.params.video_size={size}".replace(" ", "")
+    with pytest.raises(
+        ValueError, match=rf"rows must be a multiple of 16.*use {re.escape(str(fix))}"
+    ):
+        check_train(config(model, words))
+    check_train(config(model, f"data.params.video_size={fix}".replace(" ", "")))
+
+
 def test_latents_in_the_batch_need_no_frozen_weights(config):
     """A data set of the user's own may bring latents, so files of the encoders may be missing."""
     words = ["data={target: torch.utils.data.TensorDataset, params: null}"]

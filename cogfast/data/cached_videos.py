@@ -172,9 +172,8 @@ class CachedVideos(CaptionedVideos):
             if not index.shards:
                 why = "no cache there"
             elif not why:
-                why = (
-                    f"{num_changed} videos changed since caching" if num_changed else "new captions"
-                )
+                changed = f"{num_changed} videos changed or moved since caching"
+                why = changed if num_changed else "new captions"
             raise ValueError(
                 f"args.latent_cache={self.folder}: {why}: {usable} of {total} usable; run "
                 "`cogfast cache` again with this configuration"
