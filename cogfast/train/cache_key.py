@@ -37,6 +37,8 @@ def cache_specs(
     }
     for name in ("keep_decoded_mib", "buckets"):  # what a bucket makes of a clip is in its key
         del clip[f"data.params.{name}"]
+    # DALI's frames are PyAV's but for the rounding of colours; decord takes others in some formats.
+    clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
     clip["data.params.video_size"] = list(settings.video_size)
     has_image = ModelArguments.from_config(config).noised_image_input
