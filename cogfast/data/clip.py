@@ -22,7 +22,7 @@ from cogfast.data.clip_transform import (
     select_frames_timestamp,
     select_frames_uniform,
 )
-from cogfast.data.dali_reader import DaliReader, DaliVideo, dali_of_this_process
+from cogfast.data.dali_reader import DaliRefusal, DaliVideo, dali_of_this_process
 from cogfast.data.video_reader import VideoReader, open_video
 
 Span = tuple[float, float]  # seconds from the first frame: a part of a video
@@ -69,26 +69,20 @@ def read_clip(
     """The clip [F, 3, rows, columns] uint8 of a video file or of a part of it, and its selection.
 
     It lies on the device of the process where DALI reads, decoded by it or, where it cannot, by
-    PyAV.
+    PyAV; to be called within on_readers_device.
     """
     dali = dali_of_this_process(settings.video_backend)
-    if dali is None:
-        return _read_on_cpu(path, settings, span)
-    with dali.on_device():
-        read = _read_by_dali(dali, path, settings, span)
-        clip, selection = read or _read_on_cpu(path, settings, span)
-        return clip.to(dali.device), selection
-
-
-def _read_by_dali(
-    dali: DaliReader, path: str, settings: ClipSettings, span: Span | None
-) -> tuple[Tensor, Selection] | None:
-    video = dali.open(path)
+    video = None if dali is None else dali.open(path)
     if video is None:
-        return None
+        clip, selection = _read_on_cpu(path, settings, span)
+        return (clip if dali is None else clip.to(dali.device)), selection
     chosen, selection = _choose(video, settings, span)
-    clip = dali.read(video, chosen, settings.video_size)
-    return None if clip is None else (_padded(clip, selection), selection)
+    try:
+        return _padded(dali.read(video, chosen, settings.video_size), selection), selection
+    except DaliRefusal as refusal:
+        clip, selection = _read_on_cpu(path, settings, span)
+        dali.note_refusal(video, refusal)
+        return clip.to(dali.device), selection
 
 
 def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,7 @@ VideoBackend = Literal["auto", "dali", "decord", "pyav"]
 _MOST_BYTES = 2**29  # DALI takes whole files; PyAV seeks in longer ones
 # Red and blue in luma, by FFmpeg's number of the colour matrix. DALI takes all for the first.
 _LUMA = {5: (0.299, 0.114), 1: (0.2126, 0.0722), 9: (0.2627, 0.0593)}
-_NUM_SUFFICIENT = 3  # files of a kind that DALI refuses before the kind goes to PyAV at once
+_NUM_SUFFICIENT = 3  # good files of a kind that DALI refuses before it is no longer asked
 
 
 def _why_not() -> str | None:
@@ -83,6 +83,12 @@ def dali_of_this_process(backend: VideoBackend) -> DaliReader | None:
     return None if get_worker_info() is not None else _reader(backend)
 
 
+def on_readers_device(backend: VideoBackend) -> AbstractContextManager:
+    """For all that makes a sample: where DALI reads, its on_device."""
+    dali = dali_of_this_process(backend)
+    return nullcontext() if dali is None else dali.on_device()
+
+
 @functools.cache
 def _reader(backend: VideoBackend) -> DaliReader | None:
     """The first call comes from the thread whose current device is the process's."""
@@ -115,6 +121,10 @@ class DaliVideo:
     colour_matrix: int
 
 
+class DaliRefusal(Exception):
+    """DALI cannot decode a file; its text says why."""
+
+
 class DaliReader:
     """Reads clips into tensors on `device`, from any number of threads."""
 
@@ -123,7 +133,8 @@ class DaliReader:
         # One stream for what all threads copy: memory that is freed is used again in its order.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._idle: deque[Callable[..., Tensor]] = deque()  # pipelines that no thread uses
-        self._refusals: dict[str, int] = {}  # kind of file -> how often DALI gave it up
+        self._refusals: dict[str, int] = {}  # kind -> how many good files of it DALI refused
+        self._known: set[str] = set()  # kinds of which DALI has decoded a file
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -142,7 +153,7 @@ class DaliReader:
         except BadSample:
             return None
         kind = f"{header.codec} {first.format.name} {first.width}x{first.height}"
-        if self._refusals.get(kind, 0) >= _NUM_SUFFICIENT:
+        if kind not in self._known and self._refusals.get(kind, 0) >= _NUM_SUFFICIENT:
             return None
         # DALI shows frames as they are stored, and would not count those left out.
         if header.num_bytes > _MOST_BYTES or header.num_discarded or first.rotation:
@@ -157,16 +168,17 @@ class DaliReader:
             colour_matrix=int(first.colorspace),
         )
 
-    def read(self, video: DaliVideo, indices: np.ndarray, target: tuple[int, int]) -> Tensor | None:
+    def read(self, video: DaliVideo, indices: np.ndarray, target: tuple[int, int]) -> Tensor:
         """Frames at `indices` as uint8 [F, 3, rows, columns], the target covered and the middle
-        kept; None where DALI cannot decode the file."""
+        kept; DaliRefusal where DALI cannot decode the file."""
         try:
             encoded = np.fromfile(video.path, np.uint8)
-            run = self._idle.pop() if self._idle else _pipeline(self.device)
-        except IndexError:  # another thread took the last one
+        except OSError as error:
+            raise DaliRefusal(str(error)) from None
+        try:
+            run = self._idle.pop()
+        except IndexError:
             run = _pipeline(self.device)
-        except OSError:
-            return None
         size = cover_size(video.height, video.width, target)
         try:
             with self.on_device():
@@ -174,16 +186,21 @@ class DaliReader:
                 if video.colour_matrix in _LUMA and video.colour_matrix != 5:
                     clip = _recolour(clip, video.colour_matrix)
         except RuntimeError as error:  # DALI's pipeline is of no use after one
-            self._note_refusal(video, _reason(error))
-            return None
+            raise DaliRefusal(_reason(error)) from None
         self._idle.append(run)
+        self._known.add(video.kind)
         return clip
 
-    def _note_refusal(self, video: DaliVideo, reason: str) -> None:
+    def note_refusal(self, video: DaliVideo, refusal: DaliRefusal) -> None:
+        """To be called once PyAV has read the file: a broken one says nothing of its kind.
+        Where DALI decodes some of a kind it is asked for each, so that who reads a file does not
+        depend on which were read before."""
         times = self._refusals[video.kind] = self._refusals.get(video.kind, 0) + 1
-        if times <= _NUM_SUFFICIENT:
-            more = f"; from here on all {video.kind}" if times == _NUM_SUFFICIENT else ""
-            logger.warning("%s: PyAV reads it, not DALI: %s%s", video.path, reason, more)
+        if times == 1:
+            logger.warning(
+                "videos of the kind %s that DALI cannot decode are read by PyAV (%s)",
+                *(video.kind, refusal),
+            )
 
 
 def _pipeline(device: torch.device) -> Callable[..., Tensor]:

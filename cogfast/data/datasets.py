@@ -24,7 +24,7 @@ from cogfast.data.clip import named_bytes, read_clip, read_image
 from cogfast.data.clip_list import ClipList, join
 from cogfast.data.clip_settings import ClipSettings, ShortClips
 from cogfast.data.clip_transform import FrameSelection
-from cogfast.data.dali_reader import VideoBackend
+from cogfast.data.dali_reader import VideoBackend, on_readers_device
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.manifest import read_manifest
 from cogfast.data.packed_strings import PackedStrings
@@ -125,7 +125,8 @@ class CaptionedVideos(Dataset):
         if index in self._kept:
             return self._kept[index].copy()
         try:
-            sample = self._read(index)
+            with on_readers_device(self.settings.video_backend):
+                sample = self._read(index)
         except BadSample as error:
             raise BadSample(self.name(index), error.reason) from None
         if sample["video"].nbytes <= self._room:
