@@ -57,6 +57,7 @@ def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) ->
     assert (
         "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
     )
+    assert "4 of 4 held-out clips are trained on, too, such as" in caplog.text
     folder = run_folder(tmp_path / "a/runs")
     (line,) = (folder / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("broken.mp4")

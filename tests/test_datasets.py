@@ -157,7 +157,10 @@ def test_video_list(tmp_path):
         ({"videos.txt": "videos/00.mp4"}, r"caption_column=prompts.txt: .* does not exist"),
         ({"videos.txt": "videos/00.mp4", "prompts.txt": "a\nb"}, "has 1 lines and .* 2; give"),
         ({"videos.txt": "\n", "prompts.txt": ""}, "no video in it"),
-        ({"videos.txt": "no.mp4", "prompts.txt": "a"}, "1/1 listed videos missing: .*no.mp4"),
+        (
+            {"videos.txt": "a.mp4\n\nb.mp4\nc.mp4", "prompts.txt": "a\nb\n\nc"},
+            "prompts.txt and .*videos.txt have blank lines in different places, first in line 2",
+        ),
     ],
 )
 def test_broken_lists(files, message, tmp_path):
@@ -193,6 +196,9 @@ def test_other_encodings(tmp_path):
     (tmp_path / "labels/00.txt").write_bytes("красный круг".encode("cp1251"))
     with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x..\)"):
         VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/00.txt").write_text("a circle", encoding="utf-16-le")
+    with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x00\)"):
+        VideoFolder(tmp_path, **CLIP)
     (tmp_path / "labels/00.txt").write_text("красный круг", encoding="utf-8-sig")
     assert VideoFolder(tmp_path, **CLIP).captions[0] == "красный круг"
 
@@ -203,8 +209,25 @@ def test_missing_and_empty_folders(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir=\[\]: name a folder in args.train_data"):
         VideoFolder([], **CLIP)
     (tmp_path / "x.avi").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 of .avi.*convert"):
+    with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 of .avi.*x.avi.*convert"):
         VideoFolder(tmp_path, **CLIP)
+
+
+def test_what_a_folder_holds_besides_is_told(tmp_path, caplog):
+    sat_folder(tmp_path, 4)
+    (tmp_path / "videos/01.mp4").rename(tmp_path / "videos/01.MOV")
+    (tmp_path / "labels/02.txt").write_text("the caption\n\nand more\n")
+    (tmp_path / "labels/03.txt").write_text("the caption\n\n")
+    (tmp_path / "readme.txt").write_text("no label")
+    data = VideoFolder(tmp_path, **CLIP)
+    assert list(data.captions) == ["clip 00", "the caption", "the caption"]
+    lines = [record.message.partition(": ")[2] for record in caplog.records]
+    videos, labels = f"{tmp_path}/videos", f"{tmp_path}/labels"
+    assert lines == [
+        f"1 of .avi, .mov, .mkv, .webm are not read ({videos}/01.MOV); convert them",
+        f"1 label files have no .mp4 file ({labels}/01.txt)",
+        f"of 1 label files the first line is the caption, not more ({labels}/02.txt)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +290,10 @@ def test_a_caption_that_cannot_be_read(tmp_path):
     (tmp_path / "labels/00.txt").unlink()
     (tmp_path / "labels/00.txt").mkdir()
     with pytest.raises(ValueError, match=r"labels/00.txt: cannot be read \(Is a directory\)"):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/00.txt").rmdir()
+    os.mkfifo(tmp_path / "labels/00.txt")
+    with pytest.raises(ValueError, match=r"labels/00.txt: cannot be read \(a pipe or device\)"):
         VideoFolder(tmp_path, **CLIP)
 
 

@@ -117,6 +117,7 @@ REFUSED = {
     "data.params.max_num_frames=50": (
         "data.params.max_num_frames=50: CogVideoX 1.0 takes 8N+1 frames, at most 49; use 49"
     ),
+    "data.params.video_size=[480]": r"video_size=[480] must be [rows, columns], e.g. [480, 720]",
     "data.params.video_size=[480,721]": "rows must be a multiple of 16 and columns of 16",
     "data.params.video_size=[720,480]": (
         "data.params.video_size=[720, 480]: the model's position table is for [480, 720] only"
@@ -136,7 +137,7 @@ REFUSED = {
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
     ),
-    "args.train_data=['']": "args.train_data: no folder ; name your data",
+    "args.train_data=['']": "args.train_data: no folder ''; name your data",
     "args.load=": "args.load= does not exist",
     "args.split=": "args.split='' must be shares for training, validation, test: 9,1,0",
     "args.split=0,1": "args.split='0,1' must be shares for training",
@@ -183,6 +184,15 @@ def test_train_refuses(config, word):
         check_train(config("cogvideox_2b", *_words(word)), world_size=8)
     assert REFUSED[word] in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_missing_shard_is_named(config, tmp_path: Path):
+    (tmp_path / "s-0.tar").touch()
+    words = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
+    with pytest.raises(
+        ValueError, match=r"train_data=.*s-\{0..1\}.tar: there is no file .*s-1.tar"
+    ):
+        check_train(config("cogvideox_2b", *words.split("|")))
 
 
 def test_world_size_is_read_from_the_launcher(config, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 
 import fsspec
@@ -152,6 +153,42 @@ def test_a_shard_that_ends_early(at, shards, tmp_path, caplog):
             data[1]
     else:
         assert len(data) == (1 if at == "in a header" else 2)
+
+
+def test_a_caption_behind_the_end_and_later_starts(shards, tmp_path, caplog):
+    """The sample that has lost its caption goes with what followed, which each start tells."""
+    whole = (shards / "s-0.tar").read_bytes()
+    with tarfile.open(shards / "s-0.tar") as tar:
+        last = tar.getmember("d/01.caption")
+    (tmp_path / "x.tar").write_bytes(whole[: last.offset])
+    for number in (1, 2):
+        assert list(VideoShards([str(tmp_path / "x.tar")], **CLIP).captions) == ["clip 00"]
+        assert (
+            caplog.text.count("x.tar ends early, after 1 samples; what followed is lost") == number
+        )
+
+
+def test_what_is_not_read_is_told(shards, tmp_path, caplog):
+    video = (shards.parent / "folder/videos/00.mp4").read_bytes()
+    members = {"a.mp4": video, "a.txt": b"a", "v1.5 b.mp4": video, "v1.5 b.txt": b"b"}
+    with tarfile.open(_tar(tmp_path / "t/x.tar", members), "a") as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.size = 3
+        tar.addfile(info, io.BytesIO(b"new"))
+    (tmp_path / "t/y.tar.gz").write_bytes(b"")
+    assert list(VideoShards([str(tmp_path / "t")], **CLIP).captions) == ["new"]
+    assert "x.tar has 1 members twice, of which the later one is read: a.txt" in caplog.text
+    assert "1 samples have no video, a sample being what shares" in caplog.text
+    assert "first dot: v1: 5 b.mp4, 5 b.txt" in caplog.text
+    assert "1 compressed shards are not read" in caplog.text
+    (tmp_path / "t/x.tar").unlink()
+    with pytest.raises(
+        ValueError, match=r"t: no .tar file in it, but 1 compressed shards .*unpack"
+    ):
+        VideoShards([str(tmp_path / "t")], **CLIP)
+    os.mkfifo(tmp_path / "t/x.tar")
+    with pytest.raises(ValueError, match="x.tar: the shard cannot be read .*not a file but a fol"):
+        VideoShards([str(tmp_path / "t")], **CLIP)
 
 
 def test_refused(shards, tmp_path):

@@ -194,3 +194,14 @@ def test_byte_encoder_does_not_disturb_the_global_draws() -> None:
     torch.manual_seed(3)
     ByteTextEncoder()
     assert torch.equal(torch.randn(4), expected)
+
+
+def test_a_caption_that_is_cut_is_told_once(caplog):
+    encoder = ByteTextEncoder(max_length=8)  # a token for each byte, and an end
+    encoder.tokenize(["short", "7 bytes"])
+    assert not caplog.text
+    for _ in range(2):
+        encoder.tokenize(["short", "8 bytes!", "nine more"])
+    (record,) = caplog.records
+    expected = "captions of more than max_length=8 tokens are cut, such as this of 9: 8 bytes!..."
+    assert record.message == expected

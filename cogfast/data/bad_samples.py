@@ -89,7 +89,7 @@ class BadSampleLog:
         self.reasons[path] = reason
         if is_new and is_told:
             # A name that is no UTF-8 is nothing that every terminal and log takes.
-            shown = path.encode("utf-8", "backslashreplace").decode()
+            shown = path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
             logger.warning("skipped %s: %s", shown, reason)
         return is_new
 

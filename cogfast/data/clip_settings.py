@@ -50,12 +50,7 @@ class ClipSettings:
     buckets: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        size = tuple(self.video_size)
-        if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
-            raise ValueError(
-                f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
-            )
-        object.__setattr__(self, "video_size", size)
+        object.__setattr__(self, "video_size", checked_size(self.video_size))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         for key, value, least in (
             ("fps", self.fps, "positive"),
@@ -97,6 +92,15 @@ class ClipSettings:
         if (bucket.num_frames, size) == (self.max_num_frames, self.video_size):
             return self
         return replace(self, max_num_frames=bucket.num_frames, video_size=size)
+
+
+def checked_size(size: Sequence[int]) -> tuple[int, int]:
+    """data.params.video_size, or a ValueError that says what is wrong with it."""
+    if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
+        raise ValueError(
+            f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
+        )
+    return tuple(size)
 
 
 def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:

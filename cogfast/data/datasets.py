@@ -8,6 +8,7 @@ the start.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -36,14 +37,19 @@ from cogfast.data.sample_files import (
     find_videos,
     first_line,
     label_of,
-    other_videos,
+    left_over,
+    named,
+    refuse_gaps,
     refuse_samples,
     sat_label,
     text_lines,
 )
 from cogfast.data.tar_shards import read_member
 
+logger = logging.getLogger(__name__)
+
 Buckets = list[list[int]]
+_LONGEST_EPOCH = 2**27  # samples: its order takes 1 GiB
 
 
 class Sample(TypedDict):
@@ -97,6 +103,13 @@ class CaptionedVideos(Dataset):
     def order(self, seed: int, global_batch: int) -> GlobalOrder:
         """In which the samples are read, by their weights and buckets."""
         clips = self.clips
+        total = len(clips) if clips.weights is None else float(clips.weights.sum())
+        if len(clips) and not 0 < total < _LONGEST_EPOCH:
+            raise ValueError(
+                f"the weights of the {len(clips)} samples add up to {total:g}, the length of an epoch, "
+                f"which must be above 0 and below {_LONGEST_EPOCH}; change args.train_data_weights "
+                "or the manifest's column weight"
+            )
         return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets)
 
     def name(self, index: int) -> str:
@@ -218,16 +231,26 @@ class VideoFolder(ListedVideos):
         for folder in data_folders(data_dir):
             found = list(find_videos(folder))
             if not found:
-                raise ValueError(f"data_dir={folder}: no .mp4 file in it{other_videos(folder)}")
-            captions = []
+                text = ", but ".join(["no .mp4 file in it", *left_over(folder)])
+                raise ValueError(f"data_dir={folder}: {text}")
+            captions, labels, longer = [], set(), []
             for path in found:
                 label = label_of(path, folder)
-                captions.append("" if label is None else first_line(label))
+                caption, has_more = ("", False) if label is None else first_line(label)
+                captions.append(caption)
+                labels.add(str(label))
+                if has_more:
+                    longer.append(str(label))
                 if label is None:
                     missing.append(sat_label(path))
                 elif not captions[-1]:
                     empty.append(str(label))
             lists.append(ClipList(files=PackedStrings(found), captions=PackedStrings(captions)))
+            for text in left_over(folder, labels):
+                logger.warning("data_dir=%s: %s", folder, text)
+            if longer:
+                text = "data_dir=%s: of %d label files the first line is the caption, not more (%s)"
+                logger.warning(text, folder, len(longer), named(longer))
         if not allow_empty_captions:
             number = sum(map(len, lists))
             refuse_samples(missing, number, "videos without a label file", ADD_CAPTIONS)
@@ -285,13 +308,7 @@ class VideoList(ListedVideos):
         )
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        folders = data_folders(data_dir)
-        lists = [self._list(folder, allow_empty_captions) for folder in folders]
-        clips = join(lists)
-        for what, files in (("videos", clips.files), ("images", clips.images or ())):
-            gone = [file for file in files if not os.path.isfile(file)]
-            refuse_samples(gone, len(clips), f"listed {what} missing")
-        return lists
+        return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
 
     def _list(self, folder: Path, allow_empty_captions: bool) -> ClipList:
         files = {key: folder / name for key, name in self._columns.items()}
@@ -302,7 +319,12 @@ class VideoList(ListedVideos):
                     f"data.params.{key}={file.name}: {file} does not exist; name the list's file, "
                     "one line a sample (folders of videos/ and labels/: VideoFolder)"
                 )
-            lines[key] = text_lines(file, key == "caption_column" and allow_empty_captions)
+            lines[key] = text_lines(file)
+        if not allow_empty_captions:
+            refuse_gaps(files, lines)
+        for key in lines:
+            if not (key == "caption_column" and allow_empty_captions):
+                lines[key] = [line for line in lines[key] if line]
         videos, captions = lines["video_column"], lines["caption_column"]
         if not videos:
             raise ValueError(f"{files['video_column']}: no video in it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import io
 import json
 import logging
 import math
@@ -40,21 +41,21 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, empty = [], []
     for line, row in _rows(file):
-        path = _text(row.get("path"))
+        where = f"{file}: line {line}"
+        path, caption, image = (_text(row.get(n), f"{where}: {n}") for n in texts)
         if not path:
             raise ValueError(f"{file}: line {line} has no path; name a video in the path column")
-        caption, image = _text(row.get("caption")), _text(row.get("image"))
         if not caption:
             empty.append(f"line {line}")
         texts["path"].append(str(file.parent / path))
         texts["caption"].append(caption)
         texts["image"].append(str(file.parent / image) if image else "")
         for name, missing in _NUMBERS.items():
-            numbers[name].append(_number(row.get(name), missing, f"{file}: line {line}: {name}"))
+            numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
         start, end = numbers["start"][-1], numbers["end"][-1]
         if end <= start:
             raise ValueError(f"{file}: line {line}: end={end:g} must be after start={start:g}")
-        split = _text(row.get("split")).lower()
+        split = _text(row.get("split"), f"{where}: split").lower()
         if split not in _SPLIT_NAMES:
             raise ValueError(
                 f"{file}: line {line}: split={split!r} is not known; use {', '.join(SPLITS)}"
@@ -88,7 +89,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
                 continue
             try:
                 row = json.loads(words)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: line {line} is not JSON ({error}); mend it") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{file}: line {line} must be an object with path and caption")
@@ -98,13 +99,20 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
                 others |= new
             yield line, row
         return
-    reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        names = reader.fieldnames or []
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+        twice = [name for name in _COLUMNS if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"{file}: line 1 names column {twice[0]} twice; keep one")
         _check_columns(file, 1, set(names))
         missing = [name for name in ("path", "caption") if name not in names]
         if missing:
-            raise ValueError(f"{file}: line 1 names no column {missing[0]}; add it to the header")
+            header = ",".join(names)
+            raise ValueError(
+                f"{file}: line 1 names no column {missing[0]} ({header[:80]!r}); add it to the header, "
+                "with commas between columns"
+            )
         for row in reader:
             if None in row:
                 raise ValueError(
@@ -113,7 +121,8 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
                 )
             yield reader.line_num, row
     except csv.Error as error:
-        raise ValueError(f"{file}: line {reader.line_num} is not CSV ({error})") from None
+        line = reader.reader.line_num
+        raise ValueError(f"{file}: line {line} is not CSV ({error})") from None
 
 
 def _check_columns(file: Path, line: int, names: set[str]) -> None:
@@ -127,12 +136,20 @@ def _check_columns(file: Path, line: int, names: set[str]) -> None:
         logger.info("%s: columns that are not read: %s", file, ", ".join(map(str, unknown)))
 
 
-def _text(value: object) -> str:
-    return "" if value is None else str(value).strip()
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str | None):
+        raise ValueError(f"{what}={str(value)[:80]} must be text in quotes")
+    text = (value or "").strip()
+    # JSON's escapes can spell halves of characters, which a tokenizer refuses; a file's name has
+    # them where it is no UTF-8.
+    is_half = what.endswith("caption") and any("\ud800" <= c <= "\udfff" for c in text)
+    if "\0" in text or is_half:
+        raise ValueError(f"{what}={text[:80]!r} holds a character that is no text; remove it")
+    return text
 
 
 def _number(value: object, missing: float, what: str) -> float:
-    text = _text(value)
+    text = "" if value is None else str(value).strip()
     if not text:
         return missing
     try:

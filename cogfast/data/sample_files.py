@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 DataDir = str | Path | Sequence[str | Path]
@@ -40,6 +41,12 @@ def find_videos(folder: Path) -> Iterator[str]:
 
     Sorted: os.walk's own order differs between machines.
     """
+    for path in _find_files(folder):
+        if path.lower().endswith(".mp4"):
+            yield path
+
+
+def _find_files(folder: Path) -> Iterator[str]:
     seen = set()
     for root, dirs, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
         place = os.path.realpath(root)
@@ -49,18 +56,30 @@ def find_videos(folder: Path) -> Iterator[str]:
         seen.add(place)
         dirs.sort()
         # ._x.mp4 is what macOS writes beside x.mp4 on other systems' disks
-        names = (n for n in files if n.lower().endswith(".mp4") and not n.startswith("._"))
-        yield from (os.path.join(root, name) for name in sorted(names))
+        yield from (os.path.join(root, n) for n in sorted(files) if not n.startswith("._"))
 
 
 def _refuse_folder(error: OSError) -> None:
     raise ValueError(f"data_dir: {error.filename} cannot be read ({error.strerror})") from None
 
 
-def other_videos(folder: Path) -> str:
-    """The end of a message: videos of other formats that a folder holds, or nothing."""
-    num = sum(n.endswith(_OTHER_VIDEOS) for _, _, names in os.walk(folder) for n in names)
-    return f", but {num} of {', '.join(_OTHER_VIDEOS)}; convert them to .mp4" if num else ""
+def left_over(folder: Path, labels: Collection[str] = ()) -> list[str]:
+    """What a folder seems to hold besides its .mp4 files: videos of other formats, and labels that
+    are not among those of its videos. A sentence each."""
+    files = list(_find_files(folder))
+    others = [file for file in files if file.lower().endswith(_OTHER_VIDEOS)]
+    orphans = [
+        file
+        for file in files
+        if file.endswith(".txt") and "labels" in Path(file).parts[:-1] and file not in labels
+    ]
+    sentences = []
+    if others:
+        formats = ", ".join(_OTHER_VIDEOS)
+        sentences.append(f"{len(others)} of {formats} are not read ({named(others)}); convert them")
+    if orphans and labels:
+        sentences.append(f"{len(orphans)} label files have no .mp4 file ({named(orphans)})")
+    return sentences
 
 
 def sat_label(path: str) -> str:
@@ -86,33 +105,50 @@ def label_of(path: str, folder: Path) -> Path | None:
 def decoded(data: bytes, name: str) -> str:
     """UTF-8 text, a byte order mark left out; `name` says where it is from."""
     try:
-        return data.decode("utf-8-sig")
+        at, text = data.find(b"\0"), data.decode("utf-8-sig")  # other encodings have many zeros
     except UnicodeDecodeError as error:
-        line = 1 + len(_LINE_END.findall(data[: error.start].decode("latin-1")))
-        raise ValueError(
-            f"{name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x}); save the captions "
-            "as UTF-8"
-        ) from None
+        at = error.start
+    if at < 0:
+        return text
+    line = 1 + len(_LINE_END.findall(data[:at].decode("latin-1")))
+    raise ValueError(
+        f"{name}: line {line} is not UTF-8 (byte 0x{data[at]:02x}); save the captions as UTF-8"
+    )
 
 
 def text_of(file: Path) -> str:
     """The text of a UTF-8 file."""
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise OSError(errno.ESPIPE, "a pipe or device")  # reading would wait, or never end
         data = file.read_bytes()
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
     return decoded(data, str(file))
 
 
-def first_line(file: Path) -> str:
-    """The first line of a file, or nothing."""
-    return _LINE_END.split(text_of(file), maxsplit=1)[0].strip()
+def first_line(file: Path) -> tuple[str, bool]:
+    """The first line of a file, or nothing, and whether there is more in it."""
+    first, _, rest = _LINE_END.sub("\n", text_of(file)).partition("\n")
+    return first.strip(), bool(rest.strip())
 
 
-def text_lines(file: Path, keeps_blank: bool = False) -> list[str]:
-    """The lines of a file; those that are blank only where asked for, and never at its end."""
-    lines = [line.strip() for line in _LINE_END.split(text_of(file).rstrip())]
-    return lines if keeps_blank and lines != [""] else [line for line in lines if line]
+def text_lines(file: Path) -> list[str]:
+    """The lines of a file, blank ones included, but for those at its end."""
+    text = text_of(file).rstrip()
+    return [line.strip() for line in _LINE_END.split(text)] if text else []
+
+
+def refuse_gaps(files: Mapping[str, Path], lines: Mapping[str, Sequence[str]]) -> None:
+    """Blank lines count in no list; lists that have them in different places may be meant otherwise."""
+    blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in lines.items()}
+    for key, places in blank.items():
+        if places and blank["video_column"] and places != blank["video_column"]:
+            line = 1 + min(set(places) ^ set(blank["video_column"]))
+            raise ValueError(
+                f"{files[key]} and {files['video_column']} have blank lines in different places, "
+                f"first in line {line}; remove them, so that each line is of one video"
+            )
 
 
 def refuse_samples(
@@ -120,8 +156,12 @@ def refuse_samples(
 ) -> None:
     """ValueError that counts samples with a fault and names the first; nothing where none has it."""
     if names:
-        named = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-        raise ValueError(f"{len(names)}/{num_samples} {what}: {named}; {fix}")
+        raise ValueError(f"{len(names)}/{num_samples} {what}: {named(names)}; {fix}")
+
+
+def named(names: Sequence[str]) -> str:
+    """The first few of them."""
+    return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
 ADD_CAPTIONS = "add them or set data.params.allow_empty_captions=true"

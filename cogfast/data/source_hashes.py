@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from cogfast.data.tar_shards import Store
+from cogfast.data.store import Store
 from cogfast.data.whole_files import write_whole
 
 _HASHING_THREADS = 8

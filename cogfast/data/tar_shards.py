@@ -13,10 +13,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 import numpy as np
 
@@ -24,7 +21,8 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_list import ClipList
 from cogfast.data.index_folder import index_file
 from cogfast.data.packed_strings import PackedStrings
-from cogfast.data.sample_files import decoded
+from cogfast.data.sample_files import decoded, named
+from cogfast.data.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +30,7 @@ VIDEO_KINDS = ("mp4", "avi", "mov", "mkv", "webm")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 _TO_SAT_KEY = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 MEMBER = "::"  # between a shard and what is in it
 
 
@@ -58,62 +57,16 @@ def shards_of(source: str) -> list[str]:
     """The shards that a folder holds (.tar, also deeper) or a pattern names."""
     if Path(source).is_dir():
         found = sorted(str(path) for path in Path(source).rglob("*.tar"))
+        packed = [str(p) for p in Path(source).rglob("*.t*") if p.name.endswith(_COMPRESSED)]
+        text = f"{len(packed)} compressed shards are not read ({named(packed)}); unpack them"
         if not found:
-            raise ValueError(f"data_dir={source}: no .tar file in it")
+            raise ValueError(
+                f"data_dir={source}: no .tar file in it{packed and f', but {text}' or ''}"
+            )
+        if packed:
+            logger.warning("data_dir=%s: %s", source, text)
         return found
     return expand_braces(source)
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Where a shard's bytes are: on a disk, or behind fsspec where its name has a scheme."""
-
-    url: str
-
-    @property
-    def is_remote(self) -> bool:
-        return "://" in self.url
-
-    def open(self) -> BinaryIO:
-        if not self.is_remote:
-            return open(self.url, "rb")
-        file_system, path = _file_system(self.url)
-        return file_system.open(path, "rb")
-
-    def version(self) -> str:
-        """Another one after the shard was written anew."""
-        if not self.is_remote:
-            stat = Path(self.url).stat()
-            return f"{stat.st_size}-{stat.st_mtime_ns}"
-        file_system, path = _file_system(self.url)
-        return str(file_system.ukey(path))
-
-    def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset` on, fewer where the shard ends before."""
-        if not self.is_remote:
-            with open(self.url, "rb") as file:
-                file.seek(offset)
-                return file.read(size)
-        file_system, path = _file_system(self.url)
-        return file_system.cat_file(path, start=offset, end=offset + size)
-
-    def beside(self, name: str) -> bytes | None:
-        """A file in the shard's folder, or None."""
-        url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
-        try:
-            with Store(url).open() as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
-
-
-def _file_system(url: str):
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a scheme that nothing installed knows
-        raise ValueError(f"data_dir={url}: {error}") from None
 
 
 class Member(io.RawIOBase):
@@ -161,18 +114,27 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
     """The samples of a shard, by key; caption "" where there is none."""
     store = Store(url)
     try:
+        if not store.is_remote and Path(url).exists() and not Path(url).is_file():
+            raise IsADirectoryError("not a file but a folder, pipe or device")
         version = store.version()
     except OSError as error:
         raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
     file = index_file("shard", [url, caption_key])
-    rows = _kept_rows(file, version)
-    if rows is None:
-        rows = list(_rows(store, caption_key))
-        _keep_rows(file, version, rows)
-    files, captions, places = [], [], []
+    kept = _kept_rows(file, version)
+    if kept is None:
+        try:
+            kept = _rows(store, caption_key)
+        except OSError as error:
+            raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
+        _keep_rows(file, version, *kept)
+    rows, faults = kept
+    for fault in faults:
+        logger.warning("%s %s", url, fault)
+    files, captions, places, others = [], [], [], []
     for key, caption, members in rows:
         kind = next((k for k in VIDEO_KINDS if k in members), None)
         if kind is None:
+            others.append(f"{key}: {', '.join(members)}")
             continue
         image = members.get(image_key, (-1, -1)) if image_key else (-1, -1)
         if image_key and image_key not in members:
@@ -185,6 +147,9 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         places.append((*members[kind], *image))
     if not files:
         raise ValueError(f"{url}: no video in it ({', '.join(VIDEO_KINDS)})")
+    if others:
+        text = "%s: %d samples have no video, a sample being what shares a name up to the first dot: %s"
+        logger.warning(text, url, len(others), named(others))
     return ClipList(
         files=PackedStrings(files),
         captions=PackedStrings(captions),
@@ -195,9 +160,11 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
 Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offset, bytes)}
 
 
-def _rows(store: Store, caption_key: str) -> Iterator[Row]:
+def _rows(store: Store, caption_key: str) -> tuple[list[Row], list[str]]:
+    """The samples, and what is wrong with the shard, a line each."""
     meta = _meta(store, caption_key)
-    members = _members(store)
+    members, faults, is_whole = _members(store)
+    rows = []
     for key, kinds in members.items():
         caption = ""
         sat_key = _TO_SAT_KEY.sub("", key)
@@ -209,12 +176,20 @@ def _rows(store: Store, caption_key: str) -> Iterator[Row]:
             caption = _of_json(_member_text(store, key, "json", kinds), caption_key)
         elif "txt" in kinds:
             caption = _member_text(store, key, "txt", kinds)
-        yield key, " ".join(caption.split()), kinds
+        rows.append((key, " ".join(caption.split()), kinds))
+    if not is_whole:
+        if len(rows) > 1 and not rows[-1][1]:
+            rows.pop()  # its caption may have stood behind the end
+        text = "ends early, after %d samples; what followed is lost: write the shard again"
+        faults.append(text % len(rows))
+    return rows, faults
 
 
-def _members(store: Store) -> dict[str, dict[str, tuple[int, int]]]:
-    """{key: {kind: (offset, bytes)}} in the shard's order, incomplete ones included."""
+def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str], bool]:
+    """{key: {kind: (offset, bytes)}} in the shard's order, incomplete ones included; what is wrong
+    with it; and whether it has its end."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
+    twice = []
     with store.open() as file:
         end, is_whole = file.seek(0, 2), False
         file.seek(0)
@@ -224,6 +199,8 @@ def _members(store: Store) -> dict[str, dict[str, tuple[int, int]]]:
                     _check_name(store.url, member)
                     key, dot, kind = _split_name(member.name)
                     if member.isreg() and dot and not _is_meta(member.name):
+                        if kind in found.get(key, ()):
+                            twice.append(member.name)
                         found.setdefault(key, {})[kind] = (member.offset_data, member.size)
                     tar.members = []  # else tarfile keeps all of them
                 is_whole = tar.offset + tarfile.BLOCKSIZE <= end  # a block of zeros ends a tar
@@ -233,13 +210,8 @@ def _members(store: Store) -> dict[str, dict[str, tuple[int, int]]]:
                     f"{store.url}: not a tar file, or a compressed one, which cannot be read by "
                     f"random access ({error}); unpack it with gzip -d"
                 ) from None
-    if not is_whole:
-        logger.warning(
-            "%s ends early, after %d samples begun; what followed is lost: write the shard again",
-            store.url,
-            len(found),
-        )
-    return found
+    text = f"has {len(twice)} members twice, of which the later one is read: {named(twice)}"
+    return found, [text] if twice else [], is_whole
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
@@ -305,19 +277,20 @@ def _of_json(text: str, caption_key: str) -> str:
     return "" if value is None else str(value)
 
 
-def _kept_rows(file: Path, version: str) -> list[Row] | None:
+def _kept_rows(file: Path, version: str) -> tuple[list[Row], list[str]] | None:
     """What is kept of a shard, where that is of its present version."""
     try:
-        first, *lines = file.read_text(encoding="utf-8").splitlines()
-        if json.loads(first) != {"version": version, "samples": len(lines)}:
+        first, *lines = file.read_text(encoding="utf-8").split("\n")
+        head = json.loads(first)
+        if (head["version"], head["samples"]) != (version, len(lines)):
             return None
-        return [tuple(json.loads(line)) for line in lines]
-    except (OSError, ValueError):
+        return [tuple(json.loads(line)) for line in lines], head["faults"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _keep_rows(file: Path, version: str, rows: list[Row]) -> None:
-    head = json.dumps({"version": version, "samples": len(rows)})
+def _keep_rows(file: Path, version: str, rows: list[Row], faults: list[str]) -> None:
+    head = json.dumps({"version": version, "samples": len(rows), "faults": faults})
     text = "\n".join([head, *(json.dumps(row) for row in rows)])
     part = file.with_suffix(f".{os.getpid()}.part")
     try:

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_list import ClipList
 from cogfast.data.index_folder import index_file
-from cogfast.data.tar_shards import MEMBER, Member, Store
+from cogfast.data.store import Store
+from cogfast.data.tar_shards import MEMBER, Member
 from cogfast.data.video_file import check_file, one_line, open_container, video_stream
 
 logger = logging.getLogger(__name__)

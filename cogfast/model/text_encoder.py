@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 # Any one of these lets transformers build T5's tokenizer.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
@@ -35,6 +38,7 @@ class T5TextEncoder(nn.Module):
 
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
+        self.is_cut_told = False
         self.tokenizer = AutoTokenizer.from_pretrained(vocabulary, cache_dir=cache_dir)
         _check_vocabulary(self.tokenizer, vocabulary)
         self.transformer = T5EncoderModel.from_pretrained(weights, cache_dir=cache_dir, dtype=dtype)
@@ -55,7 +59,7 @@ class T5TextEncoder(nn.Module):
 
     def tokenize(self, captions: list[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
-        return _tokenize(self.tokenizer, captions, self.max_length)
+        return _tokenize(self, captions)
 
     @torch.no_grad()
     def forward(self, captions: list[str]) -> Tensor:
@@ -86,6 +90,7 @@ class ByteTextEncoder(nn.Module):
         from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
         self.max_length = max_length
+        self.is_cut_told = False
         self.width = d_model
         self.tokenizer = ByT5Tokenizer()
         config = T5Config(
@@ -104,7 +109,7 @@ class ByteTextEncoder(nn.Module):
 
     def tokenize(self, captions: list[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
-        return _tokenize(self.tokenizer, captions, self.max_length)
+        return _tokenize(self, captions)
 
     @torch.no_grad()
     def forward(self, captions: list[str]) -> Tensor:
@@ -113,8 +118,9 @@ class ByteTextEncoder(nn.Module):
         return self.transformer(input_ids=ids).last_hidden_state
 
 
-def _tokenize(tokenizer, captions: list[str], max_length: int) -> Tensor:
-    """Captions [B] -> ids [B, max_length], cut and padded."""
+def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: list[str]) -> Tensor:
+    """Captions [B] -> ids [B, max_length], cut and padded; the first that is cut is told."""
+    tokenizer, max_length = encoder.tokenizer, encoder.max_length
     batch = tokenizer(
         list(captions),
         truncation=True,
@@ -122,7 +128,19 @@ def _tokenize(tokenizer, captions: list[str], max_length: int) -> Tensor:
         padding="max_length",
         return_tensors="pt",
     )
-    return batch["input_ids"]
+    ids = batch["input_ids"]
+    if not encoder.is_cut_told:
+        is_full = (ids[:, -1] != tokenizer.pad_token_id).tolist()
+        for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
+            num_tokens = len(tokenizer(caption)["input_ids"])
+            if num_tokens > max_length:
+                encoder.is_cut_told = True
+                logger.warning(
+                    "captions of more than max_length=%d tokens are cut, such as this of %d: %s...",
+                    *(max_length, num_tokens, caption[:60]),
+                )
+                break
+    return ids
 
 
 def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:

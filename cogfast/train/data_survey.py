@@ -29,6 +29,8 @@ def survey_datasets(
     Rank 0 reads the headers. ValueError where more than args.max_bad_fraction cannot be read.
     """
     train, valid = datasets.train, datasets.valid
+    if groups.is_main:
+        _tell_overlap(train, valid)
     wanted = [_is_looked_at(dataset, args) for dataset in (train, valid)]
     if not any(wanted):
         return datasets, {}
@@ -49,6 +51,16 @@ def survey_datasets(
         if found[1].reasons:
             logger.warning("%d held-out videos cannot be used", len(found[1].reasons))
     return Datasets(train, valid), bad
+
+
+def _tell_overlap(train: Dataset, valid: Dataset | None) -> None:
+    if not (isinstance(train, CaptionedVideos) and isinstance(valid, CaptionedVideos)):
+        return
+    trained = {train.name(i) for i in range(len(train))}
+    both = [name for name in map(valid.name, range(len(valid))) if name in trained]
+    if both:
+        text = "%d of %d held-out clips are trained on, too, such as %s: their loss says little"
+        logger.warning(text, len(both), len(valid), both[0])
 
 
 def _is_looked_at(dataset: Dataset | None, args: TrainArguments) -> bool:

@@ -336,9 +336,15 @@ def _check_source(config: Config, target: Callable, source: str, key: str) -> No
     """A folder, manifest or shards that args.train_data or args.valid_data name are there."""
     if target is VideoShards:
         local = () if "://" in source or ";" in source else shards_of(source)
-        source, is_there = source, all(Path(shard).is_file() for shard in local)
+        gone = next((shard for shard in local if not Path(shard).is_file()), None)
+        if gone is not None:
+            text = (
+                f"{key}={source}: there is no file {gone}; name shards that are there, many of them"
+            )
+            refuse(config, key, text + " as s-{000..099}.tar, or their folder")
+        is_there = True
     else:
         is_there = Path(source).is_file() if target is VideoManifest else Path(source).is_dir()
     if not source or not is_there:
-        what = {VideoShards: "shards", VideoManifest: "file"}.get(target, "folder")
-        refuse(config, key, f"{key}: no {what} {source}; name your data")
+        what = "file" if target is VideoManifest else "folder"
+        refuse(config, key, f"{key}: no {what} {source or repr(source)}; name your data")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, data_arguments, refuse
-from cogfast.data.clip_settings import checked_buckets
+from cogfast.data.clip_settings import checked_buckets, checked_size
 from cogfast.model.transformer import TransformerConfig
 from cogfast.sat_names import transformer_arguments
 from cogfast.shapes import (
@@ -61,7 +61,7 @@ def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
     data = data_arguments(config)
     if "max_num_frames" not in data or "video_size" not in data:
         return LatentSize.of_model(model)
-    return _size_of(data, model, data["max_num_frames"], *data["video_size"])
+    return _size_of(data, model, data["max_num_frames"], *checked_size(data["video_size"]))
 
 
 def largest_size(config: Config, model: TransformerConfig) -> LatentSize:

@@ -1,0 +1,59 @@
+"""Where the bytes of a shard are: on a disk, or behind fsspec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where a shard's bytes are: on a disk, or behind fsspec where its name has a scheme."""
+
+    url: str
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.url
+
+    def open(self) -> BinaryIO:
+        if not self.is_remote:
+            return open(self.url, "rb")
+        file_system, path = _file_system(self.url)
+        return file_system.open(path, "rb")
+
+    def version(self) -> str:
+        """Another one after the shard was written anew."""
+        if not self.is_remote:
+            stat = Path(self.url).stat()
+            return f"{stat.st_size}-{stat.st_mtime_ns}"
+        file_system, path = _file_system(self.url)
+        return str(file_system.ukey(path))
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset` on, fewer where the shard ends before."""
+        if not self.is_remote:
+            with open(self.url, "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        file_system, path = _file_system(self.url)
+        return file_system.cat_file(path, start=offset, end=offset + size)
+
+    def beside(self, name: str) -> bytes | None:
+        """A file in the shard's folder, or None."""
+        url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
+        try:
+            with Store(url).open() as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+
+def _file_system(url: str):
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a scheme that nothing installed knows
+        raise ValueError(f"data_dir={url}: {error}") from None
