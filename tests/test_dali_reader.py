@@ -330,6 +330,34 @@ def test_every_source_is_read_as_by_pyav(source, most, average, tmp_path):
     assert off.max() > 0  # it was DALI
 
 
+class Counting(VideoFolder):
+    """Knows how many of its samples are being read."""
+
+    num_begun = num_ended = 0
+
+    def _read(self, index: int) -> dict:
+        self.num_begun += 1
+        try:
+            return super()._read(index)
+        finally:
+            self.num_ended += 1
+
+
+@WITH_DALI
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_none_is_at_work_after_the_end(timeout, tmp_path):
+    """A process that ends while DALI is at work is aborted, and a run with it that went well."""
+    for i in range(2):
+        _vp9(tmp_path / f"videos/{i}.mp4", constant_rate(40, 10), size=(320, 480))
+    data = Counting(tmp_path, (240, 320), 8, 25, allow_empty_captions=True, video_backend="dali")
+    with BatchLoader(
+        data, data.order(0, 1), micro_batch=1, num_workers=2, timeout=timeout
+    ) as loader:
+        next(loader)
+        begun = data.num_begun
+    assert begun > 1 and data.num_begun == data.num_ended
+
+
 class Hanging(VideoFolder):
     """Its sample 2 is never read."""
 

@@ -4,6 +4,7 @@ reading is so little work that handing over from another process would be more."
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -15,6 +16,7 @@ from torch import Tensor
 from cogfast.data.dali_reader import DaliReader
 
 _LEAST_AHEAD = 2  # reads that go on while their taker works on another
+_END_SECONDS = 10.0  # that close() waits for reads under way; one may hang
 
 
 class ThreadedReads:
@@ -69,6 +71,12 @@ class ThreadedReads:
         return _each_tensor(read, _kept_for_taker)
 
     def close(self) -> None:
+        if self._dali is not None:
+            # A process that ends while DALI is at work in a thread is aborted.
+            deadline = time.monotonic() + _END_SECONDS
+            for read in self._pending:
+                read.wait(max(0.0, deadline - time.monotonic()))
+        self._pending.clear()
         self._pool.terminate()
 
 
