@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config, load_config
+from cogfast.data import source_hashes
 from cogfast.data.clip_list import ClipList
 from cogfast.data.clip_settings import ClipSettings
 from cogfast.data.datasets import CaptionedVideos
@@ -247,6 +248,39 @@ def test_kills_and_ranks_leave_no_trace(data: Path, tmp_path: Path) -> None:
     expected = contents(tmp_path / "straight")
     assert len(expected) == 2 + 1 + 3  # index, sources; captions; clips
     assert killed_again_and_again(base, tmp_path / "killed", [0.1], 2) == expected
+
+
+def test_videos_that_were_read_before_a_kill_are_not_read_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_HASHED_AT_ONCE", 6)
+    monkeypatch.setattr(cache_module, "_SECONDS_PER_WRITE", 0.0)
+    config = load_config(
+        [write_config(tmp_path / "base.yaml", data)],
+        [f"args.latent_cache={tmp_path / 'cache'}"],
+    )
+    read: list[str] = []
+
+    def hash_some(path: str, *part: int) -> str:
+        if path.endswith(".mp4"):
+            read.append(path)
+            if len(read) == 14:
+                raise KeyboardInterrupt
+        return hash_file(path, *part)
+
+    monkeypatch.setattr(source_hashes, "hash_file", hash_some)
+    with pytest.raises(KeyboardInterrupt):
+        cache_latents(config)
+    again = read[:12]
+    read.clear()
+    read += [""] * 14
+    cache_latents(config)
+    assert len(read) - 14 == NUM_CLIPS - 12 and set(read).isdisjoint(again)
+    monkeypatch.undo()
+    cache_latents(
+        load_config([tmp_path / "base.yaml"], [f"args.latent_cache={tmp_path / 'straight'}"])
+    )
+    assert contents(tmp_path / "cache") == contents(tmp_path / "straight")
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -47,6 +48,8 @@ from cogfast.train.process_groups import ProcessGroups, start_processes
 logger = logging.getLogger(__name__)
 
 _CAPTIONS_AT_ONCE = 8
+_HASHED_AT_ONCE = 256  # files, by each rank
+_SECONDS_PER_WRITE = 30.0  # of hashes: what a kill costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,9 +134,15 @@ class _CacheRun:
         stale = sources.changed(files)
         if stale:
             logger.info("reading %d videos to know them again", len(stale))
-        mine = stale[self.groups.rank :: self.groups.world_size]
-        for found in self.groups.gather(sources.hash(mine, files)):
-            sources.known |= found
+        at_once, last = _HASHED_AT_ONCE * self.groups.world_size, time.monotonic()
+        for start in range(0, len(stale), at_once):
+            mine = stale[start : start + at_once][self.groups.rank :: self.groups.world_size]
+            for found in self.groups.gather(sources.hash(mine, files)):
+                sources.known |= found
+            if self.groups.broadcast(time.monotonic() - last > _SECONDS_PER_WRITE):
+                last = time.monotonic()
+                self.groups.on_main(sources.write)
+                logger.info("read %d of %d videos", min(start + at_once, len(stale)), len(stale))
         changed = sum(before[n][-1] != now[-1] for n, now in sources.known.items() if n in before)
         if changed:
             logger.info("%d sources changed since caching; re-encoding %d", changed, changed)
