@@ -245,6 +245,27 @@ def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: Caption
         CachedVideos(cache, videos, SPECS)
 
 
+def test_a_file_that_cannot_be_read_is_a_bad_sample(
+    tmp_path: Path, videos: CaptionedVideos
+) -> None:
+    """`cogfast cache` tries it again each time; for training it is as bad as it was."""
+    cache, file = tmp_path / "cache", videos.paths[3]
+    os.unlink(file)
+    os.symlink("/proc/self/mem", file)  # opens, and gives an input/output error
+    text, video = planned(cache, videos)
+    make(cache, [text])
+    number = [key.startswith("unreadable-") for key in video.keys].index(True)
+    rows = [{"fps": 8, "num_frames": 1, "num_padded": 0}] * len(video.keys)
+    tensors = {f"{i}.mean": torch.zeros(1) for i in range(len(rows)) if i != number}
+    rows[number] = {"bad": "broken"}
+    write_shard(cache / video.file, tensors, rows)
+    assert Sources(cache).changed(videos.paths) == [file]
+    cached = CachedVideos(cache, videos, SPECS)
+    with pytest.raises(BadSample, match=r"one/3.mp4: broken"):
+        cached[3]
+    assert all(len(cached[i]["latent_mean"]) for i in range(8) if i != 3)
+
+
 def test_a_sample_is_waited_for_as_long_as_there_is_a_writer(
     tmp_path: Path, videos: CaptionedVideos
 ) -> None:

@@ -148,7 +148,8 @@ class CachedVideos(CaptionedVideos):
         while True:
             is_written = is_being_written(self.folder)
             index, sources = CacheIndex.read(self.folder), Sources(self.folder)
-            changed = sources.changed(files)
+            # What could not be read is a bad sample of the cache.
+            changed = [f for f in sources.changed(files) if not sources.was_unreadable(f)]
             keys = {"video": _keys(self, sources, set(changed)), "text": texts}
             is_whole = all(
                 index.places(kind, self.specs[kind]).keys() >= {keys[kind][i] for i in self.used}

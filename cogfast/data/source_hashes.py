@@ -81,6 +81,10 @@ class Sources:
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             return dict(zip(map(_name, paths), pool.map(row, paths), strict=True))
 
+    def was_unreadable(self, path: str) -> bool:
+        """Whether it was, when it was last tried; `changed` names it, so that it is tried again."""
+        return self.known.get(_name(path), [""])[-1].startswith(_UNREADABLE)
+
     def recorded(self, path: str) -> str:
         """The content hash of a file when it was last read."""
         return self.known[_name(path)][-1]
