@@ -3,7 +3,8 @@
 What a clip is, and which frames it has, is decided as for PyAV (clip_transform); a clip here is
 the same up to the rounding of colours. Each reading thread has a pipeline of its own, so that clips
 are decoded beside each other and a file that DALI gives up on costs no other: PyAV reads that one.
-DALI without a GPU decodes VP8, VP9 and MJPEG alone.
+DALI without a GPU decodes VP8, VP9 and MJPEG alone. Frames that change their size within a video are
+not told by its header: DALI may read them wrongly, where PyAV scales them to the first one's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ VideoBackend = Literal["auto", "dali", "decord", "pyav"]
 _MOST_BYTES = 2**29  # DALI takes whole files; PyAV seeks in longer ones
 # Red and blue in luma, by FFmpeg's number of the colour matrix. DALI takes all for the first.
 _LUMA = {5: (0.299, 0.114), 1: (0.2126, 0.0722), 9: (0.2627, 0.0593)}
+_FRAMES_AT_ONCE = 4  # in float32: those of a whole clip, of all threads, are many GiB
 _NUM_SUFFICIENT = 3  # good files of a kind that DALI refuses before it is no longer asked
 
 
@@ -263,11 +265,13 @@ def _pipeline(device: torch.device) -> Callable[..., Tensor]:
 
 
 def _recolour(clip: Tensor, colour_matrix: int) -> Tensor:
-    """What DALI made RGB of with BT.601's matrix, as with the one that the file names."""
+    """What DALI made RGB of with BT.601's matrix, as with the one that the file names; in place."""
     wrong, right = (_to_rgb(*_LUMA[number]) for number in (5, colour_matrix))
     change = torch.from_numpy(right @ np.linalg.inv(wrong)).to(clip.device, torch.float32)
-    colours = torch.einsum("ij,fjhw->fihw", change, clip.to(torch.float32))
-    return colours.round_().clamp_(0, 255).to(torch.uint8)
+    for frames in clip.split(_FRAMES_AT_ONCE):
+        colours = torch.einsum("ij,fjhw->fihw", change, frames.to(torch.float32))
+        frames.copy_(colours.round_().clamp_(0, 255))
+    return clip
 
 
 def _to_rgb(red: float, blue: float) -> np.ndarray:
