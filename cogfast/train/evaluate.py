@@ -223,6 +223,8 @@ class Evaluator:
                 pixels = self.dataset.first_frame(sample)
             else:
                 pixels = item["images"] if "images" in item else item["video"][0]
+            # What DALI read lies in the readers' memory, and bytes are scaled on the CPU alone.
+            pixels = pixels.cpu()  # sync: a picture of an evaluation
             size = (video.height * SPATIAL_COMPRESSION, video.width * SPATIAL_COMPRESSION)
             if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # of another bucket
                 pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]
