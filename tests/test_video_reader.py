@@ -83,11 +83,13 @@ def test_frames_are_turned_as_the_file_says(degrees, reader, tmp_path):
         stream.set_display_rotation(degrees)
         picture = np.zeros((96, 128, 3), np.uint8)
         picture[:48, :64] = 200
-        for _ in range(3):
+        stream.options = {"g": "2"}
+        for _ in range(5):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
-    frame = open_video(path, reader).read([1])[0].numpy()
-    assert np.array_equal(frame, np.rot90(decode_all(path)[1], degrees // 90))
+    frames = open_video(path, reader).read([1, 4]).numpy()
+    assert np.array_equal(frames[0], np.rot90(decode_all(path)[1], degrees // 90))
+    assert np.array_equal(frames[1], np.rot90(decode_all(path)[4], degrees // 90))
 
 
 @READERS

@@ -203,13 +203,12 @@ class PyAVReader(VideoReader):
         raise BadSample(self.path, f"frame {number} of {len(self)} does not decode ({why})")
 
     def _copies(self, frame: av.VideoFrame, left: list[int]) -> Iterator[Tensor]:
-        """[1, H, W, 3] for each time that it is next in `left`, turned as it is to be shown; decord
-        does that too."""
+        """A frame [1, H, W, 3] for each time that it is next in `left`, turned as it is to be shown;
+        decord does that too."""
         # Frames of one video may have several sizes: a recording of a call, say.
         self._size = self._size or (frame.width, frame.height)
-        shown = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
-        rgb = shown.to_ndarray()
-        pixels = np.ascontiguousarray(np.rot90(rgb, frame.rotation // 90))
+        rgb = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
+        pixels = np.ascontiguousarray(np.rot90(rgb.to_ndarray(), frame.rotation // 90))
         index = left[-1]
         while left and left[-1] == index:
             yield torch.from_numpy(pixels)[None]
@@ -222,7 +221,7 @@ class PyAVReader(VideoReader):
 
 def _delay(packets: Sequence[Packet]) -> int | None:
     """The most packets that come before one that is shown before them; None where pts do not say
-    which frame is which. FFmpeg finds it out by decoding (_open), or does not."""
+    which frame is which. FFmpeg would find it out by decoding (open_container)."""
     pts = [packet.pts for packet in packets]
     if None in pts or len(set(pts)) < len(pts):
         return None
