@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.append({"path": f"others/{i}.mp4", "caption": f"clip {i}", "weight": 1.5})
     (folder / "others/broken.mp4").write_bytes(b"no video")
     rows.append({"path": "others/broken.mp4", "caption": "broken"})
-    rows += [{**row, "split": "valid"} for row in rows[4:8]]
+    rows += [{**row, "split": "valid"} for row in (*rows[4:8], rows[-1])]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -57,7 +58,9 @@ def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) ->
     assert (
         "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
     )
-    assert "4 of 4 held-out clips are trained on, too, such as" in caplog.text
+    assert "5 of 5 held-out clips are trained on, too, such as" in caplog.text
+    told = r"1 of 5 held-out videos cannot be used, first: .*broken.mp4: not a readable video"
+    assert re.search(told, caplog.text)
     folder = run_folder(tmp_path / "a/runs")
     (line,) = (folder / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("broken.mp4")
@@ -107,7 +110,7 @@ def test_epochs_count_weights_and_buckets(tmp_path: Path, data: Path) -> None:
     )
     # 6 x 0.5, 5 x 0.75 and 3 x 0.75, rounded, twice, in steps of 4
     assert trainer.order.epoch_size == 3 + 4 + 2 and trainer.num_steps == 2 + 2 + 1
-    assert len(trainer.datasets.train) == 15 and len(trainer.datasets.valid) == 4
+    assert len(trainer.datasets.train) == 15 and len(trainer.datasets.valid) == 5
 
 
 def test_an_image_to_video_run_samples_one_size(tmp_path: Path, data: Path) -> None:

@@ -49,7 +49,9 @@ def survey_datasets(
     if found[1] is not None:
         valid = in_buckets(valid, found[1])
         if found[1].reasons:
-            logger.warning("%d held-out videos cannot be used", len(found[1].reasons))
+            first, reason = next(iter(found[1].reasons.items()))
+            what = "%d of %d held-out videos cannot be used, first: %s: %s"
+            logger.warning(what, len(found[1].reasons), len(valid), valid.name(first), reason)
     return Datasets(train, valid), bad
 
 
