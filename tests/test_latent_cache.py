@@ -103,6 +103,31 @@ def test_damaged_files_are_told_and_made_again(tmp_path: Path) -> None:
         CacheIndex.read(tmp_path)
 
 
+def test_shards_of_a_lost_index_are_not_taken_for_others(tmp_path: Path) -> None:
+    lost = CacheIndex()
+    make(tmp_path, lost.plan("video", VIDEO, ["a", "b"], tmp_path))
+    plan = CacheIndex().plan("video", VIDEO, ["new", "a"], tmp_path)
+    assert [(shard.file, shard.keys) for shard in plan] == [
+        ("video-00001.safetensors", ["new", "a"])
+    ]
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)  # rights do not bind whom tests run as
+    for read in (Sources, CacheIndex.read):
+        with pytest.raises(ValueError, match=r"latent_cache: .* cannot be read \(Permission den"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a.mp4": "x", "b.mp4": []}', "\0"])
+def test_sources_that_are_no_sources_are_read_again(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sources.json").write_text(text)
+    assert Sources(tmp_path).known == {}
+
+
 def test_only_files_that_look_changed_are_read_again(tmp_path: Path) -> None:
     """A file of the same size and time counts as the same, whatever is in it."""
     a, b, gone = (str(tmp_path / name) for name in ("a.mp4", "b.mp4", "gone.mp4"))

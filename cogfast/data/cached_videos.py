@@ -169,7 +169,7 @@ class CachedVideos(CaptionedVideos):
         usable = sum((files["video"] >= 0) & (files["text"] >= 0))
         if usable < total:
             differences = [index.difference(kind, self.specs[kind]) for kind in _KINDS]
-            why = "; ".join(text for text in differences if text)
+            why = "; ".join(text for text in dict.fromkeys(differences) if text)
             if not index.shards:
                 why = "no cache there"
             elif not why:

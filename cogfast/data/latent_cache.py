@@ -33,7 +33,7 @@ from pathlib import Path
 from torch import Tensor
 
 from cogfast.data.source_hashes import hash_text
-from cogfast.data.whole_files import write_whole
+from cogfast.data.whole_files import unreadable, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +72,21 @@ class CacheIndex:
     def read(cls, folder: Path) -> CacheIndex:
         """The index of a cache; an empty one where there is none."""
         file = folder / "index.jsonl"
-        if not file.is_file():
-            return cls()
         try:
+            if not file.is_file():
+                return cls()
             header, *lines = (json.loads(line) for line in file.read_text().splitlines())
             found = header["format"]
             if found == FORMAT:
                 return cls(header["specs"], [Shard(**line) for line in lines])
+        except OSError as error:
+            raise ValueError(unreadable(file, error)) from None
         except (ValueError, KeyError, TypeError) as error:
             found = f"nothing readable ({error})"
-        raise ValueError(f"{file} holds {found}, not {FORMAT}; name another folder or remove it")
+        raise ValueError(
+            f"{file} holds {found}, not {FORMAT}; remove the folder, whose shards are of no use without "
+            "it, or name another"
+        )
 
     def write(self, folder: Path) -> None:
         lines = [{"format": FORMAT, "specs": self.specs}]
@@ -108,7 +113,10 @@ class CacheIndex:
         ]
         placed = {key for shard in self._of(kind, name) for key in shard.keys}
         new = [key for key in wanted if key not in placed]
-        numbers = (int(s.file.split("-")[1].split(".")[0]) for s in self.shards if s.kind == kind)
+        # Behind all files, too: those of an index that was lost hold nobody knows what.
+        files = [s.file for s in self.shards if s.kind == kind]
+        files += [path.name for path in folder.glob(f"{kind}-*.safetensors")]
+        numbers = (int(file.split("-")[1].split(".")[0]) for file in files)
         number = 1 + max(numbers, default=-1)
         for start in range(0, len(new), SHARD_SAMPLES[kind]):
             part = new[start : start + SHARD_SAMPLES[kind]]

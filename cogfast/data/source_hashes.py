@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from cogfast.data.store import Store
-from cogfast.data.whole_files import write_whole
+from cogfast.data.whole_files import unreadable, write_whole
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
@@ -49,9 +49,14 @@ class Sources:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "sources.json"
         try:
-            self.known = json.loads(self.file.read_text()) if self.file.is_file() else {}
+            known = json.loads(self.file.read_text()) if self.file.is_file() else {}
+        except OSError as error:
+            raise ValueError(unreadable(self.file, error)) from None
         except ValueError:
-            self.known = {}  # every file is then read again
+            known = {}
+        # Of what is not as it was written the files are read again.
+        rows = known.items() if isinstance(known, dict) else ()
+        self.known = {name: row for name, row in rows if isinstance(row, list) and row}
 
     def changed(self, paths: Iterable[str]) -> list[str]:
         """Those that are new, or look changed, since they were hashed."""

@@ -29,6 +29,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         ) from None
 
 
+def unreadable(path: Path, error: OSError) -> str:
+    """What to say where a file of a cache cannot be read."""
+    return f"args.latent_cache: {path} cannot be read ({error.strerror}); name a folder that can"
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
