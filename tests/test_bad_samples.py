@@ -71,6 +71,24 @@ def test_bad_sample_travels_between_processes():
     assert (error.path, error.reason, str(error)) == ("a.mp4", "why", "a.mp4: why")
 
 
+@pytest.mark.parametrize("number, fraction", [(1, 0.05), (3, 1.0)])
+def test_nothing_but_bad_samples_is_too_many(number, fraction):
+    log = BadSampleLog(None, number, fraction)
+    for name in "abc"[:number]:
+        log.check()
+        log.add(name, "broken")
+    with pytest.raises(ValueError, match=f"{number}/{number} videos unreadable.*first: a: broken"):
+        log.check()
+
+
+def test_a_list_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+    log = BadSampleLog(tmp_path / "run/bad_samples.jsonl", num_samples=20)
+    (tmp_path / "run").rmdir()
+    assert log.add("a", "broken") and not log.add("a", "broken") and log.reasons == {"a": "broken"}
+    assert "run/bad_samples.jsonl cannot be written (No such file or directory)" in caplog.text
+    assert "skipped a: broken" in caplog.text
+
+
 def test_max_bad_fraction_is_checked():
     with pytest.raises(ValueError, match="args.max_bad_fraction=5.* between 0 and 1"):
         BadSampleLog(None, num_samples=2, max_bad_fraction=5)

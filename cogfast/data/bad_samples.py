@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class BadSampleLog:
 
     file: one line {"path", "reason"} per bad sample; None keeps the list in memory only.
     num_samples: size of the data set; max_bad_fraction: the part of it that may be bad. One bad
-    sample is always borne, else a data set of ten could not have any.
+    sample is always borne, else a data set of ten could not have any; that all are bad is not.
     """
 
     def __init__(
@@ -68,29 +69,38 @@ class BadSampleLog:
             return False
         is_new = path not in self._listed_before
         if is_new and self.file is not None:
-            with open(self.file, "a+b") as f:
-                fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
-                f.seek(self._num_read)
-                text = f.read()  # what other ranks have added
-                listed = _read(text)
-                is_new = path not in listed
-                for other in listed.keys() - self._listed_before:
-                    self.reasons[other] = listed[other]
-                if is_new:
-                    # A process killed while it wrote leaves half a line: begin a new one.
-                    start = b"" if not text or text.endswith(b"\n") else b"\n"
-                    line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
-                    # A name that is no UTF-8 comes out as the escape that JSON knows.
-                    line = start + line.encode("utf-8", "backslashreplace") + b"\n"
-                    f.write(line)
-                    text += line
-                self._num_read += _end_of_lines(text)
+            try:
+                is_new = self._list(path, reason)
+            except OSError as error:  # a full disk: what is bad is told in the log all the same
+                logger.warning("%s cannot be written (%s)", self.file, error.strerror)
         # Listed before and still bad counts anew; listed before and mended does not.
         self.reasons[path] = reason
         if is_new and is_told:
             # A name that is no UTF-8 is nothing that every terminal and log takes.
             shown = path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
             logger.warning("skipped %s: %s", shown, reason)
+        return is_new
+
+    def _list(self, path: str, reason: str) -> bool:
+        """Append a line for it, unless another rank has."""
+        with open(self.file, "a+b") as f:
+            with suppress(OSError):  # of a file system without locks
+                fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
+            f.seek(self._num_read)
+            text = f.read()  # what other ranks have added
+            listed = _read(text)
+            is_new = path not in listed
+            for other in listed.keys() - self._listed_before:
+                self.reasons[other] = listed[other]
+            if is_new:
+                # A process killed while it wrote leaves half a line: begin a new one.
+                start = b"" if not text or text.endswith(b"\n") else b"\n"
+                line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
+                # A name that is no UTF-8 comes out as the escape that JSON knows.
+                line = start + line.encode("utf-8", "backslashreplace") + b"\n"
+                f.write(line)
+                text += line
+            self._num_read += _end_of_lines(text)
         return is_new
 
     def check(self, num_seen: int | None = None) -> None:
@@ -102,12 +112,14 @@ class BadSampleLog:
             and num_bad >= _NUM_HOPELESS
             and 2 * num_bad > num_seen
         )
-        if num_bad <= self.limit and not is_hopeless:
+        if num_bad <= self.limit and num_bad < self.num_samples and not is_hopeless:
             return
         named = "; ".join(f"{p}: {r}" for p, r in list(self.reasons.items())[:_NUM_NAMED])
+        is_above = num_bad > self.max_bad_fraction * self.num_samples
+        above = f" (>{100 * self.max_bad_fraction:g}%)" if is_above else ""
         where = "" if self.file is None else f" (all in {self.file})"
         raise ValueError(
-            f"{num_bad}/{self.num_samples} videos unreadable (>{100 * self.max_bad_fraction:g}%), "
+            f"{num_bad}/{self.num_samples} videos unreadable{above}, "
             f"args.max_bad_fraction={self.max_bad_fraction:g}; mend or remove them, or raise it; "
             f"first: {named}{where}"
         )
