@@ -257,8 +257,11 @@ def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def _bars(rows: Sequence[Row]) -> Bars:
     clips = list(dict.fromkeys(row["clip"] for row in rows))
+    sides = {(row["side"], row["readers"]) for row in rows}
     series = {}
     for row in rows:
+        if row["readers"] == 1 and (row["side"], 2) in sides:
+            continue  # less than alone
         name = f"{row['side']}, {row['readers']} readers" if row["readers"] else row["side"]
         series.setdefault(name, []).append(row["clips_per_s"])
     title = f"clips of {NUM_FRAMES} frames at {FPS} per second, {SIZE[0]} x {SIZE[1]}"

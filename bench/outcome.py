@@ -90,7 +90,7 @@ def draw(bars: Bars, path: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         return f"no {path.name}: {error}"
-    figure = Figure(figsize=(8, 1.5 + 0.32 * len(bars.labels) * len(bars.series)))
+    figure = Figure(figsize=(8, 1.5 + 0.25 * len(bars.labels) * len(bars.series)))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
@@ -109,7 +109,7 @@ def draw(bars: Bars, path: Path) -> str:
         axes.vlines(values, bottoms, tops, color="black", lw=2, label=name)
     axes.set_yticks(range(len(bars.labels)), bars.labels)
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    axes.margins(x=0.1, y=0.02)
     axes.set(xlabel=bars.unit, title=bars.title)
     figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
