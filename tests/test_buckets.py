@@ -95,6 +95,8 @@ def test_survey_and_table(folder):
     assert {i: r[:21] for i, r in found.reasons.items()} == {
         14: "3 frames at 8 fps = 0", 15: "3 frames at 8 fps = 0", 16: "not a readable video "
     }  # fmt: skip
+    slower = VideoFolder(folder, **{**SMALL, "fps": 9, "max_num_frames": 5})
+    assert not found.slow and survey(slower).slow == list(range(14))
     lines = table(data, found, 4).splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["9x32x48", "4"], ["9x48x32", "3"], ["5x32x32", "5"], ["17x32x48", "2"]

@@ -228,6 +228,11 @@ def test_what_a_folder_holds_besides_is_told(tmp_path, caplog):
         f"1 label files have no .mp4 file ({labels}/01.txt)",
         f"of 1 label files the first line is the caption, not more ({labels}/02.txt)",
     ]
+    caplog.clear()
+    assert len(VideoFolder([tmp_path, tmp_path], **CLIP)) == 6
+    assert (
+        caplog.messages[0] == f"named more than once, so that its samples come as often: {tmp_path}"
+    )
 
 
 @pytest.mark.parametrize(

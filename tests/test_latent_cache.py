@@ -96,7 +96,7 @@ def test_damaged_files_are_told_and_made_again(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         assert not is_complete(path)
     (tmp_path / "index.jsonl").write_text('{"format": "another"}\n')
-    with pytest.raises(ValueError, match=r"index.jsonl holds another, not cogfast-latents-1"):
+    with pytest.raises(ValueError, match=r"index.jsonl holds another, not cogfast-latents-2"):
         CacheIndex.read(tmp_path)
     (tmp_path / "index.jsonl").write_text("not json\n")
     with pytest.raises(ValueError, match=r"index.jsonl holds nothing readable"):
@@ -244,10 +244,15 @@ def test_every_sample_gets_its_own(tmp_path: Path, videos: CaptionedVideos) -> N
     assert [item["txt"] for item in items] == list(videos.captions)[:7]
     with pytest.raises(BadSample, match=r"two/3.mp4: broken"):
         cached[7]
-    damaged = cache / plan[1].file
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(BadSample, match=r"is damaged .*delete it and run `cogfast cache` again"):
-        cached[0]
+    damaged, whole = cache / plan[1].file, (cache / plan[1].file).read_bytes()
+    flipped = bytearray(whole)
+    flipped[-16] ^= 1  # a bit of the last row but one, whose tensor is a number of 8 bytes
+    for content in (whole[:-1], flipped, (cache / plan[0].file).read_bytes()):
+        damaged.write_bytes(content)
+        with pytest.raises(BadSample, match=r"damaged .*delete it and run `cogfast cache` again"):
+            cached[6]
+    damaged.write_bytes(flipped)
+    assert int(cached[0]["latent_mean"]) == 0  # the others' rows are as they were
 
 
 def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: CaptionedVideos) -> None:

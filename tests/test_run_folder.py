@@ -95,3 +95,11 @@ def test_another_projects_git_is_not_asked(tmp_path: Path, monkeypatch: pytest.M
     describe_run(tmp_path, None, "args: {}", 1)
     assert json.loads((tmp_path / "environment.json").read_text())["commit"] is None
     assert not (tmp_path / "changes.diff").exists()
+
+
+def test_a_description_that_cannot_be_written(tmp_path: Path) -> None:
+    gone = tmp_path / "runs" / "sft-1"
+    with pytest.raises(
+        ValueError, match=r"args.save=.*runs: sft-1 cannot be written \(No such file"
+    ):
+        describe_run(gone, None, "args: {}", 1)

@@ -248,7 +248,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Every text file of the project, by its path."""
     folders = ("cogfast", "bench", "configs", "docs", "scripts", "tests", ".ci")
     paths = [p for folder in folders for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
-    paths += [p for p in ROOT.iterdir() if p.is_file()]
+    paths += [p for p in ROOT.iterdir() if p.is_file() and p.name != ".git"]  # a worktree's link
     for path in paths:
         if "__pycache__" in path.parts:
             continue

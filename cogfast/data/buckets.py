@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,16 +21,18 @@ from cogfast.data.clip_settings import Bucket, ClipSettings
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.video_headers import Header, read_headers
 
+_SLOW = 0.95  # of data.params.fps; 7.99 for 8 is the same
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
     """buckets: int16 [n], each sample's of the settings' sizes, -1 where it can be in none; reasons:
-    {sample: why} of these."""
+    {sample: why} of these. slow: samples of videos with fewer frames per second than asked for."""
 
     buckets: np.ndarray
     reasons: Mapping[int, str]
+    slow: Sequence[int] = ()
 
 
 def survey(dataset: CaptionedVideos) -> Survey:
@@ -39,6 +41,7 @@ def survey(dataset: CaptionedVideos) -> Survey:
     reasons: dict[int, str] = {}
     buckets = np.full(len(clips), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # many clips are alike
+    slow = []
     for i, header in enumerate(read_headers(clips)):
         if header.reason:
             reasons[i] = header.reason
@@ -52,7 +55,9 @@ def survey(dataset: CaptionedVideos) -> Survey:
             reasons[i] = seen[key]
         else:
             buckets[i] = seen[key]
-    return Survey(buckets, reasons)
+            if header.fps < _SLOW * settings.fps:
+                slow.append(i)
+    return Survey(buckets, reasons, slow)
 
 
 def choose(

@@ -99,7 +99,7 @@ class CachedVideos(CaptionedVideos):
         file = self.folder / self._files[kind][number]
         try:
             tensors, about = read_row(file, int(row))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError, IndexError) as error:
             text = f"{file} is damaged ({error}); delete it and run `cogfast cache` again"
             raise BadSample(self.name(index), text) from None
         if "bad" in about:

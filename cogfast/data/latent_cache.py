@@ -12,7 +12,7 @@
     bad_samples.jsonl         what could not be encoded, with the reason
     writer                    there while `cogfast cache` works; touched again and again
 
-A shard has its name once it is complete. Its bytes follow from the index and the sources alone: who
+Of each row the head also has a checksum. A shard has its name once it is complete. Its bytes follow from the index and the sources alone: who
 writes it and what was interrupted leave no trace.
 """
 
@@ -25,11 +25,13 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from cogfast.data.source_hashes import hash_text
@@ -37,7 +39,7 @@ from cogfast.data.whole_files import unreadable, write_whole
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "cogfast-latents-1"
+FORMAT = "cogfast-latents-2"
 # Samples of a shard: files stay few, while a killed rank loses little and training can go on with
 # what is there. Captions are quick to encode.
 SHARD_SAMPLES = {"video": 8, "text": 32}
@@ -153,16 +155,36 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mappin
     """rows: what else there is to say of each, plain values; {"bad": reason}: it has no tensors."""
     from safetensors.torch import save
 
+    own: list[dict[str, Tensor]] = [{} for _ in rows]
+    for key, tensor in tensors.items():
+        row, _, name = key.partition(".")
+        own[int(row)][name] = tensor
+    marked = [
+        {**row, "crc32": _checksum(path, parts)} for row, parts in zip(rows, own, strict=True)
+    ]
     # One entry: the order of several is not fixed.
-    content = save(dict(tensors), metadata={"rows": json.dumps(rows)})
+    content = save(dict(tensors), metadata={"rows": json.dumps(marked)})
     write_whole(path, lambda draft: draft.write_bytes(content))
 
 
 def read_row(path: Path, row: int) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a row, by what stands after the dot, and what else is said of it."""
+    """The tensors of a row, by what stands after the dot, and what else is said of it; ValueError
+    where they are not those that were written under that name."""
     found = os.stat(path)
     file, names, rows = _opened(path, found.st_size, found.st_mtime_ns)
-    return {name: file.get_tensor(f"{row}.{name}") for name in names[row]}, rows[row]
+    tensors = {name: file.get_tensor(f"{row}.{name}") for name in names[row]}
+    if rows[row].get("crc32", 0) != _checksum(path, tensors):
+        raise ValueError("its checksum is another one")
+    return tensors, rows[row]
+
+
+def _checksum(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Of a row's bytes, and of the shard's name, so that no shard passes for another."""
+    found = zlib.crc32(path.name.encode())
+    for name in sorted(tensors):
+        content = tensors[name].contiguous().flatten().view(torch.uint8)
+        found = zlib.crc32(content.numpy(), zlib.crc32(name.encode(), found))
+    return found
 
 
 @lru_cache(maxsize=_SHARDS_KEPT_OPEN)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 DataDir = str | Path | Sequence[str | Path]
 
@@ -22,7 +26,11 @@ def data_sources(data_dir: DataDir) -> list[str]:
     sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
     if not sources:
         raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
-    return [str(source) for source in sources]
+    names = [str(source) for source in sources]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        logger.warning("named more than once, so that its samples come as often: %s", twice[0])
+    return names
 
 
 def data_folders(data_dir: DataDir) -> list[Path]:

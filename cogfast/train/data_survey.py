@@ -43,6 +43,12 @@ def survey_datasets(
         log = BadSampleLog(None, len(train), args.max_bad_fraction)
         log.reasons.update(bad)
         log.check()
+        if found[0].slow:
+            logger.warning(
+                "%d of %d videos have fewer frames per second than data.params.fps=%g; frames of "
+                "theirs come twice, first of %s",
+                *(len(found[0].slow), len(train), train.settings.fps, train.name(found[0].slow[0])),
+            )
         train = in_buckets(train, found[0])
         if train.settings.buckets is not None:
             logger.info("%s", table(train, found[0], global_batch))

@@ -33,6 +33,7 @@ _DECISIVE = (
 _FREE = (
     *("*_path", "*_dir", "*_folder", "model.sampler_config.*"),
     *("*.checkpoint_activations", "model.en_and_decode_n_samples_a_time"),
+    "data.params.keep_decoded_mib",
 )
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
@@ -120,6 +121,18 @@ def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_
     checkpoint: where the run goes on, None for a new one. A resumed run's files stand beside the
     first ones; keys of the config that are other than then are logged.
     """
+    try:
+        _write_description(folder, checkpoint, config_text, world_size)
+    except OSError as error:
+        raise ValueError(
+            f"args.save={folder.parent}: {folder.name} cannot be written ({error.strerror}); make "
+            "room or name another folder"
+        ) from None
+
+
+def _write_description(
+    folder: Path, checkpoint: Path | None, config_text: str, world_size: int
+) -> None:
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     first = folder / "training_config.yaml"
     changed = _changed_keys(first.read_text(), config_text) if first.is_file() else []
