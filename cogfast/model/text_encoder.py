@@ -126,11 +126,11 @@ def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: list[str]) -> 
         truncation=True,
         max_length=max_length,
         padding="max_length",
-        return_tensors="pt",
+        return_tensors="np",
     )
     ids = batch["input_ids"]
     if not encoder.is_cut_told:
-        is_full = (ids[:, -1] != tokenizer.pad_token_id).tolist()
+        is_full = ids[:, -1] != tokenizer.pad_token_id
         for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
             num_tokens = len(tokenizer(caption)["input_ids"])
             if num_tokens > max_length:
@@ -140,7 +140,7 @@ def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: list[str]) -> 
                     *(max_length, num_tokens, caption[:60]),
                 )
                 break
-    return ids
+    return torch.from_numpy(ids).long()
 
 
 def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
