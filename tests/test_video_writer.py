@@ -37,6 +37,15 @@ def test_round_trip(height, width, tmp_path):
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["v.mp4"]
 
 
+def test_the_same_frames_are_the_same_bytes(tmp_path):
+    for seed in range(40):  # of some of which x264 made other ones, now and then
+        frames = np.random.default_rng(seed).integers(0, 200, (9, 64, 64, 3), np.uint8)
+        frames[:, 10:40, 10:40] = _moving_square(9, 30, 30)
+        for name in ("first", "second"):
+            write_video(tmp_path / name, frames, fps=8)
+        assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes(), seed
+
+
 @pytest.mark.parametrize(
     "fps, exact", [(8, (8, 1)), (29.97, (30000, 1001)), (12.5, (25, 2)), (24, (24, 1))]
 )

@@ -57,7 +57,8 @@ def write_video(
             stream = container.add_stream("libx264", rate=_rate(fps))
             stream.height, stream.width = frames.shape[1:3]
             stream.pix_fmt = "yuv420p"
-            stream.options = {"crf": str(crf)}
+            # x264's threads race: with several, the same frames are now and then other bytes.
+            stream.options = {"crf": str(crf), "threads": "1"}
             for picture in frames:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode())
