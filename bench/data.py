@@ -10,7 +10,7 @@ torch's. CPU seconds are the process's and its readers'; per CPU second, other w
 matters little, for the rates of several readers it does. FOLDER holds the generated H.264 clips, and
 gets those that it lacks.
 
-On a GPU, bench.gpu_run data compares DALI with the CPU's reader.
+On a GPU, bench.gpu_run data compares DALI with both of ours.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ CPU_SIDES = (
 )
 GPU_SIDES = (
     *(Side("DALI", n, _ours("dali")) for n in _GPU_READERS),
-    *(Side("CPU reader", n, _ours("pyav")) for n in _GPU_READERS),
+    *(Side("ours", n, _ours("pyav")) for n in _GPU_READERS),
+    *(Side("ours by decord", n, _ours("decord")) for n in _GPU_READERS),
 )
 
 
@@ -239,7 +240,12 @@ def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
         "ours_2_readers_over_1": (("ours", 2), ("ours", 1), "clips_per_s"),
         "DataLoader_2_readers_over_1": (("DataLoader", 2), ("DataLoader", 1), "clips_per_s"),
         **{
-            f"DALI_over_CPU_reader_{n}_readers": (("DALI", n), ("CPU reader", n), "clips_per_s")
+            f"DALI_over_{side.replace(' ', '_')}_{n}_readers": (
+                ("DALI", n),
+                (side, n),
+                "clips_per_s",
+            )
+            for side in ("ours", "ours by decord")
             for n in _GPU_READERS
         },
     }
@@ -278,7 +284,7 @@ def _clips_folder(folder: Path | None) -> Iterator[Path]:
 
 
 def measure_data(settings: Settings) -> Outcome:
-    """The piece of bench.gpu_run: DALI against the CPU's reader on H.264, which ./bench_clips may hold."""
+    """The piece of bench.gpu_run: DALI against ours on a CPU, on H.264, which ./bench_clips may hold."""
     torch.set_num_threads(1)
     carried = Path("bench_clips")
     sizes = TINY_SIZES if settings.is_tiny else SIZES

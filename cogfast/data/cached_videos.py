@@ -237,7 +237,8 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
     if clips.spans is not None and not np.isnan(clips.spans[index]).all():
         own["span"] = [str(second) for second in clips.spans[index]]
     for name in ("fps", "max_num_frames", "video_size"):
-        if getattr(settings, name) != getattr(common, name):
+        is_buckets = common.buckets is not None and name != "fps"
+        if is_buckets or getattr(settings, name) != getattr(common, name):
             own[name] = str(getattr(settings, name))
     image = _image_of(clips, index)
     if image is not None:

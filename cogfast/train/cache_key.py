@@ -35,12 +35,14 @@ def cache_specs(
     clip = {
         f"data.params.{f.name}": getattr(settings, f.name) for f in dataclasses.fields(settings)
     }
-    for name in ("keep_decoded_mib", "buckets"):  # what a bucket makes of a clip is in its key
+    clip["data.params.video_size"] = list(settings.video_size)
+    # What a bucket makes of a clip is in its key; what evaluations sample then counts for nothing.
+    of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
+    for name in ("keep_decoded_mib", "buckets", *of_buckets):
         del clip[f"data.params.{name}"]
     # DALI's frames are PyAV's but for the rounding of colours; decord takes others in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
-    clip["data.params.video_size"] = list(settings.video_size)
     has_image = ModelArguments.from_config(config).noised_image_input
     number = args.cached_noised_images
     video = {
