@@ -14,6 +14,7 @@ import torch
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_transform import select_frames_timestamp
+from cogfast.data.video_headers import probe
 from cogfast.data.video_reader import PyAVReader, open_video
 from tests.video_files import RATES, constant_rate, decode_all, write_clip
 
@@ -254,6 +255,14 @@ def test_audio_only(tmp_path):
         container.mux(stream.encode())
     with pytest.raises(BadSample, match="no video stream"):
         open_video(str(path))
+
+
+def test_a_codec_that_nobody_knows(tmp_path):
+    path = write_clip(tmp_path / "u.mp4", constant_rate(9, 8))
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"zzz1"))
+    with pytest.raises(BadSample, match="no decoder for its video"):
+        open_video(str(path))
+    assert probe(str(path), 1).reason.startswith("no decoder for its video")
 
 
 def test_unknown_reader():

@@ -1,7 +1,9 @@
-"""Files of random encoders, containers and options: the frames asked for are those of a whole decode."""
+"""Files of random encoders, containers and options: the frames asked for are those of a whole decode.
+Files with random damage: all are read, or bad samples."""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -9,12 +11,16 @@ import av
 import numpy as np
 import pytest
 
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip import read_clip
+from cogfast.data.clip_settings import ClipSettings
+from cogfast.data.video_headers import probe
 from cogfast.data.video_reader import open_video
 from tests.video_files import constant_rate, decode_all, write_clip
 
 pytestmark = pytest.mark.soak
 
-NUM_FILES = 400
+NUM_FILES, NUM_DAMAGED = 400, 6000
 CONTAINERS = {
     "libx264": ("mp4", "mkv", "mov", "ts", "avi"),
     "libx265": ("mp4", "mkv", "ts"),
@@ -72,3 +78,44 @@ def test_random_files(tmp_path: Path) -> None:
         path.unlink()
         num_read += 1
     assert num_read > 0.8 * NUM_FILES
+
+
+def damaged(whole: bytes, rng: random.Random) -> bytes:
+    data, place = bytearray(whole), rng.randrange(len(whole))
+    how = rng.choice(("bits", "head", "cut", "zeros", "inserted"))
+    if how == "bits":
+        for _ in range(rng.choice((1, 5, 50))):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif how == "head":
+        for _ in range(rng.choice((1, 5))):
+            data[rng.randrange(min(len(data), 900))] = rng.randrange(256)
+    elif how == "cut":
+        del data[place:]
+    elif how == "zeros":
+        data[place : place + 200] = bytes(200)
+    else:
+        data[place:place] = rng.randbytes(7)
+    return bytes(data)
+
+
+def test_random_damage(tmp_path: Path) -> None:
+    settings = ClipSettings(video_size=(32, 48), fps=8, max_num_frames=17)
+    whole = []
+    for codec, ending in (("libx264", "mp4"), ("libx264", "mkv"), ("libx264", "ts"),
+                          ("libx265", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi")):  # fmt: skip
+        path = write_clip(tmp_path / f"{codec}.{ending}", constant_rate(40, 10), codec=codec)
+        whole.append((path.suffix, path.read_bytes()))
+    num_read = 0
+    for seed in range(NUM_DAMAGED):
+        rng = random.Random(seed)
+        ending, data = rng.choice(whole)
+        path = tmp_path / f"damaged{ending}"
+        path.write_bytes(damaged(data, rng))
+        probe(str(path), os.path.getsize(path))
+        try:
+            clip, _ = read_clip(str(path), settings)
+        except BadSample:
+            continue
+        assert clip.shape == (17, 3, 32, 48), seed
+        num_read += 1
+    assert 0.2 * NUM_DAMAGED < num_read < 0.8 * NUM_DAMAGED

@@ -59,6 +59,8 @@ def video_stream(path: str, container: InputContainer) -> av.VideoStream:
     if not container.streams.video:
         raise BadSample(path, "no video stream in it (truncated, or never there)")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise BadSample(path, "no decoder for its video (damaged, or of a codec FFmpeg lacks)")
     if container.format.name.endswith("_pipe"):  # FFmpeg's name for a picture by its content
         raise BadSample(path, f"a picture ({stream.codec_context.name}), not a video")
     stream.thread_type = "NONE"  # workers are the parallelism
