@@ -88,7 +88,7 @@ REFUSED = {
     "path;caption\nx.mp4;a": r"no column path \('path;caption'\); .* with commas between columns",
     "path,caption,caption\nx,a,b": "line 1 names column caption twice; keep one",
     "path,caption\nx.mp4,a\0b": r"line 2 is not UTF-8 \(byte 0x00\)",
-    "path,caption,wieght\nx,a,1": "line 1: unknown column wieght; did you mean weight?",
+    "path,caption,wieght\nx,a,1": "line 1: unknown column 'wieght'; did you mean weight?",
     "path,caption\nx.mp4,a, b": "line 2 has more values than the header has columns; quote captions",
     "path,caption\n": "data.csv: no sample in it",
     "": "names no column path",
@@ -113,7 +113,7 @@ def test_refused_json_lines_and_names(tmp_path):
     for text, message in (
         (good + "{", "data.jsonl: line 2 is not JSON"),
         (good + "[1]", "line 2 must be an object"),
-        (good + '{"path": "x", "captoin": "a"}', "line 2: unknown column captoin; .* caption"),
+        (good + '{"path": "x", "captoin": "a"}', "line 2: unknown column 'captoin'; .* caption"),
         (good + '{"path": "x", "caption": null}', "1/2 rows .* line 2"),
         (good + '{"path": "x", "caption": ["a"]}', r"line 2: caption=\['a'\] must be text"),
         (good + '{"path": 3, "caption": "a"}', "line 2: path=3 must be text in quotes"),

@@ -131,7 +131,9 @@ def _check_columns(file: Path, line: int, names: set[str]) -> None:
     for name in unknown:
         near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
         if near:
-            raise ValueError(f"{file}: line {line}: unknown column {name}; did you mean {near[0]}?")
+            raise ValueError(
+                f"{file}: line {line}: unknown column {name!r}; did you mean {near[0]}?"
+            )
     if unknown:
         logger.info("%s: columns that are not read: %s", file, ", ".join(map(str, unknown)))
 
