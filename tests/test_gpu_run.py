@@ -161,7 +161,8 @@ def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1] == "failed: rates, goldens"
 
 
-@pytest.mark.parametrize("piece", ["2b", "5b"])
+# 5b takes 2b's way with other cases.
+@pytest.mark.parametrize("piece", ["2b", pytest.param("5b", marks=pytest.mark.soak)])
 def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
     words = [piece, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     assert gpu_run.main(words) == 0
@@ -185,6 +186,7 @@ def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{piece}.json", f"{piece}.png"]
 
 
+@pytest.mark.soak
 def test_without_diffusers_ours_alone_is_measured(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     words = ["5b", "--device", "cpu", "--tiny", "--out", str(tmp_path)]

@@ -154,7 +154,7 @@ def one_process(runs: dict[str, Path], layout: str) -> Path:
 
 
 QUICK = (  # the others are soaked
-    *("dp 2", "dp 2, zero-3", "tp 2, lora", "dp 2 x tp 2, 5b", "dp 2 x tp 2, zero-3"),
+    *("dp 2", "tp 2, lora", "dp 2 x tp 2, 5b", "dp 2 x tp 2, zero-3"),
     *("resumed at dp 1", "resumed at dp 4", "dp 1 resumed at dp 2 x tp 2"),
 )
 EVERYWHERE = pytest.mark.parametrize(
