@@ -161,8 +161,8 @@ def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1] == "failed: rates, goldens"
 
 
-# 5b takes 2b's way with other cases.
-@pytest.mark.parametrize("piece", ["2b", pytest.param("5b", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("piece", ["2b", "5b"])
 def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
     words = [piece, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     assert gpu_run.main(words) == 0
