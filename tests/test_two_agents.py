@@ -69,7 +69,7 @@ def wait_for_step(save: Path, step: int, machines: list[subprocess.Popen], logs:
     wait_for(is_there, machines[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
     """Met in one way with dp 4, and in the other with dp 2 x tp 2: to the last step, with the losses
     of one process that nothing interrupted."""
