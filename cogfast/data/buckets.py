@@ -28,7 +28,8 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 @dataclass(frozen=True, slots=True)
 class Survey:
     """buckets: int16 [n], each sample's of the settings' sizes, -1 where it can be in none; reasons:
-    {sample: why} of these. slow: samples of videos with fewer frames per second than asked for."""
+    {sample: why} of these. slow: samples of videos with fewer frames per second than asked for, where
+    frames are chosen by their times."""
 
     buckets: np.ndarray
     reasons: Mapping[int, str]
@@ -55,7 +56,7 @@ def survey(dataset: CaptionedVideos) -> Survey:
             reasons[i] = seen[key]
         else:
             buckets[i] = seen[key]
-            if header.fps < _SLOW * settings.fps:
+            if settings.frame_selection == "timestamp" and header.fps < _SLOW * settings.fps:
                 slow.append(i)
     return Survey(buckets, reasons, slow)
 

@@ -12,8 +12,8 @@
     bad_samples.jsonl         what could not be encoded, with the reason
     writer                    there while `cogfast cache` works; touched again and again
 
-Of each row the head also has a checksum. A shard has its name once it is complete. Its bytes follow from the index and the sources alone: who
-writes it and what was interrupted leave no trace.
+A shard's head has a checksum of each row. A shard has its name once it is complete. Its bytes follow
+from the index and the sources alone: who writes it and what was interrupted leave no trace.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def read_row(path: Path, row: int) -> tuple[dict[str, Tensor], dict]:
     found = os.stat(path)
     file, names, rows = _opened(path, found.st_size, found.st_mtime_ns)
     tensors = {name: file.get_tensor(f"{row}.{name}") for name in names[row]}
-    if rows[row].get("crc32", 0) != _checksum(path, tensors):
+    if rows[row].get("crc32") != _checksum(path, tensors):
         raise ValueError("its checksum is another one")
     return tensors, rows[row]
 

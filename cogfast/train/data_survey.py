@@ -45,8 +45,8 @@ def survey_datasets(
         log.check()
         if found[0].slow:
             logger.warning(
-                "%d of %d videos have fewer frames per second than data.params.fps=%g; frames of "
-                "theirs come twice, first of %s",
+                "%d of %d videos have fewer frames per second than asked for (data.params.fps=%g, or a "
+                "manifest's fps); frames of theirs come twice, first of %s",
                 *(len(found[0].slow), len(train), train.settings.fps, train.name(found[0].slow[0])),
             )
         train = in_buckets(train, found[0])

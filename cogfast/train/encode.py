@@ -222,12 +222,11 @@ def _joined(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) ->
 def _one_variant(batch: dict, rng: SlotRandom) -> Moments:
     """[B, C, 1, h, w]: of each sample one of its N noised images, drawn by its slot."""
     means, logvars = batch["noised_image_mean"], batch.get("noised_image_logvar")
-    drawn = (
-        (rng.uniform("noised_image") * means.shape[1]).long().tolist()
-    )  # sync: none, drawn on the CPU
+    drawn = (rng.uniform("noised_image") * means.shape[1]).long()
+    numbers = drawn.tolist()  # sync: none, drawn on the CPU
 
     def of_drawn(variants: Tensor) -> Tensor:  # [B, N, C, 1, h, w]
-        return torch.stack([of_one[i] for of_one, i in zip(variants, drawn, strict=True)])
+        return torch.stack([of_one[i] for of_one, i in zip(variants, numbers, strict=True)])
 
     return Moments(of_drawn(means), None if logvars is None else of_drawn(logvars))
 
