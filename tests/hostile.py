@@ -1,0 +1,248 @@
+"""Runs hostile inputs in forked processes and says what they did: exit status, output, memory, time,
+commands that they started and files that they wrote outside of their folder.
+
+An examination builds many damaged inputs, runs each by `run_case`, and expects `faults` to find
+nothing. The child sees what Python does by an audit hook (PEP 578), which cannot be removed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_SECONDS = 10.0  # of CPU time, so that other jobs on the machine do not count
+MAX_WAIT = 30.0  # wall clock: a process that waits for something that never comes
+MAX_BYTES = 2 * 2**30
+MAX_LINE = 400
+# What a run may start: it notes the commit and the machine that it ran on.
+COMMANDS = frozenset({"git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc", "c++", "g++"})
+
+_STARTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
+_WRITES = (
+    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
+    *("os.chmod", "os.chown", "os.utime", "shutil.rmtree", "shutil.move"),
+)
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """status: the exit status, negative for a signal. seconds: CPU time, with its children's.
+    peak_bytes: resident memory at its highest, above that of the process it was forked from."""
+
+    status: int
+    output: str
+    seconds: float
+    is_hung: bool
+    peak_bytes: int
+    commands: tuple[str, ...]
+    writes_outside: tuple[str, ...]
+    processes_left: bool
+
+    @property
+    def last_line(self) -> str:
+        lines = self.output.strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_WAIT) -> Outcome:
+    """Run `call` in a forked child that may write below `root` only; its result is the exit status.
+
+    Import what is slow before the first call: the child then has it already.
+    """
+    root = root.resolve()
+    beside = _entries(root.parent)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as output:
+        report, to_parent = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(report)
+            _be_child(call, root, output.fileno(), to_parent)
+        os.close(to_parent)
+        events, peak, is_hung, status, usage = _watch(child, report, max_wait)
+        os.close(report)
+        left = _stop_group(child)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    start = next((int(e[2:]) for e in events if e[0] == "m"), 0)
+    commands = [e[2:] for e in events if e[0] == "c"]
+    outside = [e[2:] for e in events if e[0] == "w"] + sorted(_entries(root.parent) - beside)
+    return Outcome(
+        status=status,
+        output=text,
+        seconds=usage.ru_utime + usage.ru_stime,
+        is_hung=is_hung,
+        peak_bytes=max(0, peak - start),
+        commands=tuple(dict.fromkeys(commands)),
+        writes_outside=tuple(dict.fromkeys(outside)),
+        processes_left=left,
+    )
+
+
+def faults(outcome: Outcome, max_bytes: int = MAX_BYTES) -> list[str]:
+    """What a user must never see; empty for a success and for an error of one line."""
+    found = []
+    if "Traceback (most recent call last)" in outcome.output:
+        found.append(f"traceback: {outcome.last_line[:200]}")
+    elif outcome.is_hung:
+        found.append("hangs")
+    elif outcome.status not in (0, 1, 2):
+        found.append(f"exit status {outcome.status}: {outcome.last_line[:200]}")
+    elif outcome.status != 0:
+        line = outcome.last_line
+        if not line.startswith("cogfast"):
+            found.append(f"ends without a line of cogfast's: {line[:200]!r}")
+        elif len(line) > MAX_LINE:
+            found.append(f"a line of {len(line)} characters: {line[:120]}...")
+    if outcome.seconds > MAX_SECONDS:
+        found.append(f"took {outcome.seconds:.1f} s of CPU time")
+    if outcome.peak_bytes > max_bytes:
+        found.append(f"took {outcome.peak_bytes / 2**30:.1f} GiB")
+    found += [f"started {command}" for command in outcome.commands]
+    found += [f"wrote {path}" for path in outcome.writes_outside]
+    if outcome.processes_left:
+        found.append("left processes behind")
+    return found
+
+
+def _be_child(call: Callable[[], int | None], root: Path, output: int, report: int) -> None:
+    """What the forked process does; it never returns."""
+    status = 1
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.dont_write_bytecode = True
+        scratch = root / "scratch"
+        scratch.mkdir(parents=True, exist_ok=True)
+        for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
+            os.environ[name] = str(scratch)
+        tempfile.tempdir = None
+        os.chdir(root)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _clear_peak()
+        os.write(report, f"m {_resident(os.getpid())}\n".encode())
+        sys.addaudithook(_auditor(root, report))
+        status = call() or 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
+    """The hook: it writes a line for each command and each write outside of `root`."""
+    inside, process = str(root) + os.sep, os.getpid()
+
+    def is_outside(path: object) -> bool:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False  # a file descriptor: it was opened before
+        text = os.path.realpath(os.fsdecode(path))
+        return not (text + os.sep).startswith(inside) and not text.startswith("/dev/")
+
+    def say(kind: str, what: object) -> None:
+        os.write(report, f"{kind} {str(what)[:300]!r}\n".encode(errors="replace"))
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            is_write = (flags or 0) & _WRITE_FLAGS or set(str(mode or "")) & set("wax+")
+            if is_write and is_outside(path):
+                say("w", os.fsdecode(path))
+        elif event in _STARTS:
+            words = arguments[1] if event == "subprocess.Popen" else arguments[0]
+            name = words[0] if isinstance(words, list | tuple) else words
+            if os.path.basename(os.fsdecode(name)) not in COMMANDS and os.getpid() == process:
+                say("c", f"{event} {words}")
+        elif event in _WRITES:
+            for path in arguments[:2] if event in ("os.rename", "shutil.move") else arguments[:1]:
+                if is_outside(path):
+                    say("w", f"{event} {os.fsdecode(path)}")
+
+    return hook
+
+
+def _watch(
+    child: int, report: int, max_wait: float
+) -> tuple[list[str], int, bool, int, resource.struct_rusage]:
+    """Events, peak of resident bytes, whether it had to be killed, status and usage of the child."""
+    received, peak, is_hung, deadline = b"", 0, False, time.monotonic() + max_wait
+    while True:
+        peak = max(peak, _peak(child))
+        if select.select([report], [], [], 0.02)[0]:
+            received += os.read(report, 65536)
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > deadline or peak > 4 * MAX_BYTES:
+            is_hung = time.monotonic() > deadline
+            os.kill(child, signal.SIGKILL)
+            deadline = float("inf")
+            peak = max(peak, _peak(child))
+    while select.select([report], [], [], 0)[0] and (rest := os.read(report, 65536)):
+        received += rest
+    events = received.decode(errors="replace").splitlines()
+    return events, peak, is_hung, os.waitstatus_to_exitcode(status), usage
+
+
+def _stop_group(child: int) -> bool:
+    """Whether processes of the child's session still run some seconds after its end; kill them."""
+    for _ in range(20):
+        try:
+            os.killpg(child, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    return True
+
+
+def _entries(folder: Path) -> set[str]:
+    return {str(path) for path in folder.iterdir()}
+
+
+def _status(process: int) -> Iterator[str]:
+    try:
+        with open(f"/proc/{process}/status") as file:
+            yield from file
+    except (FileNotFoundError, ProcessLookupError):
+        return
+
+
+def _field(process: int, name: str) -> int:
+    """Bytes of a field of /proc/PID/status; 0 where the process has ended."""
+    return next((int(r.split()[1]) * 1024 for r in _status(process) if r.startswith(name)), 0)
+
+
+def _resident(process: int) -> int:
+    return _field(process, "VmRSS:")
+
+
+def _peak(process: int) -> int:
+    return _field(process, "VmHWM:")
+
+
+def _clear_peak() -> None:
+    """Let the peak of resident memory start at what is resident now."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:  # some containers forbid it: the peak is then that of the fork
+        pass
