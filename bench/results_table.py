@@ -204,7 +204,9 @@ def _data(rows: Sequence[Mapping[str, object]]) -> list[str]:
         one = of.get((clip, "ours", 1))
         memory = _NONE if one is None else _number(one["resident_mib"])
         body.append((str(clip), *rates, *quotients, memory))
-    return _table(("clips of 17 frames, 240x360, per second", *names, *ratios, "a reader of ours, MiB"), body)
+    return _table(
+        ("clips of 17 frames, 240x360, per second", *names, *ratios, "a reader of ours, MiB"), body
+    )
 
 
 def _data_runs(rows: Sequence[Mapping[str, object]]) -> list[str]:
