@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 _KINDS = {
     bool: "true or false",
@@ -63,7 +63,7 @@ def check_keys(section: Mapping, known: Collection[str], where: str) -> None:
 
 def check_type(key: str, value: object, annotation: object) -> None:
     """Refuse a YAML value that does not fit the annotation of what it configures."""
-    if not _fits(value, annotation):
+    if not fits(value, annotation):
         raise KeyProblem(key, f"{key}={show(value)} must be {describe_type(annotation)}")
 
 
@@ -97,6 +97,8 @@ def describe_type(annotation: object) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation in _KINDS:
         return _KINDS[annotation]
+    if origin is Annotated:  # with rules of json_files
+        return " ".join([describe_type(args[0]), *map(str, args[1:])])
     if origin is Literal:
         return "one of " + ", ".join(show(a) if not isinstance(a, str) else a for a in args)
     if origin in (Union, types.UnionType):
@@ -122,11 +124,12 @@ def takes_component(annotation: object) -> bool:
     return is_ours or get_origin(annotation) is Callable
 
 
-def _fits(value: object, annotation: object) -> bool:
+def fits(value: object, annotation: object) -> bool:
+    """Whether a value of YAML or JSON is what an annotation allows."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
+        return is_number and abs(value) <= sys.float_info.max  # false for NaN; any int compares
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if annotation is Path:
@@ -136,7 +139,7 @@ def _fits(value: object, annotation: object) -> bool:
     if origin is Literal:
         return any(value == a and type(value) is type(a) for a in args)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, a) for a in args)
+        return any(fits(value, a) for a in args)
     if annotation in _SEQUENCES or origin in _SEQUENCES:
         return isinstance(value, list | tuple) and _items_fit(value, origin, args)
     if annotation in (dict, Mapping) or origin in (dict, Mapping):
@@ -152,5 +155,5 @@ def _items_fit(value: Sequence, origin: Any, args: tuple) -> bool:
     if not args:
         return True
     if origin is tuple and args[-1] is not Ellipsis:
-        return len(value) == len(args) and all(map(_fits, value, args))
-    return all(_fits(item, args[0]) for item in value)
+        return len(value) == len(args) and all(map(fits, value, args))
+    return all(fits(item, args[0]) for item in value)

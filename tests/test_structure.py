@@ -17,10 +17,10 @@ PACKAGE = ROOT / "cogfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
-GROUND = ("shapes", "slot_random", "kernels")
+GROUND = ("shapes", "slot_random", "kernels", "value_check", "json_files")
 MIDDLE = ("model", "diffusion", "data")
 FACTORY = (
-    *("component_factory", "config", "config_check", "deepspeed_keys", "value_check"),
+    *("component_factory", "config", "config_check", "deepspeed_keys"),
     *("sat_names", "sat_network", "sat_unused"),
 )
 ENTRY = ("__main__", "command_line", "convert_words")
@@ -28,9 +28,9 @@ ENTRY = ("__main__", "command_line", "convert_words")
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(MIDDLE, GROUND),
-    **dict.fromkeys(FACTORY, FACTORY),
+    **dict.fromkeys(FACTORY, (*FACTORY, "value_check", "json_files")),
     "train": (*GROUND, *MIDDLE, *FACTORY),
-    **dict.fromkeys(ENTRY, (*FACTORY, "train", "model", *ENTRY)),
+    **dict.fromkeys(ENTRY, (*FACTORY, "value_check", "json_files", "train", "model", *ENTRY)),
 }
 # (module, what it imports): why it may, all the same.
 EXCEPTIONS = {
