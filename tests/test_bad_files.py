@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cogfast.data import video_headers
+from cogfast.data import video_file, video_headers
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import survey
+from cogfast.data.clip import read_image
 from cogfast.data.datasets import VideoFolder
+from cogfast.data.video_file import read_header
+from cogfast.data.video_reader import open_video
 from tests.video_files import constant_rate, sat_folder, write_clip
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
@@ -129,9 +133,62 @@ def test_it_is_told_and_replaced(kind, tmp_path):
 
 def test_frames_too_large_to_hold(tmp_path, monkeypatch):
     sat_folder(tmp_path, 2)
-    monkeypatch.setattr(video_headers, "MOST_PIXELS", 32 * 48)
-    (reason,) = survey(VideoFolder(tmp_path, **CLIP)).reasons.values()
+    monkeypatch.setattr(video_file, "MOST_PIXELS", 32 * 48)
+    data = VideoFolder(tmp_path, **CLIP)
+    (reason,) = survey(data).reasons.values()
     assert reason == "frames of 48 x 48 pixels; 1536 at most are read"
+    with pytest.raises(BadSample, match=reason):  # also without a survey
+        data[1]
+
+
+def test_more_frames_than_a_video_has(tmp_path, monkeypatch):
+    """A header of 2^31 frames must not make a list of as many times."""
+    sat_folder(tmp_path, 2)
+    monkeypatch.setattr(video_headers, "MOST_FRAMES", 8)
+    reasons = survey(VideoFolder(tmp_path, **CLIP)).reasons.values()
+    assert list(reasons) == ["9 frames, as it says; 8 at most are read"] * 2
+
+
+def test_a_name_is_no_address(tmp_path, monkeypatch):
+    """FFmpeg would take the file "concat:a.mp4" for a.mp4."""
+    monkeypatch.chdir(tmp_path)
+    sat_folder(Path("."), 1)
+    os.rename("videos/00.mp4", "a.mp4")
+    Path("concat:a.mp4").write_text("no video")
+    with pytest.raises(BadSample, match="not a readable video"):
+        read_header("concat:a.mp4")
+    Path("a.mp4").rename("http:a.mp4")
+    assert len(read_header("http:a.mp4").times) == 9
+
+
+@pytest.mark.parametrize("reader", ["pyav", "decord"])
+def test_a_file_that_names_other_files_opens_none(tmp_path, reader):
+    """FFmpeg reads them for a playlist or a list of parts, whatever the name's ending is."""
+    good = sat_folder(tmp_path, 1) / "videos/00.mp4"
+    path = tmp_path / "list.mp4"
+    path.write_text(f"ffconcat version 1.0\nfile {good.relative_to(tmp_path)}\n")
+    with pytest.raises(BadSample, match="damaged, or not mp4, mov, mkv"):
+        open_video(str(path), reader)
+    assert "damaged, or not mp4" in video_headers.probe(str(path), 50).reason
+    path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nvideos/00.mp4\n#EXT-X-ENDLIST\n")
+    with pytest.raises(BadSample, match="not a readable video"):
+        open_video(str(path), reader)
+
+
+def test_a_picture_runs_no_program(tmp_path, monkeypatch):
+    """Pillow starts Ghostscript for EPS."""
+    from PIL import EpsImagePlugin
+
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **k: started.append(a))
+    Image.new("RGB", (48, 32)).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(tmp_path / "x.png")
+    with pytest.raises(BadSample, match="not a readable picture; use PNG, JPEG"):
+        read_image(str(tmp_path / "x.png"), "x.png", (32, 48))
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(BadSample, match="not a file but a folder, pipe or device"):
+        read_image(str(tmp_path / "pipe.png"), "pipe.png", (32, 48))
+    assert not started
 
 
 def test_the_same_name_in_two_folders(tmp_path):

@@ -23,7 +23,11 @@ from cogfast.data.clip_transform import (
     select_frames_uniform,
 )
 from cogfast.data.dali_reader import DaliRefusal, DaliVideo, dali_of_this_process
+from cogfast.data.video_file import check_file, one_line
 from cogfast.data.video_reader import VideoReader, open_video
+
+# Not all that Pillow knows: for EPS it starts Ghostscript, which runs what the file says.
+_PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 Span = tuple[float, float]  # seconds from the first frame: a part of a video
 
@@ -119,14 +123,29 @@ def _padded(clip: Tensor, selection: Selection) -> Tensor:
 
 def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:
     """A picture [3, rows, columns] uint8, from its file or its bytes, covered and cropped as clips."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
+    if isinstance(source, str):
+        check_file(source)
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
-    except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadSample(name, f"not a readable picture ({str(error)[:200]})") from None
-    return resize_and_center_crop(torch.from_numpy(pixels)[None], size)[0]
+        pixels = read_pixels(source)
+    except ValueError as error:
+        raise BadSample(name, str(error)) from None
+    return resize_and_center_crop(pixels[None], size)[0]
+
+
+def read_pixels(source: str | bytes) -> Tensor:
+    """All pixels of a picture, uint8 RGB [H, W, 3], turned as they are to be shown; ValueError, which
+    says why, where it cannot be read."""
+    from PIL import Image, ImageOps
+
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        with Image.open(file, formats=_PICTURES) as image:
+            return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB")))
+    # Pillow's readers raise many kinds for damaged files.
+    except Exception as error:
+        what = "" if isinstance(error, Image.UnidentifiedImageError) else f" ({one_line(error)})"
+        kinds = ", ".join(_PICTURES[:-1]) + f" or {_PICTURES[-1]}"
+        raise ValueError(f"not a readable picture{what}; use {kinds}") from None
 
 
 @contextmanager

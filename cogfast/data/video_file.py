@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     import av
     from av.container import InputContainer
 
+MOST_PIXELS = 2**26  # of a frame: 8192 x 8192
+MOST_FRAMES = 2**24  # of a video: three days at 60 per second
+# FFmpeg's demuxers that read the file alone. Others (HLS, concat, DASH, SDP) open whatever files and
+# addresses the file names. The pictures are here so that the reason can name them.
+_FORMATS = (
+    *("mov", "matroska", "avi", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "obu", "ivf"),
+    *("flv", "asf", "ogg", "gif", "mxf", "dv", "nut", "yuv4mpegpipe"),
+    *("png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe"),
+)
+
 
 def check_file(path: str) -> int:
     """The bytes of a file; BadSample where nothing can be read, or for ever, as from a pipe."""
@@ -50,8 +60,16 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
     decodes frames for what the decoder will say again, which takes as long as several of a clip."""
     import av
 
-    options = {} if is_probed else {"skip_frame": "all"}
-    return av.open(source, options=options, metadata_errors="ignore")
+    options = {"format_whitelist": ",".join(_FORMATS), "max_pixels": str(MOST_PIXELS)}
+    if isinstance(source, str):
+        # Else FFmpeg takes a name such as "http:x.mp4" for an address.
+        source, options["protocol_whitelist"] = "file:" + source, "file"
+    if not is_probed:
+        options["skip_frame"] = "all"
+    try:
+        return av.open(source, options=options, metadata_errors="ignore")
+    except av.error.ArgumentError:
+        raise ValueError("damaged, or not mp4, mov, mkv, webm, avi, ts or the like") from None
 
 
 def video_stream(path: str, container: InputContainer) -> av.VideoStream:
@@ -63,6 +81,11 @@ def video_stream(path: str, container: InputContainer) -> av.VideoStream:
         raise BadSample(path, "no decoder for its video (damaged, or of a codec FFmpeg lacks)")
     if container.format.name.endswith("_pipe"):  # FFmpeg's name for a picture by its content
         raise BadSample(path, f"a picture ({stream.codec_context.name}), not a video")
+    height, width = stream.height or 0, stream.width or 0
+    if height * width > MOST_PIXELS:
+        raise BadSample(
+            path, f"frames of {height} x {width} pixels; {MOST_PIXELS} at most are read"
+        )
     stream.thread_type = "NONE"  # workers are the parallelism
     return stream
 

@@ -21,11 +21,16 @@ from cogfast.data.clip_list import ClipList
 from cogfast.data.index_folder import index_file
 from cogfast.data.store import Store
 from cogfast.data.tar_shards import MEMBER, Member
-from cogfast.data.video_file import check_file, one_line, open_container, video_stream
+from cogfast.data.video_file import (
+    MOST_FRAMES,
+    check_file,
+    one_line,
+    open_container,
+    video_stream,
+)
 
 logger = logging.getLogger(__name__)
 
-MOST_PIXELS = 2**26  # of a frame: 8192 x 8192
 _NUM_THREADS = 16  # they wait for disks and networks
 _SECONDS = 10.0  # between lines of progress
 
@@ -128,8 +133,8 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
         return Header(reason=f"not a readable video ({one_line(error)})")
     if not num_frames or not fps or not height or not width:
         return Header(reason="no frame in it")
-    if height * width > MOST_PIXELS:
-        return Header(reason=f"frames of {height} x {width} pixels; {MOST_PIXELS} at most are read")
+    if num_frames > MOST_FRAMES:
+        return Header(reason=f"{num_frames} frames, as it says; {MOST_FRAMES} at most are read")
     return Header(num_frames, fps, height, width)
 
 

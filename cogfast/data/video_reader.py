@@ -70,7 +70,10 @@ def open_video(path: str, reader: ReaderName = "pyav") -> VideoReader:
     if reader == "decord" and importlib.util.find_spec("decord") is None:
         raise ValueError("reader=decord: decord is not installed; install it, or use reader=pyav")
     check_file(path)
-    return DecordReader(path) if reader == "decord" else PyAVReader(path)
+    if reader == "pyav":
+        return PyAVReader(path)
+    open_video_file(path).close()  # refuses formats that name other files, which decord would open
+    return DecordReader(path)
 
 
 class DecordReader(VideoReader):

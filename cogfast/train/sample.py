@@ -31,7 +31,7 @@ from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.preflight import check_sample
 from cogfast.train.process_groups import ProcessGroups, start_processes
 from cogfast.train.run_folder import git
-from cogfast.train.video_size import sampled_sizes
+from cogfast.train.video_size import open_image, sampled_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -197,15 +197,5 @@ def _write_settings(out: Path, settings: dict[str, Any]) -> None:
 
 def read_image(path: Path, size: tuple[int, int]) -> Tensor:
     """A picture as [3, H, W] in [-1, 1], scaled to cover `size` and cut around its centre."""
-    import numpy as np
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            pixels = torch.from_numpy(np.array(image.convert("RGB")))  # [H, W, 3]
-    except FileNotFoundError:
-        raise ValueError(f"--image {path}: no such file") from None
-    except UnidentifiedImageError:
-        raise ValueError(f"--image {path}: not a picture; use a PNG or JPEG file") from None
-    frames = resize_and_center_crop(pixels[None], size)
+    frames = resize_and_center_crop(open_image(path)[None], size)
     return frames[0].float() / 127.5 - 1

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from cogfast.config import Config, data_arguments, refuse
+from cogfast.data.clip import read_pixels
 from cogfast.data.clip_settings import checked_buckets, checked_size
 from cogfast.model.transformer import TransformerConfig
 from cogfast.sat_names import transformer_arguments
@@ -104,16 +107,20 @@ def _pixels(
 
 def _like_picture(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
     """The picture's shape at a short side of so many pixels, rounded to whole patches."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            height, width = image.height, image.width
-    except UnidentifiedImageError:
-        raise ValueError(f"--image {path}: not a picture; use a PNG or JPEG file") from None
+    height, width, _ = open_image(path).shape
     rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
     scale = short_side / min(height, width)
     return round(height * scale / rows) * rows, round(width * scale / columns) * columns
+
+
+def open_image(path: Path) -> Tensor:
+    """The pixels of --image, uint8 [H, W, 3]."""
+    try:
+        if not path.is_file():
+            raise ValueError("no such file")
+        return read_pixels(str(path))
+    except ValueError as error:
+        raise ValueError(f"--image {path}: {error}") from None
 
 
 def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
