@@ -12,6 +12,7 @@ import torch
 
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.adapters import (
+    MergeRounding,
     adapters_of,
     check_config,
     check_fits,
@@ -82,17 +83,38 @@ def test_adapters_of_any_linear_merge_as_the_library_applies_them(tmp_path: Path
         check_config(adapter, FAMILY["1.5_5b_i2v"])
 
 
-def test_merging_keeps_the_bases_dtype_and_rounds_once() -> None:
+def test_merging_rounds_when_it_is_written() -> None:
     model = tiny("2b", seed=5, lora_rank=4, lora_alpha=3.0)
     source = source_of(model, 3.0, torch.bfloat16)
-    merged = merge_lora(without_adapters(source), only_adapters(source))
+    rounding = MergeRounding(None)
+    merged = merge_lora(without_adapters(source), only_adapters(source), rounding=rounding)
     name = "blocks.1.attention.qkv.weight"
     qkv = dict(model.blocks[1].attention.qkv.bfloat16().double().named_parameters())
     change = torch.cat([qkv[f"matrix_B.{i}"] @ qkv[f"matrix_A.{i}"] for i in range(3)])
-    expected = (qkv["original.weight"] + 0.75 * change).bfloat16()
+    expected = qkv["original.weight"] + 0.75 * change
     found = merged.read(name, None)
-    assert found.dtype == torch.bfloat16
-    assert (found != expected).float().mean() < 1e-3  # float32 may round another way at a tie
+    assert found.dtype == torch.float32 and merged.dtypes[name] == torch.bfloat16
+    assert (found - expected).abs().max() < 1e-6
+    written = merged.as_written(None).read(name, None)
+    left = (written.double() - qkv["original.weight"]).flatten()
+    kept = left @ change.flatten() / (0.75 * change.square().sum())
+    error = (left - 0.75 * change.flatten()).norm() / (0.75 * change.norm())
+    assert 0 < error < 0.1  # bfloat16 has 8 bits
+    assert f"keeps {kept:.1%} of the adapters' change" in rounding.report()
+    assert f"an error of {error:.1%} of the change's norm" in rounding.report()
+
+
+def test_a_change_below_half_a_step_does_not_survive_rounding() -> None:
+    """1 + 2^-9 is 1 in bfloat16 and itself in float16, which has 11 bits."""
+    weight, merged = torch.ones(4, 4, dtype=torch.bfloat16), torch.full((4, 4), 1 + 2.0**-9)
+    for dtype, kept in ((None, 0), (torch.bfloat16, 0), (torch.float16, 100)):
+        rounding = MergeRounding(dtype)
+        rounding.add("a", weight, merged)
+        assert f"keeps {kept}.0% of" in rounding.report()
+        assert f"an error of {100 - kept}.0%" in rounding.report()
+    exact = MergeRounding(torch.float32)
+    exact.add("a", weight, merged)
+    assert exact.report() is None
 
 
 def test_adapters_and_their_base_are_told_apart_and_joined() -> None:

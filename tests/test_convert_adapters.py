@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.adapters import only_adapters
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.verify_peft import verify_peft
 from tests.test_lora import save_as_sat
+from tests.test_peft import pipeline
+from tests.test_transformer_diffusers import diffusers_model
 from tests.tiny_transformers import FAMILY, inputs, tiny
 
 HEADS = {"num_attention_heads": 4}  # 4 model-parallel files have one each
@@ -36,9 +43,14 @@ def module_of(file: Path) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)["module"]
 
 
+def header_of(file: Path) -> str:
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata()["lora_adapter_metadata"]
+
+
 def alpha_of(peft: Path) -> float:
-    with safe_open(peft / "pytorch_lora_weights.safetensors", framework="pt") as file:
-        return json.loads(file.metadata()["lora_adapter_metadata"])["transformer.lora_alpha"]
+    header = json.loads(header_of(peft / "pytorch_lora_weights.safetensors"))
+    return header["transformer.lora_alpha"]
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -67,7 +79,7 @@ def test_the_strength_of_a_sat_checkpoint_is_what_its_config_says(tmp_path: Path
     adapted.float()
     given = inputs("5b_i2v")
     with caplog.at_level(logging.INFO):
-        convert(lora, tmp_path / "peft", "peft", lora_alpha=3.0, dtype="float32", verify=True)
+        convert(lora, tmp_path / "peft", "peft", lora_alpha=3.0, verify=True)
     assert alpha_of(tmp_path / "peft") == 3
     assert "rank 4, alpha 3.0, 2 layers, to_q, to_k, to_v, to_out.0" in caplog.text
     assert "in diffusers" in caplog.text
@@ -78,12 +90,45 @@ def test_the_strength_of_a_sat_checkpoint_is_what_its_config_says(tmp_path: Path
     with torch.no_grad():
         expected = adapted(**given)
         for name, options in sources.items():
-            convert(dst=tmp_path / name, to="diffusers", dtype="float32", **options)
-            merged = tiny("5b_i2v", **HEADS)
-            load_transformer(merged, tmp_path / name)
-            assert (merged(**given) - expected).abs().max() < 3e-2  # weights rounded to bfloat16
+            for dtype, tolerance in (("float32", 1e-5), (None, 3e-2)):  # None: bfloat16
+                target = tmp_path / f"{name} {dtype}"
+                caplog.clear()
+                with caplog.at_level(logging.INFO):
+                    convert(dst=target, to="diffusers", dtype=dtype, **options)
+                merged = tiny("5b_i2v", **HEADS)
+                load_transformer(merged, target)
+                assert (merged(**given) - expected).abs().max() < tolerance
+                is_rounded = "rounding to the dtype of the base keeps " in caplog.text
+                assert is_rounded == (dtype is None)
     convert(tmp_path / "peft", tmp_path / "again", "peft", lora_alpha=2.0)
     assert alpha_of(tmp_path / "again") == 2
+
+
+@pytest.mark.parametrize("alpha", [1.0, 4.0, 7.0])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+def test_verify_agrees_with_the_pipelines_loader(
+    alpha: float, dtype: str | None, tmp_path: Path
+) -> None:
+    """It accepts what load_lora_weights reads at its strength (rank 4), and refuses another alpha
+    and other numbers, whatever the dtypes are."""
+    _, lora, _ = save_pair("5b", tmp_path)
+    convert(lora, tmp_path / "peft", "peft", lora_alpha=alpha, dtype=dtype, verify=True)
+    file = tmp_path / "peft/pytorch_lora_weights.safetensors"
+    source = only_adapters(open_source(lora))
+    as_written = replace(source, lora_alpha=alpha).as_written(dtype and getattr(torch, dtype))
+    theirs = diffusers_model("5b")
+    pipeline("5b", theirs).load_lora_weights(str(tmp_path / "peft"))
+    layers = {n: m for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    assert len(layers) == 8 and {m.scaling["default_0"] for m in layers.values()} == {alpha / 4}
+    assert "largest difference" in verify_peft(as_written, file)
+    with pytest.raises(ValueError, match="does not give what the source does"):
+        verify_peft(replace(as_written, lora_alpha=alpha + 1), file)
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name] = (tensors[name].float() * 1.01).to(tensors[name].dtype)
+    save_file(tensors, file, {"lora_adapter_metadata": header_of(file)})
+    with pytest.raises(ValueError, match="does not give what the source does"):
+        verify_peft(as_written, file)
 
 
 def test_an_extracted_lora_verifies_and_adapters_alone_have_their_targets(

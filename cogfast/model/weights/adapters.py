@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,9 +227,46 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
     )
 
 
-def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
+@dataclass(slots=True)
+class MergeRounding:
+    """How much of the change that adapters make is left when merged weights are rounded to `dtype`
+    (None: the base's own). Filled for each merged weight when it is read."""
+
+    dtype: torch.dtype | None
+    _sums: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    def add(self, name: str, weight: Tensor, merged: Tensor) -> None:
+        """weight: the base's, in its dtype; merged: float32."""
+        dtype = self.dtype or weight.dtype
+        if name in self._sums or torch.promote_types(torch.float32, dtype) == dtype:
+            return
+        change = merged - weight.float()
+        # What the target differs by from a conversion of the base alone.
+        left = merged.to(dtype).float() - weight.to(dtype).float()
+        sums = ((left * change).sum(), change.square().sum(), (left - change).square().sum())
+        self._sums[name] = tuple(s.item() for s in sums)  # sync: none, conversion is on the CPU
+
+    def report(self) -> str | None:
+        """None: nothing was rounded."""
+        if not self._sums:
+            return None
+        kept, total, error = (sum(sums) for sums in zip(*self._sums.values(), strict=True))
+        total = total or 1.0
+        return (
+            f"rounding to {self.dtype or 'the dtype of the base'} keeps {kept / total:.1%} of the "
+            f"adapters' change of the weights, with an error of {math.sqrt(error / total):.1%} of "
+            "the change's norm; --dtype fp32 keeps all of it"
+        ).replace("torch.", "")
+
+
+def merge_lora(
+    base: WeightSource,
+    adapter: WeightSource,
+    scale: float = 1.0,
+    rounding: MergeRounding | None = None,
+) -> WeightSource:
     """`base` with W + scale (alpha / r) B A in the place of W wherever there is a pair for it,
-    computed in float32 when it is read, in the base's dtype.
+    computed when it is read and float32 then, whatever `dtypes` says of the base.
 
     base: a plain model; any linear of it may have adapters. ValueError where they do not fit.
     """
@@ -243,7 +281,8 @@ def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) ->
         weight = base.read(name, None)
         deltas = _deltas(adapter, module, weight.shape)
         merged = weight.float() + from_diffusers(name, deltas).mul_(scale * alpha)
-        merged = merged.to(weight.dtype)
+        if rounding is not None:
+            rounding.add(name, weight, merged)
         return merged if shard is None else shard.of(merged)
 
     return replace(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.adapters import MergeRounding
 from cogfast.model.weights.cogfast_folder import write_cogfast
 from cogfast.model.weights.convert_adapters import extracted, with_lora_options, write_adapters
 from cogfast.model.weights.diffusers import write_diffusers
@@ -54,13 +55,14 @@ def convert(
     if vae is not None:
         convert_vae(vae, target_path, to, kind, scaling_factor)
         if verify:
-            logger.info("%s: %s", dst, verify_vae(vae, target_path, is_rounded=kind is not None))
+            logger.info("%s: %s", dst, verify_vae(vae, target_path, kind))
         return
     if scaling_factor is not None:
         raise ValueError(f"--scaling-factor={scaling_factor} is a VAE's; {src} is a transformer")
     source = open_source(source_path, ema)
     _refuse_unexpected(source, allow_unexpected)
-    source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
+    rounding = MergeRounding(kind)
+    source = with_lora_options(source, merge_lora, add_lora, lora_alpha, rounding)
     extraction = None
     if extract_lora is not None:
         extraction = extracted(source, extract_lora, rank)
@@ -82,8 +84,10 @@ def convert(
     else:
         write_cogfast(source, config, target_path, kind)
     logger.info("%s: written for %s", dst, to)
+    if rounding.report() is not None:
+        logger.info("%s: %s", dst, rounding.report())
     if verify:
-        found = verify_target(source, config, target_path, to, is_rounded=kind is not None)
+        found = verify_target(source.as_written(kind), config, target_path, to)
         logger.info("%s: %s", dst, found)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.adapters import (
+    MergeRounding,
     adapters_of,
     merge_lora,
     only_adapters,
@@ -28,9 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 def with_lora_options(
-    source: WeightSource, merge: str | None, add: str | None, alpha: float | None
+    source: WeightSource,
+    merge: str | None,
+    add: str | None,
+    alpha: float | None,
+    rounding: MergeRounding,
 ) -> WeightSource:
     """`source` as --merge-lora, --add-lora and --lora-alpha ask; merge: "" for its own adapters.
+    rounding: where a merge notes what it loses.
 
     ValueError where they do not go together or with the source.
     """
@@ -56,11 +62,13 @@ def with_lora_options(
                 f"{source.description}: adapters alone; give the base as SRC and them as "
                 "--merge-lora LORA"
             )
-        return merge_lora(base, only_adapters(source))
+        return merge_lora(base, only_adapters(source), rounding=rounding)
     if lora is None:
         return source
     adapter = _with_alpha(open_adapter(lora), alpha)
-    return with_adapters(source, adapter) if merge is None else merge_lora(source, adapter)
+    if merge is None:
+        return with_adapters(source, adapter)
+    return merge_lora(source, adapter, rounding=rounding)
 
 
 def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
@@ -94,7 +102,7 @@ def write_adapters(
         written = write_peft(source, path, dtype)
         logger.info("%s: the adapters of %s", written, about)
         if is_verified:
-            logger.info("%s: %s", written, verify_peft(source, written, dtype is not None))
+            logger.info("%s: %s", written, verify_peft(source.as_written(dtype), written))
         return
     if to != "sat":
         raise ValueError(

@@ -18,7 +18,8 @@ from cogfast.shapes import PatchSize
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """description: for people; shapes: {our name: shape} of the whole tensors; read: our name, and
-    the Shard that is wanted of it or None -> tensor in its dtype of `dtypes`."""
+    the Shard that is wanted of it or None -> tensor in its dtype of `dtypes`, or float32 where it
+    is computed, so that it is rounded once, when it is written."""
 
     description: str
     shapes: dict[str, tuple[int, ...]]
@@ -35,6 +36,12 @@ class WeightSource:
         of positions stays as it is: rounded to bf16 it changes outputs by 2.5e-3."""
         is_fixed = name == "position_table.weight" and not self.is_rotary
         return self.dtypes[name] if dtype is None or is_fixed else dtype
+
+    def as_written(self, dtype: torch.dtype | None) -> WeightSource:
+        """What a reader finds in a target of these weights, see dtype_in_target."""
+        dtypes = {name: self.dtype_in_target(name, dtype) for name in self.shapes}
+        read = lambda name, shard: self.read(name, shard).to(dtypes[name])
+        return replace(self, read=read, dtypes=dtypes)
 
     @property
     def main_dtype(self) -> torch.dtype:

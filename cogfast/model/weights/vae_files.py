@@ -136,9 +136,10 @@ def convert_vae(
     logger.info("%s: %d tensors, %.0f MiB, written to %s", vae.description, len(names), count, path)
 
 
-def verify_vae(vae: VaeSource, target: Path, is_rounded: bool) -> str:
-    """Load the target into diffusers' class and compare every tensor. Returns what was found in one
-    line; ValueError where it is not the source's."""
+def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
+    """Load the target into diffusers' class and compare every tensor with the source's in `dtype`,
+    the target's (None: each has its own). Returns what was found in one line; ValueError where they
+    differ."""
     from diffusers import AutoencoderKLCogVideoX
 
     file = target / SAT_FILE_NAME
@@ -148,9 +149,10 @@ def verify_vae(vae: VaeSource, target: Path, is_rounded: bool) -> str:
     model.load_state_dict({name: written.read(name) for name in written.shapes}, assign=True)
     difference = 0.0
     for name, tensor in model.state_dict().items():
-        off = (tensor.float() - vae.read(name).float()).abs().max()
-        difference = max(difference, off.item())  # sync: none, conversion is on the CPU
-    if difference and not is_rounded:
+        off = (tensor.float() - vae.read(name).to(dtype or vae.dtypes[name]).float()).abs().max()
+        off = off.item()  # sync: none, conversion is on the CPU
+        difference = difference if off <= difference else off  # max() would hide NaN
+    if difference != 0:  # also where it is NaN
         raise ValueError(
             f"{target}: its tensors differ from the source's by {difference}; delete it"
         )

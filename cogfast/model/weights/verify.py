@@ -44,14 +44,12 @@ def available_bytes() -> int:
     return int(found["MemAvailable"].split()[0]) * 1024
 
 
-def verify(
-    source: WeightSource, config: TransformerConfig, target: Path, to: str, is_rounded: bool
-) -> str:
+def verify(source: WeightSource, config: TransformerConfig, target: Path, to: str) -> str:
     """Reload the target, with diffusers where it is diffusers', and compare one forward with the
     source's. Returns what was found in one line; ValueError where the two are not the same model.
     diffusers computes 2B's fixed table, so the source's is not looked at there.
 
-    is_rounded: the target has another dtype, so that a difference is no fault.
+    source: as it was written, in the target's dtypes.
     """
     given = _inputs(config)
     if to == "diffusers" and config.position == "sincos":
@@ -70,7 +68,7 @@ def verify(
         found = _ours(open_source(target), config, given)
     difference, scale = (found - expected).abs().max(), expected.abs().max()
     line = f"largest difference {difference:.1e} of outputs up to {scale:.2g}{stock}"
-    if not torch.isfinite(found).all() or (not is_rounded and difference > _EXACT * scale):
+    if not torch.isfinite(found).all() or difference > _EXACT * scale:
         raise ValueError(f"{target}: it does not compute what the source does: {line}; delete it")
     return line
 
