@@ -1,20 +1,24 @@
 """Installation. The pinned versions that development and CI use are in constraints.txt."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "cogfast" / "__init__.py").read_text())[1]
 LINUX_X86 = "; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 setup(
     name="cogfast",
-    version="0.1.0",
+    version=VERSION,
     description="Fast, exact training of CogVideoX video diffusion transformers",
-    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["cogfast", "cogfast.*"]),
+    package_data={"cogfast": ["py.typed"]},
     data_files=[("share/cogfast/configs", sorted(map(str, Path("configs").glob("*.yaml"))))],
     install_requires=[
         "torch>=2.11,<2.14",

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
-        "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

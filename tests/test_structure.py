@@ -41,12 +41,7 @@ EXCEPTIONS = {
     ("sat_network.py", "cogfast.model.transformer"): "its params become a TransformerConfig",
     ("sat_network.py", "cogfast.model.autoencoder"): "the autoencoder's two sections are compared",
 }
-MOST_LINES = 350
-TOO_LONG = {  # file: why it is one noun all the same
-    "kernels/adaptive_layernorm.py": "reads from maths to public functions",
-    "kernels/adaptive_layernorm_backward.py": "a kernel, its launches and their limits",
-    "kernels/ema_adam_kernel.py": "two kernels and their launcher share the table's columns",
-}
+MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
 LATE = (
     *("diffusers", "transformers", "deepspeed", "decord", "av", "matplotlib", "wandb"),
@@ -134,8 +129,9 @@ def test_a_middle_part_stands_alone() -> None:
 def test_files_are_short_and_init_files_empty() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in SOURCES.items()}
     long = {name: count for name, count in lines.items() if count > MOST_LINES}
-    assert set(long) == set(TOO_LONG), long
-    filled = [n for n, count in lines.items() if n.endswith("__init__.py") and count]
+    assert not long
+    inner = {n: count for n, count in lines.items() if n.endswith("/__init__.py")}
+    filled = [n for n, count in inner.items() if count]  # the package's own has the version
     assert not filled
     folders = {path.parent for path in SOURCES.values()}
     assert all((folder / "__init__.py").is_file() for folder in folders)
