@@ -30,6 +30,7 @@ setup(
         "omegaconf>=2.4,<2.5",
         "einops>=0.8",
         "safetensors>=0.6",
+        "xxhash>=3.5",
         "numpy>=2",
         f"decord>=0.6{LINUX_X86}",
         "av>=18",

@@ -27,7 +27,6 @@ from cogfast.data.latent_cache import (
 )
 from cogfast.data.packed_strings import PackedStrings
 from cogfast.data.source_hashes import Sources, hash_file, hash_text
-from cogfast.data.whole_files import CacheWriteError, write_whole
 
 VIDEO, TEXT = {"VAE": "v1", "data.params.fps": 8}, {"text encoder": "t1"}
 SETTINGS = ClipSettings(video_size=(8, 8), fps=8, max_num_frames=1)
@@ -164,19 +163,6 @@ def test_a_remote_shard_written_anew_is_read_again() -> None:
     assert sources.changed([member]) == []
     memory.pipe("/bucket/x.tar", b"..abd..")
     assert sources.changed([member]) == [member]
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text("before")
-
-    def fail(path: Path) -> None:
-        path.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(CacheWriteError, match=r"a.json cannot be written .*No space.* stays valid"):
-        write_whole(file, fail)
-    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
 def test_one_writer_at_a_time_and_readers_see_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "cogfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
-GROUND = ("shapes", "slot_random", "kernels", "value_check", "json_files")
+GROUND = ("shapes", "slot_random", "files", "kernels", "value_check", "json_files")
 MIDDLE = ("model", "diffusion", "data")
 FACTORY = (
     *("component_factory", "config", "config_check", "deepspeed_keys"),

@@ -34,8 +34,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cogfast.data.source_hashes import hash_text
-from cogfast.data.whole_files import unreadable, write_whole
+from cogfast.data.source_hashes import hash_text, unreadable
+from cogfast.files import write_text, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class CacheIndex:
         lines = [{"format": FORMAT, "specs": self.specs}]
         lines += [{"file": s.file, "spec": s.spec, "keys": s.keys} for s in self.shards]
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_whole(folder / "index.jsonl", lambda path: path.write_text(text))
+        write_text(folder / "index.jsonl", text)
 
     def plan(self, kind: str, spec: Spec, keys: Iterable[str], folder: Path) -> list[Shard]:
         """Give every key a place, those that have none in shards of their own; returns the shards

@@ -13,11 +13,16 @@ from functools import cache
 from pathlib import Path
 
 from cogfast.data.store import Store
-from cogfast.data.whole_files import unreadable, write_whole
+from cogfast.files import write_text
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
 _UNREADABLE = "unreadable-"  # starts the hash of what cannot be read
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """What to say where a file of a cache cannot be read."""
+    return f"args.latent_cache: {path} cannot be read ({error.strerror}); name a folder that can"
 
 
 def hash_text(text: str) -> str:
@@ -102,7 +107,7 @@ class Sources:
 
     def write(self) -> None:
         text = json.dumps(self.known, sort_keys=True, indent=0)
-        write_whole(self.file, lambda path: path.write_text(text))
+        write_text(self.file, text)
 
 
 def _name(path: str) -> str:

@@ -35,7 +35,7 @@ from cogfast.data.latent_cache import (
 )
 from cogfast.data.read_ahead import Reads, read_ahead
 from cogfast.data.source_hashes import Sources, hash_text
-from cogfast.data.whole_files import remove_unfinished, write_whole
+from cogfast.files import WriteError, remove_unfinished, write_text
 from cogfast.model.transformer import build_transformer
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
@@ -76,7 +76,13 @@ def cache_latents(config: Config) -> None:
     folder = Path(args.latent_cache)
     with ExitStack() as stack:
         groups.on_main(lambda: _own(stack, folder))
-        _CacheRun(config, args, groups, folder).run()
+        try:
+            _CacheRun(config, args, groups, folder).run()
+        except WriteError as error:
+            raise RuntimeError(
+                f"args.latent_cache: {error}; what is in the cache stays valid: make room and run "
+                "`cogfast cache` again, it goes on from there"
+            ) from None
         groups.gather(None)  # nobody needs the writer any more
     groups.close()
 
@@ -267,7 +273,7 @@ class _CacheRun:
         self.bad.check()
         text = "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in lines.items())
         if lines:
-            write_whole(self.bad.file, lambda path: path.write_text(text))
+            write_text(self.bad.file, text)
         else:
             self.bad.file.unlink(missing_ok=True)
         logger.info(

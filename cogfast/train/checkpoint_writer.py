@@ -26,7 +26,7 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
-from cogfast.data.whole_files import sync
+from cogfast.files import sync
 from cogfast.model.weights.run import FORMAT
 from cogfast.train.checkpoint import replaced_name
 from cogfast.train.process_groups import OtherRankError, ProcessGroups

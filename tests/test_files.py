@@ -1,0 +1,147 @@
+"""Files written whole, their modes, and their checksums."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from cogfast.files import (
+    ChecksumFile,
+    DamageError,
+    WriteError,
+    check_checksum,
+    check_size,
+    checksum_of,
+    checksum_of_bytes,
+    is_disk_full,
+    remove_unfinished,
+    write_text,
+    write_whole,
+)
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "text", "a")
+        with ChecksumFile(tmp_path / "sum") as file:
+            file.write(b"a")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode, mode]
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("before")
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(WriteError, match=r"a.json cannot be written \(No space left on device\)"):
+        write_whole(file, fail)
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(WriteError, match=r"no/b cannot be written \(No such file or directory\)"):
+        write_text(tmp_path / "no" / "b", "x")
+
+
+def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError) as error, ChecksumFile(tmp_path / "a") as file:
+            file.write(bytes(900))
+            file.write(bytes(900))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_disk_full(error.value)
+    assert not is_disk_full(PermissionError(13, "Permission denied"))
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.json.12.incomplete").write_text("half")
+    write_text(tmp_path / "b", "whole")
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_checksums_while_writing_are_those_of_the_bytes(tmp_path: Path) -> None:
+    """Pieces of no, one and many bytes, against xxhash over all of them at once."""
+    draw = random.Random(0)
+    pieces = [draw.randbytes(n) for n in (0, 1, 7, 240, 241, 1 << 10, 3 << 20, 1, 5 << 20)]
+    with ChecksumFile(tmp_path / "a") as file:
+        for piece in pieces:
+            file.write(memoryview(piece))
+    whole = b"".join(pieces)
+    assert (tmp_path / "a").read_bytes() == whole
+    expected = f"{xxhash.xxh3_64_intdigest(whole):016x}"
+    assert file.checksum == checksum_of(tmp_path / "a") == checksum_of_bytes(whole) == expected
+
+
+def test_the_published_value_of_the_empty_input() -> None:
+    assert checksum_of_bytes(b"") == "2d06800538d394c2"  # of XXH3_64bits, seed 0
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    path, whole = tmp_path / "a", random.Random(1).randbytes(300)
+    path.write_bytes(whole)
+    good = checksum_of(path)
+    check_checksum(path, good)
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert checksum_of_bytes(bytes(damaged)) != good
+    path.write_bytes(damaged)
+    with pytest.raises(DamageError, match=f"a is damaged: .* it was written with {good}"):
+        check_checksum(path, good)
+
+
+def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", ".", "none"):
+        with pytest.raises(DamageError, match="is missing"):
+            check_size(tmp_path / name, 0)
+    (tmp_path / "a").write_bytes(b"abc")
+    check_size(tmp_path / "a", 3)
+    with pytest.raises(DamageError, match="a has 3 bytes instead of 4"):
+        check_size(tmp_path / "a", 4)
+
+
+def releases_the_interpreter(run: Callable[[], object]) -> bool:
+    """Whether another thread gets the interpreter while `run` is called, though none is made to
+    give it up."""
+    begun, over = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        run()
+        over.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        thread = threading.Thread(target=call)
+        thread.start()
+        begun.wait()
+        was_over = over.is_set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    return not was_over
+
+
+def test_hashing_lets_other_threads_run() -> None:
+    """Training goes on while the writer's thread hashes a checkpoint."""
+    block = bytes(16 << 20)
+    assert releases_the_interpreter(lambda: xxhash.xxh3_64().update(block))
+    assert not releases_the_interpreter(lambda: sum(block[: 1 << 16]))
