@@ -3,6 +3,7 @@
     h' = h + gate * (y + b)                         gated_residual
     n  = LayerNorm(h') * (1 + scale) + shift        adaptive_layernorm
     both at once                                    residual_adaptive_layernorm
+    LayerNorm(h)                                    layernorm
 
 with h, y, n [B, S, M], b [M] the bias that the linear before left out, and gate, shift, scale
 [B, 2, M]: entry 0 of dim 1 belongs to the video rows, entry 1 to the `num_text` text rows that stand
@@ -52,6 +53,13 @@ def adaptive_layernorm_reference(
     shift_video, shift_text = shift.split(1, dim=1)
     text = torch.addcmul(shift_text, text, scale_text)
     return hidden, torch.cat([text, torch.addcmul(shift_video, video, scale_video)], dim=1)
+
+
+def layernorm_reference(
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """hidden [B, S, M]; weight, bias [M] -> [B, S, M]."""
+    return F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
 
 
 def gated_residual_reference(
@@ -332,6 +340,15 @@ def adaptive_layernorm(
     _check_norm("adaptive_layernorm", hidden, weight, bias, shift, scale)
     nothing = (None, None, None)  # branch, its bias and its gate
     return _WithoutResidual.apply(hidden, *nothing, weight, bias, shift, scale, num_text, eps)
+
+
+def layernorm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of hidden [B, S, M] without a modulation, its sums over rows in float32 too (those
+    of nn.LayerNorm are in bf16 for bf16 rows on a CPU)."""
+    _check_rows("layernorm", hidden, 0)
+    num_batches, _, width = hidden.shape
+    shift, scale = hidden.new_zeros(2, num_batches, 2, width).unbind()  # they change no bit
+    return adaptive_layernorm(hidden, weight, bias, shift, scale, 0, eps)[1]
 
 
 def residual_adaptive_layernorm(

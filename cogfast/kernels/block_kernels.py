@@ -1,4 +1,4 @@
-"""The fused ops of a block, as one value that a model is given: the kernels, or plain PyTorch."""
+"""The fused ops of a transformer, as one value that a model is given: the kernels, or plain PyTorch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class BlockKernels:
     adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]]
     residual_adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]]
     gated_residual: Callable[..., Tensor]
+    layernorm: Callable[..., Tensor]
     qk_norm_rope3d: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gelu: Callable[..., Tensor]
     flash_attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,6 +40,7 @@ def choose_kernels(
             norm.adaptive_layernorm_reference,
             norm.residual_adaptive_layernorm_reference,
             norm.gated_residual_reference,
+            norm.layernorm_reference,
             qk.qk_norm_rope3d_reference,
             activation.gelu_reference,
             attention,
@@ -47,6 +49,7 @@ def choose_kernels(
         norm.adaptive_layernorm,
         norm.residual_adaptive_layernorm,
         norm.gated_residual,
+        norm.layernorm,
         qk.qk_norm_rope3d,
         activation.gelu,
         attention,

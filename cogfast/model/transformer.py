@@ -110,7 +110,7 @@ class DiffusionTransformer(nn.Module):
         self.config = config
         width, patch = config.hidden_size, config.patch_size
         patch_numel = patch.t * patch.h * patch.w
-        kernels = choose_kernels()
+        self.kernels = kernels = choose_kernels()
         make_norm = partial(nn.LayerNorm, width, elementwise_affine=config.elementwise_affine)
 
         self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
@@ -153,7 +153,8 @@ class DiffusionTransformer(nn.Module):
         return self.config.patch_size
 
     def use_kernels(self, kernels: BlockKernels) -> None:
-        """Run the blocks on `kernels` from now on."""
+        """Run the blocks and the norms behind them on `kernels` from now on."""
+        self.kernels = kernels
         for block in self.blocks:
             block.kernels = block.attention.kernels = kernels
 
@@ -221,10 +222,15 @@ class DiffusionTransformer(nn.Module):
 
     def unembed(self, hidden: Tensor, conditioning: Tensor, grid: TokenGrid) -> Tensor:
         """Video rows [B, V, M] -> [B, C_out, T, h, w]."""
-        hidden = self.output_norm(self.final_norm(hidden))
-        shift, scale = self.output_modulation(conditioning)[:, None].chunk(2, dim=-1)
-        rows = self.output(torch.addcmul(shift, hidden, 1 + scale))
-        return unpatchify(rows, grid, self.patch_size)
+        kernels, norm1, norm2 = self.kernels, self.final_norm, self.output_norm
+        modulation = self.output_modulation(conditioning).unflatten(-1, (2, 1, -1))
+        # [B, 2, M] as in a block, whose second entry is for text: there are no such rows here
+        shift, scale = modulation.expand(-1, -1, 2, -1).unbind(1)
+        hidden = kernels.layernorm(hidden, norm1.weight, norm1.bias, norm1.eps)
+        _, hidden = kernels.adaptive_layernorm(
+            hidden, norm2.weight, norm2.bias, shift, scale, 0, norm2.eps
+        )
+        return unpatchify(self.output(hidden), grid, self.patch_size)
 
 
 def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
