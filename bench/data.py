@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bench.machine import describe_machine
-from bench.outcome import Bars, Outcome, Row, Settings, draw, table
-from bench.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
+from bench.clips.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
+from bench.harness.machine import describe_machine
+from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
 from cogfast.data.batches import BatchLoader
 from cogfast.data.clip import select_frames
 from cogfast.data.clip_list import ClipList

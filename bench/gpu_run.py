@@ -35,9 +35,9 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import describe_machine
-from bench.outcome import Outcome, Settings, draw, table
-from bench.timing import wait_for
+from bench.harness.machine import describe_machine
+from bench.harness.outcome import Outcome, Settings, draw, table
+from bench.harness.timing import wait_for
 
 _TRACE_LINES = 12
 _DEFAULT_MINUTES = 9.0
@@ -49,49 +49,49 @@ _RESERVE_SECONDS = (
 
 # The imports stand inside: what one piece needs and the machine lacks must not stop the others.
 def _facts(settings: Settings) -> Outcome:
-    from bench.device_facts import tell_facts
+    from bench.harness.device_facts import tell_facts
 
     return tell_facts(settings)
 
 
 def _rates(settings: Settings) -> Outcome:
-    from bench.rates import measure_rates
+    from bench.harness.rates import measure_rates
 
     return measure_rates(settings)
 
 
 def _matmul(settings: Settings) -> Outcome:
-    from bench.matmul_shapes import measure_matmuls
+    from bench.kernel_ops.matmul_shapes import measure_matmuls
 
     return measure_matmuls(settings)
 
 
 def _goldens(settings: Settings) -> Outcome:
-    from bench.goldens_on_device import check_goldens
+    from bench.checks.goldens_on_device import check_goldens
 
     return check_goldens(settings)
 
 
 def _train(settings: Settings) -> Outcome:
-    from bench.training_on_device import check_training
+    from bench.checks.training_on_device import check_training
 
     return check_training(settings)
 
 
 def _tensor_parallel(settings: Settings) -> Outcome:
-    from bench.tensor_parallel_on_device import check_tensor_parallel
+    from bench.checks.tensor_parallel_on_device import check_tensor_parallel
 
     return check_tensor_parallel(settings)
 
 
 def _attention(settings: Settings) -> Outcome:
-    from bench.attention_backends import measure_attention
+    from bench.kernel_ops.attention_backends import measure_attention
 
     return measure_attention(settings)
 
 
 def _kernel_tests(settings: Settings) -> Outcome:
-    from bench.kernels_on_device import run_kernel_tests
+    from bench.checks.kernels_on_device import run_kernel_tests
 
     return run_kernel_tests(settings)
 
@@ -115,19 +115,19 @@ def _data(settings: Settings) -> Outcome:
 
 
 def _data_runs(settings: Settings) -> Outcome:
-    from bench.data_runs import measure_data_runs
+    from bench.clips.data_runs import measure_data_runs
 
     return measure_data_runs(settings)
 
 
 def _2b(settings: Settings) -> Outcome:
-    from bench.step_on_device import measure_2b
+    from bench.steps.step_on_device import measure_2b
 
     return measure_2b(settings)
 
 
 def _5b(settings: Settings) -> Outcome:
-    from bench.step_on_device import measure_5b
+    from bench.steps.step_on_device import measure_5b
 
     return measure_5b(settings)
 

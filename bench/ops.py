@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from bench.launch_sweep import sweep_launches
-from bench.op_bench import OURS, Bench, OpBench, time_contestant
-from bench.op_cases import OPS, SHAPES, TINY_SHAPES
-from bench.optimizer_ops import optimizer_benches
-from bench.outcome import Bars, Outcome, Row, Settings, draw, table
-from bench.peers import Unavailable
-from bench.rates import copy_rate
-from bench.timing import spread
+from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
+from bench.harness.rates import copy_rate
+from bench.harness.timing import spread
+from bench.kernel_ops.launch_sweep import sweep_launches
+from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
+from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
+from bench.kernel_ops.optimizer_ops import optimizer_benches
+from bench.kernel_ops.peers import Unavailable
 
 _LEAST_SECONDS = 20  # what an op with all its peers may take
 _NOT_FOUND = (ImportError, Unavailable)

@@ -25,9 +25,9 @@ from typing import get_args
 
 import torch
 
-from bench.machine import describe_machine
-from bench.outcome import Bars, Outcome, Row, table
-from bench.step_cases import (
+from bench.harness.machine import describe_machine
+from bench.harness.outcome import Bars, Outcome, Row, table
+from bench.steps.step_cases import (
     Case,
     Engine,
     Mode,
@@ -36,8 +36,8 @@ from bench.step_cases import (
     best_rows,
     measure_case,
 )
-from bench.step_models import MODELS
-from bench.step_sides import SIDES, free_memory
+from bench.steps.step_models import MODELS
+from bench.steps.step_sides import SIDES, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.train.memory_plan import PolicyChoice
 

@@ -27,13 +27,13 @@ import torch
 # bench is not installed with the package; it lies beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.shape_look import read_frames, score  # noqa: E402
-from cogfast.data.sample_clips import (  # noqa: E402
+from bench.clips.sample_clips import (  # noqa: E402
     HELD_OUT,
     caption_of,
     combinations,
     write_sample_clips,
 )
+from bench.clips.shape_look import read_frames, score  # noqa: E402
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  # noqa: E402
 
 NUM_BANDS = 48  # of 768: reconstructions at 27.8 dB, latents small enough for two CPU cores

@@ -9,7 +9,7 @@ from pathlib import Path
 # Before anything imports the kernels: their Triton versions then run on CPU tensors. The model takes
 # the CPU's own versions all the same; tests of the kernels call the launchers. A GPU is hidden, so
 # that the tests are the same everywhere; those that need one, with gpu or cuda in their names, run
-# with COGFAST_TEST_ON_GPU=1 (bench/kernels_on_device.py).
+# with COGFAST_TEST_ON_GPU=1 (bench/checks/kernels_on_device.py).
 if os.environ.get("COGFAST_TEST_ON_GPU") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import data, data_runs, results_table
-from bench.outcome import Settings
-from bench.video_clips import TINY_SIZES, generated_clips
+from bench import data, results_table
+from bench.clips import data_runs
+from bench.clips.video_clips import TINY_SIZES, generated_clips
+from bench.harness.outcome import Settings
 from tests.video_files import decode_all
 
 

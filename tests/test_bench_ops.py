@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from bench import launch_sweep, ops, peers
-from bench.launch_sweep import CHOICES, taking
-from bench.op_bench import OpBench
-from bench.op_cases import (
+from bench import ops
+from bench.harness.outcome import Settings
+from bench.kernel_ops import launch_sweep, peers
+from bench.kernel_ops.launch_sweep import CHOICES, taking
+from bench.kernel_ops.op_bench import OpBench
+from bench.kernel_ops.op_cases import (
     GELU,
     NORM,
     OPS,
@@ -33,10 +35,9 @@ from bench.op_cases import (
     bytes_of,
     draw_inputs,
 )
-from bench.op_check import check_op, check_peer
-from bench.optimizer_ops import OptimizerBench, optimizer_benches
-from bench.outcome import Settings
-from bench.peers import Unavailable
+from bench.kernel_ops.op_check import check_op, check_peer
+from bench.kernel_ops.optimizer_ops import OptimizerBench, optimizer_benches
+from bench.kernel_ops.peers import Unavailable
 from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from tests.tiny_run import ROOT

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import agreement, step, step_cases
-from bench.agreement import compare_sides
-from bench.outcome import Outcome
-from bench.step_cases import Case, Plan, best_rows, measure_case
-from bench.step_models import MODELS, Variant, draw_batch, draw_block_input
-from bench.step_on_device import cases_2b, cases_5b
-from bench.step_optimizers import UPDATES, OurUpdate, PeerUpdate
-from bench.step_sides import SIDES, Ours, Theirs, as_diffusers
+from bench import step
+from bench.harness.outcome import Outcome
+from bench.steps import agreement, step_cases
+from bench.steps.agreement import compare_sides
+from bench.steps.step_cases import Case, Plan, best_rows, measure_case
+from bench.steps.step_models import MODELS, Variant, draw_batch, draw_block_input
+from bench.steps.step_on_device import cases_2b, cases_5b
+from bench.steps.step_optimizers import UPDATES, OurUpdate, PeerUpdate
+from bench.steps.step_sides import SIDES, Ours, Theirs, as_diffusers
 from cogfast.model.weights.diffusers import from_diffusers
 
 CPU = torch.device("cpu")

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.scaling_tables import PAGE, count, read_tables, write_tables
-from cogfast.config import load_config
-from cogfast.model.transformer import TransformerConfig
-from cogfast.sat_names import transformer_arguments
-from cogfast.train.communication import (
+from bench.scaling.tables import PAGE, count, read_tables, write_tables
+from bench.scaling.traffic import (
     Layout,
     all_reduce,
     count_traffic,
     held_model,
     scatter_or_gather,
 )
+from cogfast.config import load_config
+from cogfast.model.transformer import TransformerConfig
+from cogfast.sat_names import transformer_arguments
 from tests.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
 from tests.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
 from tests.tiny_transformers import FAMILY, inputs
@@ -184,7 +184,7 @@ def test_lora_under_zero_3_is_refused() -> None:
 
 
 def test_the_page_holds_the_formulas_figures() -> None:
-    assert read_tables(PAGE.read_text()) == write_tables(), "run python -m bench.scaling_tables"
+    assert read_tables(PAGE.read_text()) == write_tables(), "run python -m bench.scaling.tables"
 
 
 def test_four_sums_per_block_of_5b() -> None:
@@ -196,7 +196,7 @@ def test_four_sums_per_block_of_5b() -> None:
 
 def test_a_page_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what stands between the comments is replaced."""
-    import bench.scaling_tables as tables
+    import bench.scaling.tables as tables
 
     page = tmp_path / "page.md"
     page.write_text(f"before\n{tables.START}\nold\n{tables.END}\nafter\n")

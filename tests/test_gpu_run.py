@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench import gpu_run
-from bench.attention_backends import Backend, measure_backend
-from bench.goldens_on_device import (
+from bench.checks.goldens_on_device import (
     CASES,
     GOLDEN,
     Answers,
@@ -24,11 +23,12 @@ from bench.goldens_on_device import (
     compare_bf16,
     compare_float32,
 )
-from bench.kernels_on_device import judge as judge_tests
-from bench.outcome import Outcome, Settings
-from bench.tensor_parallel_on_device import find_differences, join_ranks
-from bench.timing import spread, time_calls
-from bench.training_on_device import judge
+from bench.checks.kernels_on_device import judge as judge_tests
+from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
+from bench.checks.training_on_device import judge
+from bench.harness.outcome import Outcome, Settings
+from bench.harness.timing import spread, time_calls
+from bench.kernel_ops.attention_backends import Backend, measure_backend
 from cogfast.model.weights.shard import Shard
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.shape_look import Look, Scores, foreground, look_at, read_frames, score
-from cogfast.data.sample_clips import (
+from bench.clips.sample_clips import (
     COLOURS,
     DIRECTIONS,
     HELD_OUT,
@@ -24,6 +23,7 @@ from cogfast.data.sample_clips import (
     render_clip,
     write_sample_clips,
 )
+from bench.clips.shape_look import Look, Scores, foreground, look_at, read_frames, score
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from bench.op_cases import (
+from bench.kernel_ops.op_cases import (
     Op,
     Run,
     Tensors,

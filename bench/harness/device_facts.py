@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bench.outcome import Outcome, Settings
+from bench.harness.outcome import Outcome, Settings
 
 _VERSIONS = (
     *("torch", "triton", "deepspeed", "omegaconf", "transformers", "safetensors", "einops"),

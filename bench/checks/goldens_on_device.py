@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.optimizer_golden import check_optimizer
-from bench.outcome import Outcome, Row, Settings
+from bench.checks.optimizer_golden import check_optimizer
+from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
 from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import sat_name
 
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 # model -> folder of its weights
 CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 

@@ -1,6 +1,6 @@
-"""The tables of docs/scaling.md, from the formulas of cogfast/train/communication.py:
+"""The tables of docs/scaling.md, from the formulas of bench/scaling/traffic.py:
 
-    python -m bench.scaling_tables
+    python -m bench.scaling.tables
 
 writes them anew between two comments of the page.
 """
@@ -12,16 +12,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from bench.scaling.traffic import Layout, Traffic, count_traffic
 from cogfast.config import load_config
 from cogfast.model.transformer import TransformerConfig
 from cogfast.sat_names import transformer_arguments
 from cogfast.shapes import SPATIAL_COMPRESSION
-from cogfast.train.communication import Layout, Traffic, count_traffic
 from cogfast.train.generate import LatentSize
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"
-START = "<!-- tables: start. Written by python -m bench.scaling_tables; edits are lost. -->"
+START = "<!-- tables: start. Written by python -m bench.scaling.tables; edits are lost. -->"
 END = "<!-- tables: end -->"
 MODELS = {"2B": "cogvideox_2b", "5B": "cogvideox_5b", "1.5-5B": "cogvideox1.5_5b"}
 NUM_GPUS = (8, 64, 512)

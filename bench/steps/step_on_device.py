@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from bench.outcome import Outcome, Settings
+from bench.harness.outcome import Outcome, Settings
 from bench.step import measure_cases
-from bench.step_cases import Case, Plan
+from bench.steps.step_cases import Case, Plan
 
 _LARGE_GIB = 120.0  # an H200 has more
 _PAIRS, _SECONDS = 20, 6.0

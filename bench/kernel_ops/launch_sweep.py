@@ -14,8 +14,10 @@ from statistics import median
 from types import ModuleType
 from unittest.mock import patch
 
-from bench.op_bench import OURS, Bench, OpBench, time_contestant
-from bench.op_cases import (
+from bench.harness.outcome import Outcome, Row, Settings
+from bench.harness.rates import copy_rate
+from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
+from bench.kernel_ops.op_cases import (
     GELU,
     NORM,
     QK,
@@ -26,9 +28,7 @@ from bench.op_cases import (
     TINY_SHAPES,
     Op,
 )
-from bench.optimizer_ops import sweep_bench
-from bench.outcome import Outcome, Row, Settings
-from bench.rates import copy_rate
+from bench.kernel_ops.optimizer_ops import sweep_bench
 from cogfast.kernels import (
     adaptive_layernorm,
     adaptive_layernorm_backward,

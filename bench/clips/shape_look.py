@@ -1,6 +1,6 @@
 """An automatic look at videos of moving shapes: is it the right colour, shape and direction?
 
-Made for the clips of cogfast.data.sample_clips and for what a model that learned them samples.
+Made for the clips of bench.clips.sample_clips and for what a model that learned them samples.
 Pure functions of uint8 frames; `None` is the answer where nothing can be seen.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.data.sample_clips import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
+from bench.clips.sample_clips import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
 
 # Halfway from the background to the palette entry that is nearest to it, so that the outline lies
 # where the shape covers half a pixel.

@@ -9,9 +9,9 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from bench.outcome import Outcome, Settings
+from bench.harness.outcome import Outcome, Settings
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _OPS = ("adaptive_layernorm", "qk_norm_rope3d", "gelu", "ema_adam_kernel", "flash_attention")
 _TIMEOUT_SECONDS = 300
 _LINES = 15  # of the end of what pytest says, where it could not run

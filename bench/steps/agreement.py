@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.step_models import Batch, Variant, draw_batch
-from bench.step_sides import SIDES, Side, Theirs, free_memory
+from bench.steps.step_models import Batch, Variant, draw_batch
+from bench.steps.step_sides import SIDES, Side, Theirs, free_memory
 
 _NUM_LAYERS = 2
 _FACTOR = 2.0

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import torch
 
-from bench.op_cases import (
+from bench.harness.outcome import Row, Settings
+from bench.harness.timing import num_buffer_sets, time_calls
+from bench.kernel_ops.op_cases import (
     WAYS,
     Op,
     Run,
@@ -20,10 +22,8 @@ from bench.op_cases import (
     draw_inputs,
     run_ours,
 )
-from bench.op_check import check_op, check_peer, given_for, parts
-from bench.outcome import Row, Settings
-from bench.peers import compile_call, is_compiled, peers_of
-from bench.timing import num_buffer_sets, time_calls
+from bench.kernel_ops.op_check import check_op, check_peer, given_for, parts
+from bench.kernel_ops.peers import compile_call, is_compiled, peers_of
 
 OURS = "cogfast"
 Calls = Mapping[str, Sequence[Callable[[], object]]]  # by way; they take turns

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.outcome import Bars, Outcome, Row, Settings
-from bench.timing import num_buffer_sets, spread, time_calls, wait_for
+from bench.harness.outcome import Bars, Outcome, Row, Settings
+from bench.harness.timing import num_buffer_sets, spread, time_calls, wait_for
 from cogfast.kernels.attention_backends import BACKENDS, why_not
 from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
 

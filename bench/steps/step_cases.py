@@ -18,12 +18,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.agreement import compare_sides
-from bench.outcome import Row
-from bench.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
-from bench.step_optimizers import UPDATES
-from bench.step_sides import SIDES, Side, free_memory
-from bench.timing import spread, wait_for
+from bench.harness.outcome import Row
+from bench.harness.timing import spread, wait_for
+from bench.steps.agreement import compare_sides
+from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
+from bench.steps.step_optimizers import UPDATES
+from bench.steps.step_sides import SIDES, Side, free_memory
 from cogfast.kernels.attention_backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.train.memory_plan import PolicyChoice, describe

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.step_models import Batch, BlockInput, Variant
+from bench.steps.step_models import Batch, BlockInput, Variant
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer

@@ -1,6 +1,6 @@
 """Clips of coloured shapes that move, with captions: a data set that a CPU can learn in minutes.
 
-`python -m cogfast.data.sample_clips FOLDER` writes FOLDER/videos/*.mp4 (H.264, 64x64, 9 frames at
+`python -m bench.clips.sample_clips FOLDER` writes FOLDER/videos/*.mp4 (H.264, 64x64, 9 frames at
 8 per second) and FOLDER/labels/*.txt, the layout of SAT's trainer. Four colours, three shapes and
 four directions make 48 captions; four of them are held out, so that what a model makes of these
 shows whether it combines what it learned.
@@ -119,5 +119,5 @@ def write_sample_clips(folder: str | Path, num_copies: int = 4, seed: int = 0) -
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m cogfast.data.sample_clips FOLDER")
+        sys.exit("usage: python -m bench.clips.sample_clips FOLDER")
     write_sample_clips(sys.argv[1])

@@ -3,7 +3,7 @@
 Two runs on the device: bf16 as everyone trains, whose loss must fall; and float32 with noise drawn
 on the CPU, whose losses must be those of the same run on the CPU. Each has a process of its own, as
 DeepSpeed starts once in one, and the CPU's must not see the GPU:
-python -m bench.training_on_device RUN FOLDER
+python -m bench.checks.training_on_device RUN FOLDER
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.outcome import Outcome, Row, Settings
-from bench.timing import spread
+from bench.harness.outcome import Outcome, Row, Settings
+from bench.harness.timing import spread
 from cogfast.config import load_config
 from cogfast.slot_random import SlotRandom
 from cogfast.train.trainer import Trainer
 
 _CONFIG = Path(__file__).with_suffix(".yaml")
-_ROOT = _CONFIG.parents[1]
+_ROOT = _CONFIG.parents[2]
 _OVERRIDES = {"bf16": (), "fp32": ("deepspeed.bf16.enabled=false",)}
 _TINY = (
     "model.network_config.params.num_layers=2",
@@ -131,7 +131,7 @@ class _Process:
         environment = dict(os.environ)
         if device.type == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        words = [sys.executable, "-m", "bench.training_on_device", run, str(self.folder)]
+        words = [sys.executable, "-m", "bench.checks.training_on_device", run, str(self.folder)]
         words += ["--tiny"] if is_tiny else []
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 They share the GPU and talk over gloo, through host memory: a check of the Triton kernels under tensor
 parallelism, with whole rows and with rows split, on a machine with a single GPU; no figure of speed.
-python -m bench.tensor_parallel_on_device FOLDER RANK DEVICE
+python -m bench.checks.tensor_parallel_on_device FOLDER RANK DEVICE
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.goldens_on_device import GOLDEN, Answers, answer, compare_float32, tolerance_factor
-from bench.outcome import Outcome, Row, Settings
+from bench.checks.goldens_on_device import (
+    GOLDEN,
+    Answers,
+    answer,
+    compare_float32,
+    tolerance_factor,
+)
+from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
@@ -58,7 +64,7 @@ def _launch(folder: Path, device: torch.device) -> None:
     environment = dict(os.environ)
     if device.type == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", "bench.tensor_parallel_on_device", str(folder)]
+    words = [sys.executable, "-m", "bench.checks.tensor_parallel_on_device", str(folder)]
     processes = []
     for rank in range(_SIZE):
         with open(folder / f"log-{rank}", "w") as log:

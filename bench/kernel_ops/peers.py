@@ -13,7 +13,16 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from bench.op_cases import EPS, Op, Run, Tensors, TokenShape, rotation_of, run_reference, trained
+from bench.kernel_ops.op_cases import (
+    EPS,
+    Op,
+    Run,
+    Tensors,
+    TokenShape,
+    rotation_of,
+    run_reference,
+    trained,
+)
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import qk_norm_rope3d as qk
 

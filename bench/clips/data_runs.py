@@ -1,6 +1,6 @@
 """Whole commands on videos: how fast `cogfast cache` encodes and how long training waits for data.
 
-    python -m bench.data_runs --out DIR
+    python -m bench.clips.data_runs --out DIR
 
 On a CPU the quickstart's clips and model. The piece data_runs of bench.gpu_run trains CogVideoX-2B,
 with random weights, on H.264 of 480 rows: read by DALI, by the CPU, and from the cache. Both also
@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from bench.machine import describe_machine
-from bench.outcome import Outcome, Row, Settings, table
-from bench.video_clips import TINY_SIZES, copies, generated_clips
+from bench.clips.video_clips import TINY_SIZES, copies, generated_clips
+from bench.harness.machine import describe_machine
+from bench.harness.outcome import Outcome, Row, Settings, table
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 300
 _NUM_LISTED = 10_000
 _SHOWN = ("run", "clips", "clips_per_s", "step_median_ms", "data_wait_percent", "seconds", "mib")
@@ -253,7 +253,13 @@ def _start_on_manifest(clip: Path, folder: Path, number: int) -> list[Row]:
             os.link(first, folder / "videos" / f"{i:05d}.mp4")
             caption = f"caption number {i} of some ordinary length, as captions of videos have"
             file.write(json.dumps({"path": f"videos/{i:05d}.mp4", "caption": caption}) + "\n")
-    words = [sys.executable, "-m", "bench.data_runs", "--manifest", str(folder / "clips.jsonl")]
+    words = [
+        sys.executable,
+        "-m",
+        "bench.clips.data_runs",
+        "--manifest",
+        str(folder / "clips.jsonl"),
+    ]
     found = []
     for which in ("first", "second"):
         text = _run(words, folder / "log", XDG_CACHE_HOME=str(folder / "index"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bench.outcome import Outcome, Settings
-from bench.timing import num_buffer_sets, spread, time_calls
+from bench.harness.outcome import Outcome, Settings
+from bench.harness.timing import num_buffer_sets, spread, time_calls
 
 _COPY_BYTES, _TINY_COPY_BYTES = 4_000_000_000, 8_000_000
 _MATMUL_SIZE, _TINY_MATMUL_SIZE = 8192, 256

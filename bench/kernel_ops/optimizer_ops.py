@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bench.outcome import Row, Settings
-from bench.peers import Unavailable, compile_call, is_compiled, need_gpu, nvidia_apex
+from bench.harness.outcome import Row, Settings
+from bench.kernel_ops.peers import Unavailable, compile_call, is_compiled, need_gpu, nvidia_apex
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
 
 _ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-2}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from bench.outcome import Row
+from bench.harness.outcome import Row
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 
 _HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}  # of the files
