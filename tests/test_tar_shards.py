@@ -219,11 +219,100 @@ def test_refused(shards, tmp_path):
     )
 
 
+def _header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A member's header with a checksum that holds, whatever is in it."""
+    info = tarfile.TarInfo(name)
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    block[156:157] = kind
+    block[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(block))[0]
+    return bytes(block)
+
+
+def _pax(**words: str) -> bytes:
+    info = tarfile.TarInfo("a.mp4")
+    info.pax_headers = words
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+TEXT = _header("a.txt", 1) + b"a".ljust(512, b"\0")
+HOSTILE = {
+    "a name that leaves": (_pax(path="b/../../a.mp4"), "'b/../../a.mp4' leaves the folder"),
+    "an absolute name": (_pax(path="/etc/a.mp4"), "'/etc/a.mp4' leaves the folder"),
+    "a link": (_header("a.mp4", 0, tarfile.SYMTYPE), "'a.mp4' is a link to ''; write"),
+    "a hard link": (_header("a.mp4", 0, tarfile.LNKTYPE), "'a.mp4' is a link to ''; write"),
+    "a sparse member": (
+        _header("a.mp4", 0, tarfile.GNUTYPE_SPARSE),
+        "'a.mp4' is sparse, its bytes are not stored as they are",
+    ),
+    "a negative size": (_header("a.mp4", -1024), r"damaged|a member of -1024 bytes"),
+    "a header that leads back": (
+        _header("././@PaxHeader", -1024, tarfile.XHDTYPE),
+        r"a header of -\d+ bytes",
+    ),
+    "a header of a terabyte": (
+        _header("././@PaxHeader", 2**40, tarfile.XHDTYPE),
+        "a header of 1099511627776 bytes",
+    ),
+    "a long name of a terabyte": (
+        _header("././@LongLink", 2**40, tarfile.GNUTYPE_LONGNAME),
+        "a header of 1099511627776 bytes",
+    ),
+    "headers of headers": (
+        b"".join([_header("././@PaxHeader", 0, tarfile.XHDTYPE)] * 3000),
+        "a damaged header",
+    ),
+    "a device": (_header("a.mp4", 0, tarfile.CHRTYPE), "no video in it"),
+    "a pipe": (_header("a.mp4", 0, tarfile.FIFOTYPE), "no video in it"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_headers(kind, tmp_path):
+    """As the first member, and behind a good one: refused, or told and passed over."""
+    header, message = HOSTILE[kind]
+    (tmp_path / "x.tar").write_bytes(header + bytes(4096))
+    with pytest.raises(ValueError, match=message) as raised:
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    good = _header("b.mp4", 1) + b"b".ljust(512, b"\0") + TEXT.replace(b"a.txt", b"b.txt")
+    (tmp_path / "x.tar").write_bytes(good + header + bytes(4096))
+    with pytest.raises(ValueError):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+
+
+def test_sizes_that_are_not_there(tmp_path):
+    """A member takes no more memory than the shard has bytes, and no more than a video may have."""
+    (tmp_path / "x.tar").write_bytes(TEXT + _header("a.mp4", 2**29) + b"video")
+    with pytest.raises(BadSample, match="the shard ends early: 5 of 536870912 bytes are there"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)[0]
+    (tmp_path / "x.tar").write_bytes(TEXT + _header("a.mp4", 2**34) + b"video")
+    with pytest.raises(BadSample, match=f"a member of {2**34} bytes; {2**30} at most are read"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)[0]
+    (tmp_path / "x.tar").write_bytes(_header("a.txt", 2**33) + b"text")
+    with pytest.raises(ValueError, match=f"a.txt: {2**33} bytes; a caption has at most 1048576"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+
+
+@pytest.mark.parametrize("name", ["pipe:touch made", "|touch made", "x.tar;touch made", "-x.tar"])
+def test_a_name_runs_no_command(name, tmp_path, monkeypatch):
+    """webdataset runs what stands behind pipe: in a shell."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the shard cannot be read|no folder touch made"):
+        VideoShards([name], **CLIP)
+    assert not list(tmp_path.iterdir())
+    for chained in ("simplecache::file:///x.tar", f"zip://x.tar::file://{tmp_path}/x.zip"):
+        with pytest.raises(ValueError, match="a shard's name must not hold ::; rename it"):
+            VideoShards([chained], **CLIP)
+
+
 def test_braces():
     assert expand_braces("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
     assert expand_braces("{a,b}/{1..2}") == ["a/1", "a/2", "b/1", "b/2"]
     with pytest.raises(ValueError, match=r"\{7\} names no shards; use \{000..099\} or \{a,b\}"):
         expand_braces("a-{7}.tar")
+    with pytest.raises(ValueError, match="names 1000000000000 shards; 1000000 at most are read"):
+        expand_braces("a-{0..999999999999}.tar")
 
 
 def test_sats_class(shards):

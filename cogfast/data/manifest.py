@@ -20,7 +20,12 @@ import numpy as np
 
 from cogfast.data.clip_list import SPLITS, ClipList
 from cogfast.data.packed_strings import PackedStrings
-from cogfast.data.sample_files import ADD_CAPTIONS, refuse_samples, text_of
+from cogfast.data.sample_files import (
+    ADD_CAPTIONS,
+    check_caption_size,
+    refuse_samples,
+    text_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
         path, caption, image = (_text(row.get(n), f"{where}: {n}") for n in texts)
         if not path:
             raise ValueError(f"{file}: line {line} has no path; name a video in the path column")
+        check_caption_size(len(caption), f"{where}: caption")
         if not caption:
             empty.append(f"line {line}")
         texts["path"].append(str(file.parent / path))
@@ -58,7 +64,7 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
         split = _text(row.get("split"), f"{where}: split").lower()
         if split not in _SPLIT_NAMES:
             raise ValueError(
-                f"{file}: line {line}: split={split!r} is not known; use {', '.join(SPLITS)}"
+                f"{file}: line {line}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}"
             )
         splits.append(_SPLIT_NAMES[split])
     if not texts["path"]:
@@ -132,7 +138,7 @@ def _check_columns(file: Path, line: int, names: set[str]) -> None:
         near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
         if near:
             raise ValueError(
-                f"{file}: line {line}: unknown column {name!r}; did you mean {near[0]}?"
+                f"{file}: line {line}: unknown column {name[:80]!r}; did you mean {near[0]}?"
             )
     if unknown:
         logger.info("%s: columns that are not read: %s", file, ", ".join(map(str, unknown)))
@@ -161,5 +167,5 @@ def _number(value: object, missing: float, what: str) -> float:
     least = 0 if what.endswith(("start", "weight")) else 1e-9
     if not math.isfinite(number) or number < least or isinstance(value, bool):
         rule = "0 or more" if least == 0 else "above 0"
-        raise ValueError(f"{what}={text} must be a number, {rule}")
+        raise ValueError(f"{what}={text[:80]} must be a number, {rule}")
     return number

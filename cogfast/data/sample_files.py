@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 DataDir = str | Path | Sequence[str | Path]
 
 _NUM_NAMED = 5  # samples that an error lists
+_MOST_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 
 # str.splitlines also splits at what captions may hold, U+2028 for one.
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -124,11 +125,21 @@ def decoded(data: bytes, name: str) -> str:
     )
 
 
-def text_of(file: Path) -> str:
+def check_caption_size(num_bytes: int, name: str) -> None:
+    """ValueError where a caption is more than anybody writes."""
+    if num_bytes > _MOST_CAPTION_BYTES:
+        raise ValueError(
+            f"{name}: {num_bytes} bytes; a caption has at most {_MOST_CAPTION_BYTES}, shorten it"
+        )
+
+
+def text_of(file: Path, is_caption: bool = False) -> str:
     """The text of a UTF-8 file."""
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise OSError(errno.ESPIPE, "a pipe or device")  # reading would wait, or never end
+        if is_caption:
+            check_caption_size(file.stat().st_size, str(file))
         data = file.read_bytes()
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
@@ -137,7 +148,7 @@ def text_of(file: Path) -> str:
 
 def first_line(file: Path) -> tuple[str, bool]:
     """The first line of a file, or nothing, and whether there is more in it."""
-    first, _, rest = _LINE_END.sub("\n", text_of(file)).partition("\n")
+    first, _, rest = _LINE_END.sub("\n", text_of(file, is_caption=True)).partition("\n")
     return first.strip(), bool(rest.strip())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,14 +36,18 @@ class Store:
         """`size` bytes from `offset` on, fewer where the shard ends before."""
         if not self.is_remote:
             with open(self.url, "rb") as file:
+                # As much memory as `size` is taken before it is seen that the file is shorter.
+                left = os.fstat(file.fileno()).st_size - offset
                 file.seek(offset)
-                return file.read(size)
+                return file.read(max(0, min(size, left)))
         file_system, path = _file_system(self.url)
         return file_system.cat_file(path, start=offset, end=offset + size)
 
     def beside(self, name: str) -> bytes | None:
         """A file in the shard's folder, or None."""
         url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
+        if "://" not in url and os.path.exists(url) and not os.path.isfile(url):
+            raise ValueError(f"{url}: not a file but a folder, pipe or device; remove it")
         try:
             with Store(url).open() as file:
                 return file.read()

@@ -13,7 +13,9 @@ import logging
 import os
 import re
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_list import ClipList
 from cogfast.data.index_folder import index_file
 from cogfast.data.packed_strings import PackedStrings
-from cogfast.data.sample_files import decoded, named
+from cogfast.data.sample_files import check_caption_size, decoded, named
 from cogfast.data.store import Store
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 _TO_SAT_KEY = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 MEMBER = "::"  # between a shard and what is in it
+_MOST_SHARDS = 10**6  # that a range names
+_MOST_BYTES = 2**30  # of a member, which is read whole
+_MOST_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -42,7 +47,13 @@ def expand_braces(pattern: str) -> list[str]:
     numbers = _RANGE.match(found[1])
     if numbers:
         first, last = numbers.groups()
-        names = [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]
+        names = range(int(first), int(last) + 1)
+        if len(names) > _MOST_SHARDS:
+            raise ValueError(
+                f"data_dir={pattern[:80]}: {found[0][:40]} names {len(names)} shards; {_MOST_SHARDS} "
+                "at most are read"
+            )
+        names = [f"{i:0{len(first)}d}" for i in names]
     else:
         names = found[1].split(",")
     if not names or len(names) == 1:
@@ -101,6 +112,8 @@ class Member(io.RawIOBase):
 
 def read_member(file: str, offset: int, size: int) -> bytes:
     """The bytes of a member, SHARD::NAME; BadSample where the shard does not give them."""
+    if size > _MOST_BYTES:
+        raise BadSample(file, f"a member of {size} bytes; {_MOST_BYTES} at most are read")
     try:
         data = Store(file.partition(MEMBER)[0]).read(offset, size)
     except OSError as error:
@@ -112,6 +125,8 @@ def read_member(file: str, offset: int, size: int) -> bytes:
 
 def list_shard(url: str, caption_key: str, image_key: str | None = None) -> ClipList:
     """The samples of a shard, by key; caption "" where there is none."""
+    if MEMBER in url:
+        raise ValueError(f"data_dir={url[:200]}: a shard's name must not hold {MEMBER}; rename it")
     store = Store(url)
     try:
         if not store.is_remote and Path(url).exists() and not Path(url).is_file():
@@ -191,20 +206,19 @@ def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[
     found: dict[str, dict[str, tuple[int, int]]] = {}
     twice = []
     with store.open() as file:
-        end, is_whole = file.seek(0, 2), False
+        num_bytes, is_whole = file.seek(0, 2), True
         file.seek(0)
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    _check_name(store.url, member)
-                    key, dot, kind = _split_name(member.name)
-                    if member.isreg() and dot and not _is_meta(member.name):
-                        if kind in found.get(key, ()):
-                            twice.append(member.name)
-                        found.setdefault(key, {})[kind] = (member.offset_data, member.size)
-                    tar.members = []  # else tarfile keeps all of them
-                is_whole = tar.offset + tarfile.BLOCKSIZE <= end  # a block of zeros ends a tar
+            for member, end in _headers(file):
+                _check_member(store.url, member)
+                key, dot, kind = _split_name(member.name)
+                if member.isreg() and dot and not _is_meta(member.name):
+                    if kind in found.get(key, ()):
+                        twice.append(member.name)
+                    found.setdefault(key, {})[kind] = (member.offset_data, member.size)
+                is_whole = end + tarfile.BLOCKSIZE <= num_bytes  # a block of zeros ends a tar
         except tarfile.ReadError as error:
+            is_whole = False
             if not found:
                 raise ValueError(
                     f"{store.url}: not a tar file, or a compressed one, which cannot be read by "
@@ -227,25 +241,62 @@ def _is_meta(name: str) -> bool:
     return (first.startswith("__") and first.endswith("__")) or last.startswith("._")
 
 
-def _check_name(url: str, member: tarfile.TarInfo) -> None:
-    path = PurePosixPath(member.name)
+class _HeaderReads:
+    """What tarfile reads of a shard: headers, of which pax's may claim to be as long as the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._file.read(size)
+
+
+def _headers(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Every member, and where it ends; ReadError at one whose header is damaged."""
+    tar, end = None, 0
+    while True:
+        try:
+            tar = tar or tarfile.open(fileobj=_HeaderReads(file), mode="r:")  # noqa: SIM115
+            member = tar.next()
+        # What tarfile raises for numbers and text that are none, and for headers of headers.
+        except (ValueError, OverflowError, RecursionError, LookupError, TypeError) as error:
+            raise tarfile.ReadError(f"a damaged header ({error})") from None
+        if member is None:
+            return
+        if member.size < 0 or tar.offset <= end:  # a negative size would lead back
+            raise tarfile.ReadError(f"a member of {member.size} bytes")
+        end, tar.members = tar.offset, []  # else tarfile keeps all of them
+        yield member, end
+
+
+def _check_member(url: str, member: tarfile.TarInfo) -> None:
+    path, name = PurePosixPath(member.name), repr(member.name[:100])
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(
-            f"{url}: member {member.name!r} leaves the folder that it would be unpacked into; write "
-            "the shard again with names below it"
+            f"{url}: member {name} leaves the folder that it would be unpacked into; write the shard "
+            "again with names below it"
         )
     if member.issym() or member.islnk():
         raise ValueError(
-            f"{url}: member {member.name!r} is a link to {member.linkname!r}; write the shard again "
-            "with the files themselves (tar --dereference --hard-dereference)"
+            f"{url}: member {name} is a link to {member.linkname[:100]!r}; write the shard again with "
+            "the files themselves (tar --dereference --hard-dereference)"
+        )
+    if member.issparse():
+        raise ValueError(
+            f"{url}: member {name} is sparse, its bytes are not stored as they are; write the shard "
+            "again without tar --sparse"
         )
 
 
 def _member_text(store: Store, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
     """A caption; "" where the shard ended before it."""
     offset, size = kinds[kind]
+    name = f"{store.url}{MEMBER}{key}.{kind}"
+    check_caption_size(size, name)
     data = store.read(offset, size)
-    return decoded(data, f"{store.url}{MEMBER}{key}.{kind}") if len(data) == size else ""
+    return decoded(data, name) if len(data) == size else ""
 
 
 def _meta(store: Store, caption_key: str) -> dict[str, str]:
@@ -259,7 +310,7 @@ def _meta(store: Store, caption_key: str) -> dict[str, str]:
         try:
             row = json.loads(line)
             key = str(row["key"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
                 f"{name} beside {store.url}: line {number} is not an object with a key; mend it"
             ) from None
@@ -271,7 +322,7 @@ def _meta(store: Store, caption_key: str) -> dict[str, str]:
 def _of_json(text: str, caption_key: str) -> str:
     try:
         row = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     value = row.get(caption_key) if isinstance(row, dict) else None
     return "" if value is None else str(value)
