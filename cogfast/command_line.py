@@ -186,7 +186,7 @@ def _parser(verb: str, what: str) -> Parser:
         action="append",
         default=[],
         metavar="PKG",
-        help="a package that targets may be in, besides cogfast and torch",
+        help="a package whose own classes a target may name, besides the listed ones",
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from cogfast.component_places import describe_place, our_path, place_of
 from cogfast.sat_names import REFUSED, TARGETS, SatClass
 from cogfast.value_check import (
     KeyProblem,
@@ -30,7 +31,7 @@ from cogfast.value_check import (
     unknown_key,
 )
 
-_ROOTS = ("cogfast", "torch")
+_KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
 # What stands beside target and params in an entry of conditioner_config's emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
@@ -46,8 +47,13 @@ class Argument:
 
 def instantiate(node: Mapping, allow_import: Sequence[str] = (), **given: object) -> Any:
     """Build the object that a `{target, params}` node describes, `given` arguments added."""
-    target, arguments = _arguments(node, "", allow_import, given, {})
-    return target(**{n: _build(a.value, allow_import) for n, a in arguments.items()}, **given)
+    return _instantiate(node, "", allow_import, given)
+
+
+def _instantiate(node: Mapping, where: str, allow_import: Sequence[str], given: Mapping) -> Any:
+    target, arguments = _arguments(node, where, allow_import, given, {})
+    built = {name: _build(a.value, name, allow_import) for name, a in arguments.items()}
+    return target(**built, **given)
 
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
@@ -78,35 +84,46 @@ def is_component(node: object) -> bool:
     return isinstance(node, Mapping | DictConfig) and "target" in node
 
 
-def import_target(path: str, key: str, allow_import: Sequence[str] = ()) -> Callable:
-    """The object that a dotted path names, from the allowed packages only."""
+def import_target(
+    path: str, key: str, allow_import: Sequence[str] = (), place: str = ""
+) -> Callable:
+    """The class or function that a dotted path names; nothing is imported before it is judged.
+
+    place: where it stands (component_places.py); "": any place, for nodes that were checked before.
+    """
+    ours = our_path(path, place)
+    if ours is not None:
+        module, _, name = ours.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    for package in allow_import:
+        if path.startswith(f"{package}."):
+            return _import_allowed(path, key, package)
+    hint = describe_place(path, place)
     root = path.partition(".")[0]
-    if root not in (*_ROOTS, *(name.partition(".")[0] for name in allow_import)):
-        raise KeyProblem(
-            key,
-            f"{key}={path}: targets must be in cogfast, torch or SAT's class paths"
-            f"{nearest(path, TARGETS) or f'; pass --allow-import {root} to import it'}",
-        )
-    names = path.split(".")
-    for count in range(len(names) - 1, 0, -1):
-        module_name = ".".join(names[:count])
-        try:
-            found = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name and (
-                module_name == error.name or module_name.startswith(error.name + ".")
-            ):
-                continue
-            raise KeyProblem(key, f"{key}={path}: importing it failed: {error}") from error
-        for name in names[count:]:
-            if not hasattr(found, name):
-                hint = nearest(name, dir(found))
-                raise KeyProblem(key, f"{key}={path}: {module_name} has no {name}{hint}")
-            found = getattr(found, name)
-        if not callable(found):
-            raise KeyProblem(key, f"{key}={path} is not a class or function")
-        return found
-    raise KeyProblem(key, f"{key}={path}: no module {names[0]!r} with that name is installed")
+    if "did you mean" not in hint and root.isidentifier() and root not in _KNOWN_ROOTS:
+        hint += f"; classes of your own package need --allow-import {root}"
+    raise KeyProblem(key, f"{key}={path}: {hint}")
+
+
+def _import_allowed(path: str, key: str, package: str) -> Callable:
+    """A class or function that `package` defines: what it imports from elsewhere does not count."""
+    if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
+        raise KeyProblem(key, f"{key}={path} is no dotted name of a class or function")
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise KeyProblem(key, f"{key}={path}: importing it failed: {error}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        hint = nearest(name, dir(module))
+        raise KeyProblem(key, f"{key}={path}: {module_name} has no {name}{hint}")
+    home = str(getattr(found, "__module__", None))
+    is_code = inspect.isclass(found) or inspect.isfunction(found)
+    if not is_code or not f"{home}.".startswith(f"{package}."):
+        text = f"{key}={path} is no class or function that {package} defines"
+        raise KeyProblem(key, text + (f", but one of {home}" if is_code else ""))
+    return found
 
 
 def _arguments(
@@ -128,7 +145,7 @@ def _arguments(
     if path in REFUSED:
         raise KeyProblem(key, f"{key}={path}: {REFUSED[path]}")
     sat = TARGETS.get(path)
-    target = import_target(sat.path if sat else path, key, allow_import)
+    target = import_target(path, key, allow_import, place_of(where))
     if sat:
         params = _to_ours(sat, params, where_params, path, unused)
     parameters = _parameters(target)
@@ -195,11 +212,12 @@ def _require(target: Callable, parameters: Mapping, have: set[str], where: str) 
             raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
 
 
-def _build(value: object, allow_import: Sequence[str]) -> object:
+def _build(value: object, name: str, allow_import: Sequence[str]) -> object:
+    """The object of a component, or those of a list of them, that stands for argument `name`."""
     if is_component(value):
-        return instantiate(value, allow_import)
+        return _instantiate(value, name, allow_import, {})
     if isinstance(value, list) and _components(value, ""):
-        return [_build(item, allow_import) for item in value]
+        return [_build(item, name, allow_import) for item in value]
     return value
 
 

@@ -40,7 +40,7 @@ class Config:
     deepspeed: DictConfig
     origins: dict[str, str]  # dotted key of a leaf -> file name, "command line" or "default"
     unused: dict[str, str] = field(default_factory=dict)  # accepted key that nothing reads -> why
-    allow_import: tuple[str, ...] = ()  # packages outside cogfast and torch that may be imported
+    allow_import: tuple[str, ...] = ()  # packages whose own classes a target may name
 
     def sections(self) -> dict[str, DictConfig]:
         """The sections by name, in the order in which they are printed."""
@@ -91,7 +91,7 @@ def load_config(
 ) -> Config:
     """Merge the YAML files and the `key=value` overrides, and check every key of the result.
 
-    A target outside cogfast, torch and SAT's own class paths needs its package in `allow_import`.
+    Targets are those of component_places.py, and classes that a package of `allow_import` defines.
     """
     origins: dict[str, str] = {}
     merged = OmegaConf.create({})

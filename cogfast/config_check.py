@@ -102,13 +102,14 @@ def check_sections(
         node, where = config["model"].get(name), f"model.{name}"
         if node is None:
             continue
+        if name == "network_config" and is_component(node) and node["target"] not in NETWORKS:
+            key = f"{where}.target"
+            text = f"{key}={show(node['target'])}: the network is {NETWORKS[0]}; use that"
+            raise KeyProblem(key, text)
         if name == "conditioner_config":
             _check_conditioner(node, where, allow_import, unused)
         else:
             check_component(node, where, allow_import, unused)
-        if name == "network_config" and node["target"] not in NETWORKS:
-            key = f"{where}.target"
-            raise KeyProblem(key, f"{key}={node['target']}: the network is {NETWORKS[0]}; use that")
     if config.get("data"):
         check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)

@@ -28,8 +28,6 @@ _DIFFUSION = "sgm.modules.diffusionmodules"
 _SCHEDULES = "cogfast.diffusion.noise_schedule"
 _SAMPLERS = "cogfast.diffusion.sampler"
 _GUIDERS = "cogfast.diffusion.guidance"
-_SCALINGS = "cogfast.diffusion.denoiser_scaling"
-_WEIGHTINGS = "cogfast.diffusion.denoiser_weighting"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +64,11 @@ class SatClass:
         return kept
 
 
+_VIDEO_SCALING = SatClass(path="cogfast.diffusion.denoiser.VideoScaling")
 _TABLE = {"do_append_zero": False, "flip": True}  # the table that idx points into
+_DENOISER = SatClass(
+    path="cogfast.diffusion.denoiser.DiscreteDenoiser", only={**_TABLE, "quantize_c_noise": False}
+)
 # Either name of the network takes SAT's params.
 NETWORKS = (
     "dit_video_concat.DiffusionTransformer",
@@ -112,27 +114,13 @@ TARGETS: dict[str, SatClass] = {
             path="cogfast.model.transformer.assemble_transformer", arguments=network_arguments
         ),
     ),
-    f"{_DIFFUSION}.denoiser.DiscreteDenoiser": SatClass(
-        path="cogfast.diffusion.denoiser.DiscreteDenoiser", only=_TABLE
+    f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,
+    "cogfast.diffusion.denoiser.DiscreteDenoiser": _DENOISER,
+    f"{_DIFFUSION}.denoiser_scaling.VideoScaling": _VIDEO_SCALING,
+    "cogfast.diffusion.denoiser_scaling.VideoScaling": _VIDEO_SCALING,  # of earlier versions
+    f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization": SatClass(
+        path=f"{_SCHEDULES}.ZeroSNRDDPMDiscretization"
     ),
-    **{
-        f"{_DIFFUSION}.denoiser_scaling.{name}": SatClass(path=f"{_SCALINGS}.{name}")
-        for name in (
-            "VideoScaling",
-            "EpsScaling",
-            "VScaling",
-            "VScalingWithEDMcNoise",
-            "EDMScaling",
-        )
-    },
-    **{
-        f"{_DIFFUSION}.denoiser_weighting.{name}": SatClass(path=f"{_WEIGHTINGS}.{name}")
-        for name in ("UnitWeighting", "EDMWeighting", "VWeighting", "EpsWeighting")
-    },
-    **{
-        f"{_DIFFUSION}.discretizer.{name}": SatClass(path=f"{_SCHEDULES}.{name}")
-        for name in ("ZeroSNRDDPMDiscretization", "LegacyDDPMDiscretization")
-    },
     f"{_DIFFUSION}.sigma_sampling.DiscreteSampling": SatClass(
         path="cogfast.diffusion.timestep_sampling.DiscreteSampling", only=_TABLE
     ),
@@ -159,6 +147,7 @@ TARGETS: dict[str, SatClass] = {
     "vae_modules.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,
     "sgm.models.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
     "sgm.models.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,
+    "cogfast.model.autoencoder.video_autoencoder_from_sat": _AUTOENCODER,
     "sgm.modules.encoders.modules.FrozenT5Embedder": SatClass(
         path="cogfast.model.text_encoder.T5TextEncoder", only={"freeze": True}
     ),
@@ -181,6 +170,14 @@ _USE_KL_VAE = "only the 3D VAE of CogVideoX is read; use vae_modules.autoencoder
 
 REFUSED: dict[str, str] = {
     **{
+        f"{home}.{name}": (
+            "it scales by sigma, and CogVideoX is noised and sampled by sqrt(alpha_bar); use "
+            f"{_DIFFUSION}.denoiser_scaling.VideoScaling"
+        )
+        for home in (f"{_DIFFUSION}.denoiser_scaling", "cogfast.diffusion.denoiser_scaling")
+        for name in ("EpsScaling", "VScaling", "VScalingWithEDMcNoise", "EDMScaling")
+    },
+    **{
         f"{_DIFFUSION}.sampling.{name}": _USE_VIDEO_SAMPLER
         for name in (
             *("EDMSampler", "DDIMSampler", "AncestralSampler", "LinearMultistepSampler"),
@@ -189,9 +186,14 @@ REFUSED: dict[str, str] = {
             *("Image2VideoDDIMSampler", "VideoDDPMSampler"),
         )
     },
-    f"{_DIFFUSION}.discretizer.EDMDiscretization": (
+    **dict.fromkeys(
+        (
+            f"{_DIFFUSION}.discretizer.EDMDiscretization",
+            f"{_DIFFUSION}.discretizer.LegacyDDPMDiscretization",
+            f"{_SCHEDULES}.LegacyDDPMDiscretization",
+        ),
         "its sigmas do not fit the discrete denoiser; use "
-        f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization"
+        f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization",
     ),
     f"{_DIFFUSION}.denoiser.Denoiser": f"use {_DIFFUSION}.denoiser.DiscreteDenoiser",
     f"{_DIFFUSION}.loss.StandardDiffusionLoss": f"use {_DIFFUSION}.loss.VideoDiffusionLoss",

@@ -57,6 +57,9 @@ UNUSED: dict[str, str] = {
     "Rotary3DPositionEmbeddingMixin.time_interpolation": "SAT's rotary table ignores it",
     "LoraMixin.cross_attention": "the network has no cross attention",
     "LoraMixin.layer_num": "the network's own number of layers counts",
+    "DiscreteDenoiser.weighting_config": (
+        "the loss's weight is 1 / (1 - alpha_bar), as in SAT's VideoDiffusionLoss, which ignores it"
+    ),
     "VideoDiffusionLoss.batch2model_keys": "the network gets what it needs",
     **dict.fromkeys([f"{sampler}.device" for sampler in _SAMPLERS], _DECIDED_HERE),
     **dict.fromkeys([f"{sampler}.verbose" for sampler in _SAMPLERS], "progress is always shown"),

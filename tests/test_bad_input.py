@@ -29,8 +29,8 @@ UNKNOWN = {
     "model.loss_fn_config.params.offset_noise=1": (
         "unknown key model.loss_fn_config.params.offset_noise; did you mean offset_noise_level?"
     ),
-    "model.denoiser_config.params.weightng_config.target=x": (
-        "unknown key model.denoiser_config.params.weightng_config; did you mean weighting_config?"
+    "model.denoiser_config.params.scalng_config.target=x": (
+        "unknown key model.denoiser_config.params.scalng_config; did you mean scaling_config?"
     ),
     "model.sampler_config.params.discretization_config.params.shift_scal=1": (
         "unknown key model.sampler_config.params.discretization_config.params.shift_scal; "
@@ -122,11 +122,12 @@ WRONG = {
 
 TARGETS = {
     "model.sampler_config.target=os.system": (
-        "model.sampler_config.target=os.system: targets must be in cogfast, torch or SAT's class "
-        "paths; pass --allow-import os to import it"
+        "model.sampler_config.target=os.system: no sampler; use VPSDEDPMPP2MSampler, "
+        "VPODEDPMPP2MSampler, VideoDDIMSampler of cogfast.diffusion.sampler or torch.nn.Identity; "
+        "classes of your own package need --allow-import os"
     ),
     f"model.sampler_config.target={SAMPLING}.VPSDEDPMPP2Sampler": (
-        f"SAT's class paths; did you mean {SAMPLING}.VPSDEDPMPP2MSampler?"
+        f"VPSDEDPMPP2Sampler: no sampler; did you mean {SAMPLING}.VPSDEDPMPP2MSampler?"
     ),
     f"model.sampler_config.target={SAMPLING}.EulerEDMSampler": (
         "upstream's does not run with a CogVideoX schedule; use "
@@ -138,9 +139,9 @@ TARGETS = {
         "the network is dit_video_concat.DiffusionTransformer; use that"
     ),
     "data.target=cogfast.data.datasets.VideoFoldr": (
-        "cogfast.data.datasets has no VideoFoldr; did you mean VideoFolder?"
+        "VideoFoldr: no data set; did you mean cogfast.data.datasets.VideoFolder?"
     ),
-    "data.target=cogfast.dataset.VideoFolder": "cogfast.dataset.VideoFolder: cogfast has no dataset",
+    "data.target=cogfast.dataset.VideoFolder": "; did you mean cogfast.data.datasets.VideoFolder",
     "data.target=[1]": "data must be a mapping with target and params",
 }
 

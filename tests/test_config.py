@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from cogfast.config import Config, instantiate, load_config, resolve
+from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from cogfast.train.arguments import ModelArguments, TrainArguments
 
 MODELS = (
@@ -198,14 +199,11 @@ def test_unused_keys_are_listed_with_reasons(sat_configs):
 
 
 def test_instantiate_builds_nested_components_first():
-    node = {
-        "target": "torch.nn.Linear",
-        "params": {"in_features": 3, "out_features": 2, "bias": False},
-    }
-    linear = instantiate(node, dtype=torch.float64)
-    assert linear.weight.shape == (2, 3)
-    assert linear.weight.dtype == torch.float64
-    assert linear.bias is None
+    threshold = {"target": "cogfast.diffusion.guidance.StaticThresholding"}
+    node = {"target": "cogfast.diffusion.guidance.VanillaCFG", "params": {"dyn_thresh": threshold}}
+    guider = instantiate(node, scale=3.0)
+    assert (type(guider), guider.scale) == (VanillaCFG, 3.0)
+    assert type(guider.thresholding) is StaticThresholding
     assert isinstance(instantiate({"target": "torch.nn.Identity"}), torch.nn.Identity)
 
 

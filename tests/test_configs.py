@@ -88,7 +88,7 @@ def facts(config: Config) -> dict:
             "latent_input": None,  # true in upstream's 1.5-5B, which its data sets cannot feed
         },
         "levels": denoiser.table.values.tolist(),
-        "denoiser": (type(denoiser.scaling), type(denoiser.weighting)),
+        "denoiser": type(denoiser.scaling),
         "loss": {k: v for k, v in vars(loss).items() if k != "sigma_sampler"},
         "loss levels": loss.sigma_sampler.table.values.tolist(),
         "is stratified": loss.sigma_sampler.uniform_sampling,

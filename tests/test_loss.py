@@ -6,11 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser
-from cogfast.diffusion.denoiser_scaling import EpsScaling, VideoScaling
-from cogfast.diffusion.denoiser_weighting import EpsWeighting, UnitWeighting
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScaling
 from cogfast.diffusion.loss import VideoDiffusionLoss
-from cogfast.diffusion.noise_schedule import LegacyDDPMDiscretization, ZeroSNRDDPMDiscretization
+from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
 from cogfast.slot_random import SlotRandom
 
@@ -26,7 +24,7 @@ def ours(t: torch.Tensor) -> torch.Tensor:
 
 def parts(shift: float = 1.0, **options) -> tuple[VideoDiffusionLoss, DiscreteDenoiser]:
     schedule = ZeroSNRDDPMDiscretization(shift_scale=shift)
-    denoiser = DiscreteDenoiser(VideoScaling(), EpsWeighting(), schedule)
+    denoiser = DiscreteDenoiser(VideoScaling(), schedule)
     return VideoDiffusionLoss(DiscreteSampling(schedule), **options), denoiser
 
 
@@ -218,12 +216,4 @@ def test_all_frames_fixed_is_refused():
     with pytest.raises(
         ValueError, match=r"fixed_frames=2 must be below the clip's 2 latent frames"
     ):
-        loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)
-
-
-def test_scaling_over_sigma_is_refused():
-    loss, _ = parts()
-    denoiser = DiscreteDenoiser(EpsScaling(), UnitWeighting(), LegacyDDPMDiscretization())
-    x0, noise = draws()
-    with pytest.raises(ValueError, match=r"EpsScaling: VideoDiffusionLoss .* use VideoScaling"):
         loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)

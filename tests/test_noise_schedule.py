@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from cogfast.diffusion.noise_schedule import (
     DeviceTable,
-    LegacyDDPMDiscretization,
     ZeroSNRDDPMDiscretization,
     spaced_timesteps,
 )
@@ -64,11 +63,6 @@ def test_tables_are_float64_arithmetic_rounded_once(tables, shift, num_steps):
     root = tables[f"shift{shift}.alphas_cumprod_f64"][timesteps] ** 0.5
     exact = (root - root[-1]) * root[0] / (root[0] - root[-1])
     torch.testing.assert_close(alpha_sqrt.double(), exact, rtol=0, atol=3.1e-8)
-
-
-def test_legacy_table_equals_upstream(tables):
-    table = LegacyDDPMDiscretization().table().flip(0)
-    torch.testing.assert_close(table, tables["legacy.n1000"], rtol=1e-6, atol=0)
 
 
 def test_table_equals_diffusers_scheduler():

@@ -141,9 +141,6 @@ REFUSED = {
     "args.load=": "args.load= does not exist",
     "args.split=": "args.split='' must be shares for training, validation, test: 9,1,0",
     "args.split=0,1": "args.split='0,1' must be shares for training",
-    "model.sampler_config.params.discretization_config={target: torch.nn.Identity, params: null}": (
-        "model.sampler_config: 'Identity' object has no attribute"
-    ),
     "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "need a text enc",
     "args.eval_iters=0": "command line: args.eval_iters=0 must be 1 or more",
     "args.keep_last=-1": "command line: args.keep_last=-1 must be 0 or more",
@@ -267,7 +264,7 @@ def test_the_size_that_is_named_fits(config, model, size, fix):
 def test_latents_in_the_batch_need_no_frozen_weights(config):
     """A data set of the user's own may bring latents, so files of the encoders may be missing."""
     words = ["data={target: torch.utils.data.TensorDataset, params: null}"]
-    with pytest.raises(ValueError, match="torch.utils.data.TensorDataset: it must take"):
+    with pytest.raises(ValueError, match="torch.utils.data.TensorDataset: no data set; use Video"):
         config("cogvideox_2b", *words)
 
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser
-from cogfast.diffusion.denoiser_scaling import EpsScaling, VideoScaling
-from cogfast.diffusion.denoiser_weighting import EpsWeighting, UnitWeighting
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScaling
 from cogfast.diffusion.guidance import DynamicCFG, IdentityGuider, VanillaCFG
-from cogfast.diffusion.noise_schedule import LegacyDDPMDiscretization, ZeroSNRDDPMDiscretization
+from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.diffusion.sampler import (
     VideoDDIMSampler,
     VPODEDPMPP2MSampler,
@@ -28,7 +26,7 @@ def ours(t: torch.Tensor) -> torch.Tensor:
 
 
 def video_denoiser() -> DiscreteDenoiser:
-    return DiscreteDenoiser(VideoScaling(), EpsWeighting(), SCHEDULE)
+    return DiscreteDenoiser(VideoScaling(), SCHEDULE)
 
 
 def golden_network(x, timesteps, text, image_latents=None, ofs=None):
@@ -225,6 +223,3 @@ def test_bad_options():
         VideoDDIMSampler(SCHEDULE, 10, fixed_frames=-1)
     with pytest.raises(ValueError, match=r"num_steps=0 must be from 1 to 1000"):
         VideoDDIMSampler(SCHEDULE, 0)
-    denoiser = DiscreteDenoiser(EpsScaling(), UnitWeighting(), LegacyDDPMDiscretization())
-    with pytest.raises(ValueError, match=r"EpsScaling: VideoDDIMSampler .* use VideoScaling"):
-        VideoDDIMSampler(SCHEDULE, 2)(denoiser, golden_network, torch.randn(1, 1, 1, 2, 2), TEXT)

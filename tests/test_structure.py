@@ -20,7 +20,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOU
 GROUND = ("shapes", "slot_random", "files", "kernels", "value_check", "json_files")
 MIDDLE = ("model", "diffusion", "data")
 FACTORY = (
-    *("component_factory", "config", "config_check", "deepspeed_keys"),
+    *("component_factory", "component_places", "config", "config_check", "deepspeed_keys"),
     *("sat_names", "sat_network", "sat_unused"),
 )
 ENTRY = ("__main__", "command_line", "convert_words")

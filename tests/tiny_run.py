@@ -104,7 +104,6 @@ def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict
             "target": f"{diffusion}.denoiser.DiscreteDenoiser",
             "params": {
                 "num_idx": 1000,
-                "weighting_config": {"target": f"{diffusion}.denoiser_weighting.EpsWeighting"},
                 "scaling_config": {"target": f"{diffusion}.denoiser_scaling.VideoScaling"},
                 "discretization_config": schedule(),
             },

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cogfast.diffusion.denoiser_scaling import Coefficients, VideoScaling
 from cogfast.diffusion.noise_schedule import DeviceTable
 
 
@@ -52,35 +50,33 @@ def broadcast_over(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
+class VideoScaling:
+    """v prediction: the network predicts v = alpha_sqrt * noise - sqrt(1 - alpha_sqrt^2) * x0.
+
+    SAT's other scalings are over sigma = noise / signal; no CogVideoX is trained or sampled with one.
+    """
+
+    def __call__(self, alpha_sqrt: Tensor) -> tuple[Tensor, Tensor]:
+        """c_skip [B] and c_out [B] at alpha_sqrt [B]."""
+        return alpha_sqrt, -((1 - alpha_sqrt**2) ** 0.5)
+
+
 class DiscreteDenoiser:
     """denoised = c_skip * noised + c_out * network(noised), at the noise levels of a table.
 
-    A level between two entries is moved to the nearest one. quantize_c_noise does the same to
-    what the network is told as timestep: for the scalings whose c_noise is a sigma.
+    A level between two entries is moved to the nearest one.
     """
 
     def __init__(
-        self,
-        scaling: Callable[[Tensor, Tensor], Coefficients],
-        weighting: Callable[[Tensor], Tensor],
-        discretization: Schedule,
-        num_idx: int = 1000,
-        quantize_c_noise: bool = False,
+        self, scaling: VideoScaling, discretization: Schedule, num_idx: int = 1000
     ) -> None:
         if num_idx != discretization.num_timesteps:
             raise ValueError(
                 f"denoiser_config num_idx={num_idx} must be the discretization's "
                 f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
             )
-        if quantize_c_noise and isinstance(scaling, VideoScaling):
-            raise ValueError(
-                "denoiser_config quantize_c_noise=true looks a timestep up in a table of noise "
-                "levels, so the network would always see the same one; use false with VideoScaling"
-            )
         self.scaling = scaling
-        self.weighting = weighting
         self.table = DeviceTable(discretization.table())
-        self.quantize_c_noise = quantize_c_noise
 
     def denoise(
         self,
@@ -98,28 +94,14 @@ class DiscreteDenoiser:
         """
         assert noised.dtype == torch.float32, f"{noised.dtype=}: noise is added in float32"
         nearest = self.table.nearest(alpha_sqrt)
-        level = self.table.on(noised.device)[nearest]
-        c = self.scaling(level, nearest if idx is None else idx)
-        c_noise = self.table.nearest(c.c_noise) if self.quantize_c_noise else c.c_noise
-        network_input = noised if c.c_in is None else noised * broadcast_over(c.c_in, noised)
+        c_skip, c_out = self.scaling(self.table.on(noised.device)[nearest])
         output = network(
-            network_input,
-            c_noise,
+            noised,
+            nearest if idx is None else idx,
             conditioning.text,
             image_latents=conditioning.image_latents,
             ofs=conditioning.ofs,
         )
-        c_skip, c_out = broadcast_over(c.c_skip, noised), broadcast_over(c.c_out, noised)
-        return output.float() * c_out + noised * c_skip
-
-    def weight(self, level: Tensor) -> Tensor:
-        """The weighting's loss weight [B] at noise levels [B]."""
-        return self.weighting(level)
-
-    def require_video_scaling(self, user: str) -> None:
-        """Refuse a scaling over sigma where `user` noises with alpha_sqrt."""
-        if not isinstance(self.scaling, VideoScaling):
-            raise ValueError(
-                f"denoiser_config scaling_config={type(self.scaling).__name__}: {user} noises "
-                "latents with sqrt(alpha_bar); use VideoScaling"
-            )
+        return output.float() * broadcast_over(c_out, noised) + noised * broadcast_over(
+            c_skip, noised
+        )

@@ -83,7 +83,6 @@ class VideoDiffusionLoss:
 
         offset_noise: [B] normal numbers, needed where offset_noise_level is above 0.
         """
-        denoiser.require_video_scaling("VideoDiffusionLoss")
         x0 = latents.float()
         alpha_sqrt = self.sigma_sampler.alpha_sqrt(idx)
         if self.offset_noise_level > 0:

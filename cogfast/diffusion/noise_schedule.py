@@ -86,23 +86,6 @@ class ZeroSNRDDPMDiscretization:
         return alpha_sqrt.float()
 
 
-class LegacyDDPMDiscretization:
-    """Noise-to-signal ratios sqrt((1 - alpha_bar) / alpha_bar) of the scaled-linear schedule.
-
-    This is the sigma that EpsScaling, VScaling and their like take; the video classes do not.
-    """
-
-    def __init__(
-        self, linear_start: float = 0.00085, linear_end: float = 0.0120, num_timesteps: int = 1000
-    ) -> None:
-        self.num_timesteps = num_timesteps
-        self.alphas_cumprod = _scaled_linear(linear_start, linear_end, num_timesteps)
-
-    def table(self) -> Tensor:
-        """sigma [num_timesteps] float32 by timestep: clean (0.03) first, 14.6 last."""
-        return ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().float()
-
-
 def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
     """num_steps timesteps [num_steps] int64, rising, the last of them num_timesteps - 1.
 

@@ -88,7 +88,6 @@ class VideoDDIMSampler:
         generator: where a sampler that adds noise takes it from, a torch.Generator on x's device
         or a function of a tensor to be matched.
         """
-        denoiser.require_video_scaling(type(self).__name__)
         x = x.float()
         noise_like = _noise_source(generator)
         given = self.guider.inputs(conditioning, unconditional)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from omegaconf import OmegaConf
@@ -39,12 +39,16 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
 
 
 def build_optimizer(
-    section: Mapping, groups: list[dict], kernels: KernelChoice = "triton"
+    section: Mapping,
+    groups: list[dict],
+    kernels: KernelChoice = "triton",
+    allow_import: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer of `deepspeed.optimizer` {type, params} over parameter groups.
 
     type: SAT's or our FusedEmaAdam; DeepSpeed's "Adam" (which decouples its weight decay unless
-    adam_w_mode is false) and "AdamW"; or torch.optim.X with that class's own arguments.
+    adam_w_mode is false) and "AdamW"; or torch.optim.X with that class's own arguments, or a class
+    of a package in allow_import.
     kernels: which of its own FusedEmaAdam takes on a GPU.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
@@ -60,7 +64,7 @@ def build_optimizer(
             params.pop(key, None)
         params.setdefault("fused", True)  # one pass, and it can skip a step on the device
         kind = "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"
-    optimizer = instantiate({"target": kind, "params": params}, params=groups)
+    optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
     return optimizer

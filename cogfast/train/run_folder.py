@@ -33,7 +33,7 @@ _DECISIVE = (
 _FREE = (
     *("*_path", "*_dir", "*_folder", "model.sampler_config.*"),
     *("*.checkpoint_activations", "model.en_and_decode_n_samples_a_time"),
-    "data.params.keep_decoded_mib",
+    *("data.params.keep_decoded_mib", "model.denoiser_config.params.weighting_config.*"),
 )
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 

@@ -93,6 +93,7 @@ class Trainer:
             config.deepspeed.get("optimizer") or {},
             parameter_groups(transformer, args.weight_decay),
             args.kernels,
+            config.allow_import,
         )
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)

@@ -27,7 +27,10 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
     try_diffusion(config)
     weight = nn.Parameter(torch.zeros(1, 1))
     section = config.deepspeed.get("optimizer") or {}
-    _try(config, "deepspeed.optimizer", partial(build_optimizer, section, [{"params": [weight]}]))
+    optimizer = partial(
+        build_optimizer, section, [{"params": [weight]}], allow_import=config.allow_import
+    )
+    _try(config, "deepspeed.optimizer", optimizer)
     _try(config, "args.lr_schedule", partial(_learning_rate, args))
 
 
