@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cogfast.kernels.launch import CompileCase
+    from cogfast.kernels.argument_checks import CompileCase
 
 KERNELS = Path(__file__).resolve().parents[1] / "cogfast" / "kernels"
 # Files that may have kernels; a file without compile_cases() of its own has none.
-FILES = {path.stem: f"cogfast.kernels.{path.stem}" for path in sorted(KERNELS.glob("[!_]*.py"))}
+NAMES = [
+    ".".join(path.relative_to(KERNELS).with_suffix("").parts)
+    for path in sorted(KERNELS.rglob("[!_]*.py"))
+]
+FILES = {name: f"cogfast.kernels.{name}" for name in NAMES}
 ARCHES = (90, 80, 100)
 _NUM_PROCESSES = 2
 _LIMITED_ARCH = 90  # the limits beside the kernels are written for it

@@ -18,15 +18,15 @@ from cogfast.kernels.adaptive_layernorm import (
     launch_forward,
     residual_adaptive_layernorm,
 )
-from cogfast.kernels.adaptive_layernorm_backward import (
+from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
+from cogfast.kernels.argument_checks import HAS_TRITON
+from cogfast.kernels.gpu.adaptive_layernorm_backward import (
     Backward,
     BackwardLaunch,
     backward_op,
     launch_backward,
     split_programs,
 )
-from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
-from cogfast.kernels.launch import HAS_TRITON
 
 EPS = 1e-5
 NAMES = ("hidden", "branch", "branch_bias", "gate", "weight", "bias", "shift", "scale")

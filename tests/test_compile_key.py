@@ -11,7 +11,7 @@ import torch._dynamo
 from safetensors.torch import load_file
 
 from cogfast.config import load_config
-from cogfast.kernels import launch
+from cogfast.kernels import argument_checks as launch
 from cogfast.train import compilers
 from cogfast.train.preflight import check_sample, check_train
 from cogfast.train.trainer import Trainer

@@ -17,7 +17,7 @@ from tests.tiny_run import ROOT
 TOY = '''
 from dataclasses import replace
 
-from cogfast.kernels.launch import CompileCase, jit, tl
+from cogfast.kernels.argument_checks import CompileCase, jit, tl
 
 
 @jit

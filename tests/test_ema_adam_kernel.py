@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels import ema_adam_kernel, fused_ema_adam
-from cogfast.kernels.ema_adam_kernel import (
+from cogfast.kernels import fused_ema_adam
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
+from cogfast.kernels.gpu.fused_ema_adam import (
     BLOCK,
     AdamStreams,
     TensorTable,
     blocks_of,
     launch_ema_adam,
 )
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use_num_updates": True}

@@ -12,8 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from cogfast.kernels.adaptive_layernorm import launch_forward, layernorm
-from cogfast.kernels.adaptive_layernorm_backward import Backward, launch_backward
-from cogfast.kernels.launch import HAS_TRITON
+from cogfast.kernels.argument_checks import HAS_TRITON
+from cogfast.kernels.gpu.adaptive_layernorm_backward import Backward, launch_backward
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import TokenGrid
 from tests.tiny_transformers import tiny

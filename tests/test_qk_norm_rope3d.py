@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.qk_norm_rope3d import (
-    EPS,
-    Rotation,
-    qk_norm_rope3d,
-    qk_norm_rope3d_reference,
-)
-from cogfast.kernels.qk_norm_rope3d_launch import (
+from cogfast.kernels.gpu.qk_norm_rope3d_launch import (
     BACKWARD_CANDIDATES,
     BACKWARD_LAUNCH,
     FORWARD_CANDIDATES,
@@ -24,6 +18,12 @@ from cogfast.kernels.qk_norm_rope3d_launch import (
     QkLaunch,
     launch_backward,
     launch_forward,
+)
+from cogfast.kernels.qk_norm_rope3d import (
+    EPS,
+    Rotation,
+    qk_norm_rope3d,
+    qk_norm_rope3d_reference,
 )
 from cogfast.model.positions import RotaryPositions
 from cogfast.shapes import TokenGrid

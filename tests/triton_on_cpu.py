@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-from cogfast.kernels import adaptive_layernorm, adaptive_layernorm_backward, gelu, qk_norm_rope3d
+from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.gpu import adaptive_layernorm_backward
 from cogfast.kernels.qk_norm_rope3d import Rotation
 
 OPS = (

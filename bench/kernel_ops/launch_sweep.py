@@ -29,14 +29,9 @@ from bench.kernel_ops.op_cases import (
     Op,
 )
 from bench.kernel_ops.optimizer_ops import sweep_bench
-from cogfast.kernels import (
-    adaptive_layernorm,
-    adaptive_layernorm_backward,
-    ema_adam_kernel,
-    gelu,
-    qk_norm_rope3d,
-    qk_norm_rope3d_launch,
-)
+from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
+from cogfast.kernels.gpu import adaptive_layernorm_backward, qk_norm_rope3d_launch
+from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
 
 _LEAST_SECONDS = 15  # what the candidates of one op at one shape may take
 Swap = tuple[ModuleType, str, object]  # module, a name in it, and what it stands for meanwhile

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.kernels.adaptive_layernorm_backward import backward_op, shared_strides
 from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
-from cogfast.kernels.launch import CompileCase, check_tensor, jit, refuse, tl, triton
+from cogfast.kernels.argument_checks import CompileCase, check_tensor, jit, refuse, tl, triton
+from cogfast.kernels.gpu.adaptive_layernorm_backward import backward_op, shared_strides
 
 NUM_WARPS_CANDIDATES = {1920: (2, 4, 8), 3072: (4, 8, 16)}  # worth timing on a GPU
 

@@ -27,6 +27,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from cogfast.kernels.argument_checks import check_tensor, refuse
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     Gradients,
@@ -35,7 +36,6 @@ from cogfast.kernels.attention_backends import (
     is_deterministic,
     why_not,
 )
-from cogfast.kernels.launch import check_tensor, refuse
 from cogfast.kernels.plain_attention import lse_dtype, plain_scores
 
 _OP = "flash_attention"

@@ -28,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cogfast.kernels.ema_adam_kernel import AdamStreams, TensorTable, launch_ema_adam
-from cogfast.kernels.launch import GPU_DTYPES, HAS_TRITON, check_tensor, refuse
+from cogfast.kernels.argument_checks import GPU_DTYPES, HAS_TRITON, check_tensor, refuse
+from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable, launch_ema_adam
 
 # Elements that a CPU works on at a time: p, g, m, v and shadow of it (5 MB) stay in its caches
 # between Adam's pass and the EMA's. Smaller chunks cost more in launches on two threads.

@@ -22,7 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.kernels.launch import CompileCase, check_tensor, jit, num_multiprocessors, tl, triton
+from cogfast.kernels.argument_checks import (
+    CompileCase,
+    check_tensor,
+    jit,
+    num_multiprocessors,
+    tl,
+    triton,
+)
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.kernels.launch import check_tensor, refuse
-from cogfast.kernels.qk_norm_rope3d_launch import launch_backward, launch_forward
+from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.gpu.qk_norm_rope3d_launch import launch_backward, launch_forward
 
 EPS = 1e-6  # of the head norms, in every member of the family
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm

@@ -14,7 +14,7 @@ Machine code (sm_90, bf16) of the loop, instructions per 4 KB that a warp moves,
 without the affine sums; without rotation 334 and 343.
 """
 
-from cogfast.kernels.launch import jit, tl
+from cogfast.kernels.argument_checks import jit, tl
 
 
 @jit

@@ -10,7 +10,7 @@ steps of four independent loads.
 
 from torch import Tensor
 
-from cogfast.kernels.launch import CompileCase, jit, tl, triton
+from cogfast.kernels.argument_checks import CompileCase, jit, tl, triton
 
 _ROWS, _COLUMNS, _NUM_WARPS = 128, 16, 8
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cogfast.kernels.launch import CompileCase, num_multiprocessors, triton
-from cogfast.kernels.qk_norm_rope3d_kernels import (
+from cogfast.kernels.argument_checks import CompileCase, num_multiprocessors, triton
+from cogfast.kernels.gpu.qk_norm_rope3d import (
     qk_norm_rope3d_bwd_kernel,
     qk_norm_rope3d_fwd_kernel,
 )

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm_cpu import backward_cpu
-from cogfast.kernels.adaptive_layernorm_sums import launch_sums
-from cogfast.kernels.launch import (
+from cogfast.kernels.argument_checks import (
     CompileCase,
     jit,
     num_multiprocessors,
@@ -49,6 +48,7 @@ from cogfast.kernels.launch import (
     tl,
     triton,
 )
+from cogfast.kernels.gpu.adaptive_layernorm_sums import launch_sums
 
 # 16 warps leave 128 registers a thread for the sums and a row; what rows wait in for their turn.
 _WARPS_PER_MULTIPROCESSOR, _SHARED_BYTES_PER_MULTIPROCESSOR = 16, 128 * 1024

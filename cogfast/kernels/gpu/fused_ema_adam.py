@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cogfast.kernels.launch import CompileCase, jit, tl, triton
+from cogfast.kernels.argument_checks import CompileCase, jit, tl, triton
 
 BLOCK = 1024
 _NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
