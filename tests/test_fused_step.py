@@ -10,6 +10,7 @@ reads weights without waiting reads old ones.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import time
@@ -72,6 +73,11 @@ CASES = [
 EVENTFUL = [
     Case(stage, dtype, 0.05, accumulation)
     for stage, dtype, accumulation in ((2, "bf16", 3), (2, "fp32", 1), (1, "bf16", 1))
+]
+# Sums of many micro-batches: what float32 sums are worth.
+LONG_SUMS = [
+    *(Case(accumulation=n, data_types={"grad_accum_dtype": "fp32"}) for n in (8, 32)),
+    Case(accumulation=32),
 ]
 EVALUATED_AT, SAVED_AT = (2, 4, BAD_STEP), 7
 
@@ -145,12 +151,17 @@ def make(case: Case, use_stock_step: bool) -> ZeroEngine:
     return ZeroEngine(network, optimizer, config, mpu, use_stock_step)
 
 
-def micro_batch(engine: ZeroEngine, step: int, i: int, is_bad: bool = False) -> Tensor:
-    """Run one micro-batch of a step, backward included."""
+def micro_batch_input(step: int, i: int) -> Tensor:
+    """This rank's, [2, 13]."""
     rank = torch.distributed.get_rank()
     random = torch.Generator().manual_seed(1000 * step + 10 * i + rank)
-    x = torch.randn(2, 13, generator=random)
-    if is_bad and rank == 0:
+    return torch.randn(2, 13, generator=random)
+
+
+def micro_batch(engine: ZeroEngine, step: int, i: int, is_bad: bool = False) -> Tensor:
+    """Run one micro-batch of a step, backward included."""
+    x = micro_batch_input(step, i)
+    if is_bad and torch.distributed.get_rank() == 0:
         x[0, 0] = torch.inf
     dtype = next(engine.transformer.parameters()).dtype
     loss = 10 * engine(x.to(dtype)).float().square().mean()
@@ -250,6 +261,40 @@ def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -
     return found | {f"saved {k}": v for k, v in saved.items()} | snapshot(engine)
 
 
+def accumulated_gradient(case: Case) -> tuple[Tensor, Tensor]:
+    """What one optimizer step is given of this rank's partition, and the float64 sum of the same
+    bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does."""
+    engine = make(case, use_stock_step=False)
+    parameters = {n: p for n, p in engine.transformer.named_parameters() if n != "unused"}
+    exact = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in parameters.items()}
+    twin = copy.deepcopy(engine.transformer)
+    twin._forward_pre_hooks.clear()  # those of DeepSpeed
+    for i in range(case.accumulation):
+        x = micro_batch_input(0, i).bfloat16()
+        loss = 10 * twin(x).float().square().mean() / case.accumulation
+        gradients = torch.autograd.grad(loss, [twin.get_parameter(n) for n in parameters])
+        for name, gradient in zip(parameters, gradients, strict=True):
+            gradient = gradient / dist.get_world_size()
+            dist.all_reduce(gradient)
+            exact[name] += gradient.double()
+    seen: list[Tensor] = []
+    update = FusedEmaAdam.step
+    FusedEmaAdam.step = lambda optimizer: (
+        seen.extend(p.grad.double() for p in engine.parts),
+        update(optimizer),
+    )
+    try:
+        for i in range(case.accumulation):
+            micro_batch(engine, 0, i)
+            engine.step(1e-2)
+    finally:
+        FusedEmaAdam.step = update
+    mine = [s for s in engine.slices if s.parameter in exact]
+    got = [seen[s.part].narrow(0, s.offset, s.numel) for s in mine]
+    want = [exact[s.parameter].flatten().narrow(0, s.start, s.numel) for s in mine]
+    return torch.cat(got), torch.cat(want)
+
+
 def order_of_events(use_stock_step: bool) -> list[str]:
     """Of the second step and what follows it: work of the host, and a forward pass."""
     engine = make(Case(), use_stock_step)
@@ -285,6 +330,7 @@ def run_cases(out: Path) -> None:
             found[key] = eventful_run(case, waits, groups, folder)
         found["order"] = {stock: order_of_events(stock) for stock in (False, True)}
     found |= {(c.name, stock): trajectory(c, stock) for c in cases for stock in (False, True)}
+    found |= {("sum", case.name): accumulated_gradient(case) for case in LONG_SUMS}
     torch.save(found, out / f"{groups.rank}-of-{groups.world_size}.pt")
     groups.close()
 
@@ -343,6 +389,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     assert before["updates 0"] == BAD_STEP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG_SUMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_many_micro_batches_add_up_in_float32(
+    runs: dict, case: Case, place: tuple[int, int]
+) -> None:
+    got, want = runs[place]["sum", case.name]
+    error = ((got - want).norm() / want.norm()).item()
+    if case.data_types:
+        assert error < 1e-6
+    else:  # in bf16; else the case above would hold without float32
+        assert error > 1e-3
 
 
 @pytest.mark.slow

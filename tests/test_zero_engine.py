@@ -13,9 +13,11 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.data.batches import to_device
 from cogfast.slot_random import SlotRandom
+from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.trainer import Trainer
+from cogfast.train.zero_engine import deepspeed_config
 from tests.tiny_run import losses, run_folder, write_clips, write_config
 
 MICRO, ACCUMULATION = (
@@ -43,6 +45,31 @@ def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int)
         trainer.train()
         found.append(losses(run_folder(tmp_path / name / "runs")))
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((f"{ACCUMULATION}=5",), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: null}"), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: bf16}"), "bf16"),
+        ((f"{ACCUMULATION}=4",), None),
+        ((f"{ACCUMULATION}=5", f"{STAGE}=1"), None),  # DeepSpeed has another optimizer for it
+        ((f"{ACCUMULATION}=5", "deepspeed.bf16.enabled=false"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_long_sums_of_bf16_gradients_are_in_float32(
+    tmp_path: Path, data: Path, words: tuple[str, ...], dtype: str | None, caplog
+) -> None:
+    base = write_config(tmp_path / "base.yaml", data)
+    words = ("deepspeed.bf16={enabled: true}", *words)
+    config = load_config([base], words, allow_import=["tests"])
+    with caplog.at_level("INFO", logger="cogfast"):
+        section = deepspeed_config(config, TrainArguments.from_config(config))
+    found = section.get("data_types") or {}
+    assert found.get("grad_accum_dtype") == dtype
+    assert ("added up in float32" in caplog.text) == (dtype == "fp32")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

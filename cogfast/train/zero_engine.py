@@ -27,6 +27,8 @@ from cogfast.train.fused_step import FusedStep, WeightGather, own_weights, why_s
 logger = logging.getLogger(__name__)
 
 _NEVER = 2**31
+# Micro-batches per step up to which bf16 sums of their gradients do: 4e-3 off at 32 of them.
+_MOST_BF16_SUMMANDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,17 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     if args.bf16 and zero["stage"] < 3:
         # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
         section["bf16"]["check_grad_overflow"] = False
+    data_types = section.get("data_types") or {}
+    is_long_sum = args.gradient_accumulation_steps > _MOST_BF16_SUMMANDS
+    is_unset = data_types.get("grad_accum_dtype") is None
+    if args.bf16 and zero["stage"] == 2 and is_long_sum and is_unset:
+        section["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}
+        logger.info(
+            "the gradients of %d micro-batches are added up in float32, which takes up to 2 bytes "
+            "more per trained parameter, divided by the data-parallel ranks "
+            "(deepspeed.data_types.grad_accum_dtype: bf16 keeps them in bf16)",
+            args.gradient_accumulation_steps,
+        )
     return section
 
 
