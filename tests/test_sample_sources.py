@@ -161,8 +161,8 @@ LATENTS = (
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """A schedule of few steps is stretched with its own first entry in SAT, 5e-4 off diffusers'."""
-    assert (found - expected).norm() < 3e-3 * expected.norm()
+    """The pipeline's own timesteps: two implementations of one float32 model remain."""
+    assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize(("family", "num_frames"), [("2b", 9), ("5b", 9), ("1.5_5b", 17)])
@@ -233,6 +233,7 @@ def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) ->
     sample(tmp_path / "theirs", parts, *LATENTS)
     expected = latents(tmp_path / "theirs")
     sampler = "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler"
+    words = (*words, "model.sampler_config.params.timestep_spacing=trailing")
     sample(tmp_path / "found", tmp_path / kind, *words, sampler)
     assert torch.equal(latents(tmp_path / "found"), expected)
     if kind == "sat":  # a folder of averages beside it

@@ -204,7 +204,11 @@ def test_sdedit_noises_the_fixed_frames_to_the_level_of_each_step():
 def test_with_num_steps_changes_the_guiders_ramp_as_well():
     sampler = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 50), fixed_frames=1, sdedit=True)
     ten = sampler.with_num_steps(10)
-    assert type(ten) is VPSDEDPMPP2MSampler and ten.timesteps[0] == 999 and len(ten.timesteps) == 10
+    assert (
+        type(ten) is VPSDEDPMPP2MSampler
+        and ten.steps.timesteps[0] == 999
+        and len(ten.steps.timesteps) == 10
+    )
     assert ten.guider.num_steps == 10 and sampler.guider.num_steps == 50
     assert (ten.fixed_frames, ten.sdedit) == (1, True)
     other = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 30)).with_num_steps(10)
@@ -223,3 +227,66 @@ def test_bad_options():
         VideoDDIMSampler(SCHEDULE, 10, fixed_frames=-1)
     with pytest.raises(ValueError, match=r"num_steps=0 must be from 1 to 1000"):
         VideoDDIMSampler(SCHEDULE, 0)
+
+
+SPACINGS = [
+    *((n, {"timestep_spacing": "trailing"}) for n in (50, 30, 7)),
+    *((n, {"timestep_spacing": "leading"}) for n in (50, 7)),
+    (30, {"timestep_spacing": "leading", "steps_offset": 5, "set_alpha_to_one": False}),
+    (10, {"timestep_spacing": "trailing", "set_alpha_to_one": False}),
+    *((n, {"timestep_spacing": "linspace"}) for n in (50, 7, 1)),
+]
+
+
+@pytest.mark.parametrize(("num_steps", "spacing"), SPACINGS, ids=str)
+@pytest.mark.parametrize("kind", ["DDIM", "DPM"])
+def test_a_pipelines_timesteps_give_diffusers_latents(kind, num_steps, spacing, monkeypatch):
+    """The loop of CogVideoXPipeline.__call__ around diffusers' schedulers, with the same noise."""
+    from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
+    from diffusers.schedulers import scheduling_dpm_cogvideox as dpm
+
+    scheduler = {"DDIM": CogVideoXDDIMScheduler, "DPM": CogVideoXDPMScheduler}[kind](
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=3.0,
+        **spacing,
+    )
+    scheduler.set_timesteps(num_steps)
+    shape = (1, 2, 3, 4, 4)
+    random = torch.Generator().manual_seed(0)
+    start, *noises = torch.randn(1 + 2 * num_steps, *shape, generator=random)
+    theirs, mine = iter(noises), iter(noises)
+    monkeypatch.setattr(dpm, "randn_tensor", lambda *_, **__: next(theirs))
+    x, old, timesteps = start, None, scheduler.timesteps
+    for i, t in enumerate(timesteps):
+        v = golden_network(x, t[None], torch.zeros(1, 2, 3))
+        if kind == "DDIM":
+            x = scheduler.step(v, t, x, eta=0.0, return_dict=False)[0]
+        else:
+            back = timesteps[i - 1] if i > 0 else None
+            x, old = scheduler.step(v, old, t, back, x, return_dict=False)
+
+    sampler = {"DDIM": VideoDDIMSampler, "DPM": VPSDEDPMPP2MSampler}[kind]
+    sampler = sampler(SCHEDULE, 3, **spacing).with_num_steps(num_steps)
+    found = sampler(video_denoiser(), golden_network, start, TEXT, None, lambda _: next(mine))
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-5)
+
+
+def test_timesteps_are_diffusers_at_every_number_of_steps():
+    from diffusers import CogVideoXDDIMScheduler
+
+    for spacing in ("trailing", "leading", "linspace"):
+        scheduler = CogVideoXDDIMScheduler(timestep_spacing=spacing)
+        for num_steps in range(1, 1001):
+            scheduler.set_timesteps(num_steps)
+            found = SCHEDULE.steps_of_diffusers(num_steps, spacing).timesteps
+            # at 61 and some other counts diffusers has one more, -1, by a rounding error
+            wanted = scheduler.timesteps[:num_steps].tolist()
+            assert found == wanted and len(found) == num_steps, f"{spacing} {num_steps}"
+
+
+def test_options_of_a_spacing_that_does_not_take_them_are_refused():
+    with pytest.raises(ValueError, match="timestep_spacing=sat has no such options"):
+        VideoDDIMSampler(SCHEDULE, 10, steps_offset=1)
+    with pytest.raises(ValueError, match="steps_offset=100 with num_steps=50"):
+        VideoDDIMSampler(SCHEDULE, 50, timestep_spacing="leading", steps_offset=100)

@@ -9,8 +9,26 @@ timestep keeps exactly no signal.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 import torch
 from torch import Tensor
+
+# sat: SAT's table of num_steps entries. Others: diffusers' spacings of the whole table.
+TimestepSpacing = Literal["sat", "trailing", "leading", "linspace"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSteps:
+    """What a sampler goes through, noisy first: the timestep that the network is given at each step,
+    alpha_sqrt before and after it, and whether the schedule ends with it."""
+
+    timesteps: list[int]
+    alpha_sqrt: list[float]
+    next_alpha_sqrt: list[float]
+    is_end: list[bool]
 
 
 class DeviceTable:
@@ -72,6 +90,50 @@ class ZeroSNRDDPMDiscretization:
         """
         timesteps = spaced_timesteps(num_steps, self.num_timesteps)
         return self._stretched(self.alphas_cumprod[timesteps]), timesteps
+
+    def steps_of_sat(self, num_steps: int) -> SamplingSteps:
+        """Those of `sampling_steps`; after the last one only signal is left."""
+        levels, timesteps = self.sampling_steps(num_steps)
+        alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
+        is_end = [False] * (num_steps - 1) + [True]
+        return SamplingSteps(timesteps.flip(0).tolist(), alpha_sqrt, [*alpha_sqrt[1:], 1.0], is_end)
+
+    def steps_of_diffusers(
+        self,
+        num_steps: int,
+        spacing: Literal["trailing", "leading", "linspace"],
+        set_alpha_to_one: bool = True,
+        steps_offset: int = 0,
+    ) -> SamplingSteps:
+        """Those of diffusers' CogVideoX schedulers, whose arguments have these names.
+
+        The level after a step is num_timesteps // num_steps entries on, which is not always that of
+        the next timestep. set_alpha_to_one false: the schedule ends at entry 0 instead of at 1.
+        """
+        count, table = self.num_timesteps, self.table().tolist()  # sync: none, a CPU table
+        if not 1 <= num_steps <= count:
+            raise ValueError(f"num_steps={num_steps} must be from 1 to {count}; use 50")
+        if spacing == "linspace":
+            falling = np.linspace(0, count - 1, num_steps).round()[::-1]
+        elif spacing == "leading":
+            falling = np.arange(num_steps)[::-1] * (count // num_steps) + steps_offset
+        else:
+            # at 61 and some other counts diffusers has one more, -1, by a rounding error
+            falling = np.arange(count, 0, -count / num_steps)[:num_steps].round() - 1
+        timesteps = falling.astype(int).tolist()
+        if not 0 <= timesteps[-1] <= timesteps[0] < count:
+            raise ValueError(
+                f"steps_offset={steps_offset} with num_steps={num_steps}: timesteps go from "
+                f"{timesteps[-1]} to {timesteps[0]}, which must be 0 to {count - 1}; use 0"
+            )
+        following = [t - count // num_steps for t in timesteps]
+        end = 1.0 if set_alpha_to_one else table[0]
+        return SamplingSteps(
+            timesteps,
+            [table[t] for t in timesteps],
+            [table[t] if t >= 0 else end for t in following],
+            [t < 0 for t in following],
+        )
 
     def _stretched(self, alphas_cumprod: Tensor) -> Tensor:
         """alpha_sqrt float32 of alpha_bar float64, its first entry kept and its last moved to 0.

@@ -6,7 +6,7 @@ latents and lambda = log(a / sqrt(1 - a^2)), h = lambda_next - lambda:
     VPODE-DPM++(2M)    x <- q x + b (1 - e^-h) D               (arXiv 2211.01095)
     VPSDE-DPM++(2M)    x <- q e^-h x + b (1 - e^-2h) D + sqrt((1 - b^2) (1 - e^-2h)) noise
 where D extrapolates from the step before: D = x0 + (x0 - x0_before) / (2 r), r = h_before / h.
-The last step gives x0.
+A step to b = 1 gives x0, and D is x0 in the step that ends the schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network
 from cogfast.diffusion.guidance import Guider, IdentityGuider
-from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
+from cogfast.diffusion.noise_schedule import TimestepSpacing, ZeroSNRDDPMDiscretization
 
 NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T, h, w]
 
@@ -46,6 +46,8 @@ class VideoDDIMSampler:
     fixed_frames: the first so many latent frames of x are given, clean, and stay; with `sdedit`
     the network sees them noised to the current level. Upstream reads both options in the VPSDE
     sampler only.
+    timestep_spacing: "sat", or that of a diffusers pipeline's scheduler, which set_alpha_to_one and
+    steps_offset are of; its latents then are the pipeline's.
     """
 
     def __init__(
@@ -55,6 +57,9 @@ class VideoDDIMSampler:
         guider: Guider | None = None,
         fixed_frames: int = 0,
         sdedit: bool = False,
+        timestep_spacing: TimestepSpacing = "sat",
+        set_alpha_to_one: bool = True,
+        steps_offset: int = 0,
     ) -> None:
         if fixed_frames < 0:
             raise ValueError(f"sampler_config fixed_frames={fixed_frames} must be 0 or more")
@@ -63,15 +68,22 @@ class VideoDDIMSampler:
         self.guider = guider or IdentityGuider()
         self.fixed_frames = fixed_frames
         self.sdedit = sdedit
-        alpha_sqrt, timesteps = discretization.sampling_steps(num_steps)
-        self.timesteps: list[int] = timesteps.flip(0).tolist()  # sync: none, a CPU table
-        # Noisy first; after the last step nothing but signal is left.
-        self.alpha_sqrt: list[float] = [*alpha_sqrt.flip(0).tolist(), 1.0]  # sync: none, as above
+        self._spacing = (timestep_spacing, set_alpha_to_one, steps_offset)
+        if timestep_spacing == "sat":
+            if not set_alpha_to_one or steps_offset:
+                raise ValueError(
+                    f"sampler_config set_alpha_to_one={set_alpha_to_one}, steps_offset="
+                    f"{steps_offset}: timestep_spacing=sat has no such options; leave them out"
+                )
+            self.steps = discretization.steps_of_sat(num_steps)
+        else:
+            self.steps = discretization.steps_of_diffusers(num_steps, *self._spacing)
 
     def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
         """The same sampler with another number of steps, its guider's ramp included."""
         guider = self.guider.with_num_steps(self.num_steps, num_steps)
-        return type(self)(self.discretization, num_steps, guider, self.fixed_frames, self.sdedit)
+        options = (self.fixed_frames, self.sdedit, *self._spacing)
+        return type(self)(self.discretization, num_steps, guider, *options)
 
     @torch.no_grad()
     def __call__(
@@ -92,16 +104,18 @@ class VideoDDIMSampler:
         noise_like = _noise_source(generator)
         given = self.guider.inputs(conditioning, unconditional)
         prefix = x[:, :, : self.fixed_frames]
-        previous = None
-        for i, timestep in enumerate(self.timesteps):
-            x = self._with_prefix(x, prefix, self.alpha_sqrt[i], noise_like)
+        previous, steps = None, self.steps
+        for i, timestep in enumerate(steps.timesteps):
+            x = self._with_prefix(x, prefix, steps.alpha_sqrt[i], noise_like)
             batch = torch.cat([x] * self.guider.batch_factor)
-            level = batch.new_full(batch.shape[:1], self.alpha_sqrt[i])
+            level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
             idx = torch.full_like(level, timestep, dtype=torch.long)
             estimates = denoiser.denoise(network, batch, level, given, idx)
             denoised = self.guider(estimates, timestep, i, self.num_steps)
-            is_last = i == self.num_steps - 1
-            x = denoised if is_last else self.advance(i, x, denoised, previous, noise_like)
+            if steps.is_end[i]:
+                previous = None
+            is_clean = steps.next_alpha_sqrt[i] == 1.0
+            x = denoised if is_clean else self.advance(i, x, denoised, previous, noise_like)
             previous = denoised
         return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
 
@@ -113,24 +127,24 @@ class VideoDDIMSampler:
         previous: Tensor | None,
         noise_like: NoiseLike,
     ) -> Tensor:
-        """x after step i, which is not the last; previous: the estimate of the step before."""
+        """x after step i, which leaves some noise; previous: the estimate of the step before."""
         step = self.step(i)
         q = step.noise_ratio
         return q * x + (step.next_alpha_sqrt - step.alpha_sqrt * q) * denoised
 
     def step(self, i: int) -> Step:
         """The numbers of step i; the first has no signal, hence h = inf."""
-        return Step(
-            alpha_sqrt=self.alpha_sqrt[i],
-            next_alpha_sqrt=self.alpha_sqrt[i + 1],
-            h=self._log_snr(i + 1) - self._log_snr(i),
-            previous_h=None if i == 0 else self._log_snr(i) - self._log_snr(i - 1),
+        before, now, after = (
+            self.steps.alpha_sqrt[max(i - 1, 0)],
+            self.steps.alpha_sqrt[i],
+            self.steps.next_alpha_sqrt[i],
         )
-
-    def _log_snr(self, i: int) -> float:
-        """lambda = log(a / sqrt(1 - a^2)) before step i."""
-        a = self.alpha_sqrt[i]
-        return math.log(a / math.sqrt(1 - a**2)) if a > 0 else -math.inf
+        return Step(
+            alpha_sqrt=now,
+            next_alpha_sqrt=after,
+            h=_log_snr(after) - _log_snr(now),
+            previous_h=None if i == 0 else _log_snr(now) - _log_snr(before),
+        )
 
     def _with_prefix(
         self, x: Tensor, prefix: Tensor, alpha_sqrt: float, noise_like: NoiseLike
@@ -180,6 +194,11 @@ class VPSDEDPMPP2MSampler(VideoDDIMSampler):
         added = math.sqrt((1 - step.next_alpha_sqrt**2) * share)
         signal = step.next_alpha_sqrt * share
         return kept * x + signal * _extrapolated(step, denoised, previous) + added * noise
+
+
+def _log_snr(a: float) -> float:
+    """lambda = log(a / sqrt(1 - a^2))."""
+    return math.log(a / math.sqrt(1 - a**2)) if a > 0 else -math.inf
 
 
 def _extrapolated(step: Step, denoised: Tensor, previous: Tensor | None) -> Tensor:

@@ -36,17 +36,21 @@ _SAMPLERS = {
     "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
     "CogVideoXDDIMScheduler": "VideoDDIMSampler",
 }
-_SCHEDULE = {  # what CogVideoX's schedule is, in diffusers' words
-    "beta_schedule": "scaled_linear",
-    "prediction_type": "v_prediction",
-    "rescale_betas_zero_snr": True,
-    "timestep_spacing": "trailing",
+# Of a scheduler's config: what CogVideoX's schedule is, and diffusers' value where a key is absent.
+_SCHEDULE = {
+    "beta_schedule": ("scaled_linear", "scaled_linear"),
+    "prediction_type": ("v_prediction", "epsilon"),
+    "rescale_betas_zero_snr": (True, False),
+    "num_train_timesteps": (1000, 1000),
+    "trained_betas": (None, None),
 }
+# Its keys -> ours, and diffusers' value where a key is absent.
 _DISCRETIZATION = {
-    "snr_shift_scale": "shift_scale",
-    "beta_start": "linear_start",
-    "beta_end": "linear_end",
+    "snr_shift_scale": ("shift_scale", 3.0),
+    "beta_start": ("linear_start", 0.00085),
+    "beta_end": ("linear_end", 0.0120),
 }
+_SPACING = {"timestep_spacing": "leading", "set_alpha_to_one": True, "steps_offset": 0}
 
 
 def find_config(folder: Path) -> tuple[Path, list[str]]:
@@ -113,17 +117,24 @@ def _schedule_values(folder: Path) -> dict[str, Any]:
     scheduler = json.loads(file.read_text())
     name = scheduler.get("_class_name")
     wrong = {
-        key: scheduler.get(key) for key, only in _SCHEDULE.items() if scheduler.get(key) != only
+        key: scheduler.get(key, absent)
+        for key, (only, absent) in _SCHEDULE.items()
+        if scheduler.get(key, absent) != only
     }
     if name not in _SAMPLERS or wrong:
+        needed = ", ".join(f"{key}={only}" for key, (only, _) in _SCHEDULE.items())
         raise ValueError(
             f"{file}: {name} with {wrong or 'its settings'} is not CogVideoX's sampling; use "
-            f"{' or '.join(_SAMPLERS)} with {', '.join(f'{k}={v}' for k, v in _SCHEDULE.items())}"
+            f"{' or '.join(_SAMPLERS)} with {needed}"
         )
     where = "model.denoiser_config.params.discretization_config.params"
     values = {
-        f"{where}.{ours}": scheduler[k] for k, ours in _DISCRETIZATION.items() if k in scheduler
+        f"{where}.{ours}": scheduler.get(key, absent)
+        for key, (ours, absent) in _DISCRETIZATION.items()
     }
+    # the pipeline's own timesteps, so that its latents come out
+    for key, absent in _SPACING.items():
+        values[f"model.sampler_config.params.{key}"] = scheduler.get(key, absent)
     target = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[name]}"
     return {"model.sampler_config.target": target, **values}
 
