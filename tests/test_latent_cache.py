@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tarfile
 import time
@@ -90,10 +91,10 @@ def test_damaged_files_are_told_and_made_again(tmp_path: Path) -> None:
     make(tmp_path, [shard])
     path = tmp_path / shard.file
     whole = path.read_bytes()
-    assert is_complete(path)
+    assert is_complete(tmp_path, shard)
     for size in (0, 5, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert not is_complete(path)
+        assert not is_complete(tmp_path, shard)
     (tmp_path / "index.jsonl").write_text('{"format": "another"}\n')
     with pytest.raises(ValueError, match=r"index.jsonl holds another, not cogfast-latents-2"):
         CacheIndex.read(tmp_path)
@@ -163,6 +164,98 @@ def test_a_remote_shard_written_anew_is_read_again() -> None:
     assert sources.changed([member]) == []
     memory.pipe("/bucket/x.tar", b"..abd..")
     assert sources.changed([member]) == [member]
+
+
+GOOD = {"file": "video-00000.safetensors", "spec": "s", "keys": ["k"]}
+HOSTILE_LINES = [
+    {**GOOD, "file": "../video-00000.safetensors"},
+    {**GOOD, "file": "/etc/video-00000.safetensors"},
+    {**GOOD, "file": "video-00000.safetensors/../../x"},
+    {**GOOD, "file": "video-x.safetensors"},
+    {**GOOD, "file": "video-00000.safetensors\n"},
+    {**GOOD, "file": 5},
+    {**GOOD, "spec": "none"},
+    {**GOOD, "spec": ["s"]},
+    {**GOOD, "keys": [5]},
+    {**GOOD, "keys": "k"},
+    {"file": "video-00000.safetensors"},
+    [],
+    5,
+]
+
+
+@pytest.mark.parametrize("line", [json.dumps(row) for row in HOSTILE_LINES] + ["{", "[" * 99999])
+def test_an_index_names_shards_of_its_folder_alone(tmp_path: Path, line: str) -> None:
+    header = json.dumps({"format": "cogfast-latents-2", "specs": {"s": {}}})
+    (tmp_path / "index.jsonl").write_text(f"{header}\n{json.dumps(GOOD)}\n")
+    assert CacheIndex.read(tmp_path).shards[0].keys == ["k"]
+    (tmp_path / "index.jsonl").write_text(f"{header}\n{line}\n")
+    with pytest.raises(
+        ValueError, match=r"index.jsonl holds nothing readable \(.*; remove"
+    ) as told:
+        CacheIndex.read(tmp_path)
+    assert len(str(told.value)) < 400 and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("header", ["", "[]", '{"format": 5}', '{"format": "cogfast-latents-2", '
+                                    '"specs": 5}', "\xff", '{"format": "' + 999 * "x" + '"}'])  # fmt: skip
+def test_an_index_without_a_header(tmp_path: Path, header: str) -> None:
+    (tmp_path / "index.jsonl").write_bytes(header.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"index.jsonl holds .*; remove the folder") as told:
+        CacheIndex.read(tmp_path)
+    assert len(str(told.value)) < 500
+
+
+def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
+    """A downloaded folder may hold them, and what they name is the user's."""
+    cache, mine = tmp_path / "cache", tmp_path / "mine"
+    cache.mkdir()
+    mine.write_text("precious")
+    for name in ("writer", "bad_samples.jsonl"):
+        (cache / name).symlink_to(mine)
+        with pytest.raises(ValueError, match=rf"{name} is a link, and what it names would be writ"):
+            Writer(cache).__enter__()
+        (cache / name).unlink()
+    assert mine.read_text() == "precious"
+
+
+def test_hostile_rows(tmp_path: Path, videos: CaptionedVideos) -> None:
+    """Shards whose checksums hold and whose rows are not what rows are."""
+    from safetensors.torch import save_file
+
+    cache = tmp_path / "cache"
+    text, video = planned(cache, videos)
+    make(cache, [text])
+    number = len(video.keys)
+    whole = {"fps": 8, "num_frames": 1, "num_padded": 0}
+    mean = {f"{i}.mean": torch.zeros(1) for i in range(number)}
+    other = {f"{i}.another": torch.zeros(1) for i in range(number)}
+    for tensors, row in (
+        (other, whole),
+        (mean, {**whole, "fps": "8"}),
+        (mean, {"fps": 8}),
+        (mean, {"bad": ["x"] * 999}),
+    ):
+        write_shard(cache / video.file, tensors, [row] * number)
+        with pytest.raises(BadSample) as told:
+            CachedVideos(cache, videos, SPECS)[0]
+        assert len(told.value.reason) < 400
+    for metadata in (None, {"rows": "5"}, {"rows": "[5]"}, {"rows": "[" * 9999}, {"rows": "[]"}):
+        save_file(mean, cache / video.file, metadata)
+        with pytest.raises(BadSample, match="damaged .*delete it and run `cogfast cache` again"):
+            CachedVideos(cache, videos, SPECS)[0]
+        assert not is_complete(cache, video)
+
+
+def test_sources_that_are_damaged_are_read_again(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_text("a")
+    file = str(tmp_path / "a.mp4")
+    for text in ("[", "5", "[" * 99999, '{"%s": 5}', '{"%s": []}', '{"%s": [1, 2, 3]}', "\xff"):
+        text = text.replace("%s", file)
+        (tmp_path / "sources.json").write_bytes(text.encode("latin-1"))
+        sources = Sources(tmp_path)
+        assert sources.changed([file]) == [file] and not sources.was_unreadable(file)
+        assert sources.content(file) == hash_file(file)
 
 
 def test_one_writer_at_a_time_and_readers_see_it(tmp_path: Path) -> None:

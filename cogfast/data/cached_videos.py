@@ -21,12 +21,15 @@ from cogfast.data.latent_cache import (
     read_row,
 )
 from cogfast.data.source_hashes import Sources, hash_text
+from cogfast.value_check import fits
 
 logger = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds between looks for a shard
 _TOLD_AFTER, _TOLD_EVERY = 5.0, 60.0  # seconds of waiting until it is told, and again
 _KINDS = ("video", "text")
+_TENSORS = {"video": ("mean",), "text": ("embedding",)}  # that a row must have
+_ABOUT = {"video": ("fps", "num_frames", "num_padded"), "text": ()}  # numbers, likewise
 _STORED = {  # {key of an item: tensor of a row}, where the row has it
     "latent_mean": "mean",
     "latent_logvar": "logvar",
@@ -103,7 +106,14 @@ class CachedVideos(CaptionedVideos):
             text = f"{file} is damaged ({error}); delete it and run `cogfast cache` again"
             raise BadSample(self.name(index), text) from None
         if "bad" in about:
-            raise BadSample(self.name(index), about["bad"])
+            raise BadSample(self.name(index), str(about["bad"])[:300])
+        missing = [name for name in _TENSORS[kind] if name not in tensors]
+        missing += [name for name in _ABOUT[kind] if not fits(about.get(name), float)]
+        if missing:
+            text = (
+                f"{file} has no {missing[0]} in row {row}; delete it and run `cogfast cache` again"
+            )
+            raise BadSample(self.name(index), text)
         return tensors, about
 
     def wait(self, index: int, is_told: bool = False) -> None:

@@ -22,6 +22,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -30,12 +31,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import torch
 from torch import Tensor
 
 from cogfast.data.source_hashes import hash_text, unreadable
 from cogfast.files import write_text, write_whole
+from cogfast.json_files import brief, parse_json
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +51,11 @@ FORMAT = "cogfast-latents-2"
 SHARD_SAMPLES = {"video": 8, "text": 32}
 SILENCE = 60.0  # seconds after which a writer that touches nothing is gone
 _SHARDS_KEPT_OPEN = 64  # by a process that reads; opening takes longer than reading a small row
+_WRITTEN_THROUGH = ("writer", "bad_samples.jsonl")  # all others are replaced by whole files
 _BEAT = 5.0  # seconds between two touches
+
+_SHARD = re.compile(r"(video|text)-\d{5,12}\.safetensors")
+_HEADER = {"format": str, "specs": NotRequired[dict[str, dict[str, Any]]]}
 
 Spec = dict[str, object]  # what entries depend on besides their source: {name: plain value}
 
@@ -57,6 +67,20 @@ class Shard:
     file: str
     spec: str  # id of the spec
     keys: list[str]
+
+    @classmethod
+    def parse(cls, line: str, specs: Mapping[str, Spec]) -> Shard:
+        """The shard of a line of the index; ValueError where it is none, or names another file."""
+        # Not by json_files: a large cache has 100,000 lines, which that would read for a minute.
+        try:
+            row = json.loads(line)
+            file, spec, keys = row["file"], row["spec"], row["keys"]
+            is_sound = _SHARD.fullmatch(file) and spec in specs and isinstance(keys, list)
+            if is_sound and all(isinstance(key, str) for key in keys):
+                return cls(file, spec, keys)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise ValueError(f"{brief(line)} is not a shard, video-00000.safetensors say, of its specs")
 
     @property
     def kind(self) -> str:
@@ -77,16 +101,18 @@ class CacheIndex:
         try:
             if not file.is_file():
                 return cls()
-            header, *lines = (json.loads(line) for line in file.read_text().splitlines())
+            header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
+            header = parse_json(header, _HEADER, "line 1", "line 1 is its header")
             found = header["format"]
             if found == FORMAT:
-                return cls(header["specs"], [Shard(**line) for line in lines])
+                specs = header.get("specs", {})
+                return cls(specs, [Shard.parse(line, specs) for line in lines])
         except OSError as error:
             raise ValueError(unreadable(file, error)) from None
-        except (ValueError, KeyError, TypeError) as error:
-            found = f"nothing readable ({error})"
+        except ValueError as error:
+            found = f"nothing readable ({brief(str(error))})"
         raise ValueError(
-            f"{file} holds {found}, not {FORMAT}; remove the folder, whose shards are of no use without "
+            f"{file} holds {found[:200]}, not {FORMAT}; remove the folder, whose shards are of no use without "
             "it, or name another"
         )
 
@@ -111,13 +137,13 @@ class CacheIndex:
             for shard in self.shards
             if (shard.kind, shard.spec) != (kind, name)
             or known.issuperset(shard.keys)
-            or is_complete(folder / shard.file)
+            or is_complete(folder, shard)
         ]
         placed = {key for shard in self._of(kind, name) for key in shard.keys}
         new = [key for key in wanted if key not in placed]
         # Behind all files, too: those of an index that was lost hold nobody knows what.
         files = [s.file for s in self.shards if s.kind == kind]
-        files += [path.name for path in folder.glob(f"{kind}-*.safetensors")]
+        files += [path.name for path in folder.glob(f"{kind}-*") if _SHARD.fullmatch(path.name)]
         numbers = (int(file.split("-")[1].split(".")[0]) for file in files)
         number = 1 + max(numbers, default=-1)
         for start in range(0, len(new), SHARD_SAMPLES[kind]):
@@ -193,7 +219,7 @@ def _opened(path: Path, size: int, time_of_change: int) -> tuple:
     from safetensors import safe_open
 
     file = safe_open(path, framework="pt")
-    rows = json.loads(file.metadata()["rows"])
+    rows = _rows_in(file)
     names: list[list[str]] = [[] for _ in rows]
     for key in file.keys():  # noqa: SIM118 - not a dict
         row, _, name = key.partition(".")
@@ -201,23 +227,28 @@ def _opened(path: Path, size: int, time_of_change: int) -> tuple:
     return file, names, rows
 
 
+def _rows_in(file: safe_open) -> list[dict]:
+    """What an open shard says of its rows; ValueError where it does not."""
+    text = (file.metadata() or {}).get("rows", "null")
+    return parse_json(text, list[dict[str, Any]], "its rows")
+
+
 def rows_of(path: Path) -> list[dict]:
     """What a shard says of its rows."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["rows"])
+        return _rows_in(file)
 
 
-def is_complete(path: Path) -> bool:
-    """Whether a shard is there, and as long as its head says."""
+def is_complete(folder: Path, shard: Shard) -> bool:
+    """Whether a shard is there, as long as its head says, and with a row for every key."""
     from safetensors import SafetensorError
 
     try:
-        rows_of(path)
-    except (OSError, SafetensorError, KeyError, ValueError):
+        return len(rows_of(folder / shard.file)) == len(shard.keys)
+    except (OSError, SafetensorError, ValueError):
         return False
-    return True
 
 
 class Writer:
@@ -228,6 +259,12 @@ class Writer:
         self._is_over = threading.Event()
 
     def __enter__(self) -> Writer:
+        for name in _WRITTEN_THROUGH:
+            if (self.path.parent / name).is_symlink():
+                raise ValueError(
+                    f"args.latent_cache={self.path.parent}: {name} is a link, and what it names would "
+                    "be written; remove it"
+                )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+")  # noqa: SIM115 - as long as we write

@@ -57,11 +57,11 @@ class Sources:
             known = json.loads(self.file.read_text()) if self.file.is_file() else {}
         except OSError as error:
             raise ValueError(unreadable(self.file, error)) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             known = {}
         # Of what is not as it was written the files are read again.
         rows = known.items() if isinstance(known, dict) else ()
-        self.known = {name: row for name, row in rows if isinstance(row, list) and row}
+        self.known = {name: row for name, row in rows if _is_row(row)}
 
     def changed(self, paths: Iterable[str]) -> list[str]:
         """Those that are new, or look changed, since they were hashed."""
@@ -108,6 +108,10 @@ class Sources:
     def write(self) -> None:
         text = json.dumps(self.known, sort_keys=True, indent=0)
         write_text(self.file, text)
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list) and len(row) > 0 and isinstance(row[-1], str)
 
 
 def _name(path: str) -> str:

@@ -191,6 +191,8 @@ def _rows(store: Store, caption_key: str) -> tuple[list[Row], list[str]]:
             caption = _of_json(_member_text(store, key, "json", kinds), caption_key)
         elif "txt" in kinds:
             caption = _member_text(store, key, "txt", kinds)
+        if any("\ud800" <= c <= "\udfff" for c in caption):  # by JSON's escapes
+            raise ValueError(f"{store.url}: the caption of {key!r} is no text; write it as UTF-8")
         rows.append((key, " ".join(caption.split()), kinds))
     if not is_whole:
         if len(rows) > 1 and not rows[-1][1]:
