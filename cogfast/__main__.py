@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import numbers
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from cogfast.train.process_watch import watch_launcher
+from cogfast.value_check import printable
 
 _USAGE = """\
 usage: cogfast {train,cache,sample,convert} ...
@@ -164,10 +166,24 @@ class _ToStderr(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
+class _PlainText(logging.Formatter):
+    """Names and captions come from data: they can neither command the terminal nor begin a line.
+    Messages of several lines are logged without arguments."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                a if isinstance(a, numbers.Number) else printable(str(a)) for a in record.args
+            )
+        return printable(super().format(record), keep="\n\t")
+
+
 def _start_logging() -> None:
     """Show what cogfast logs, rank 0's progress and every rank's warnings, on stderr."""
     logger = logging.getLogger("cogfast")
-    logger.handlers, logger.propagate = [_ToStderr()], False
+    handler = _ToStderr()
+    handler.setFormatter(_PlainText())
+    logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     # torch 2.13 warns on every rank of a collective that DeepSpeed calls by its older name.
     warnings.filterwarnings(
@@ -211,7 +227,7 @@ def _tell_torchrun(text: str) -> None:
 
 
 def _line(error: Exception) -> str:
-    line = " ".join(str(error).split())
+    line = printable(" ".join(str(error).split()))
     if _is_ours(error):
         return line
     return f"another rank is gone, whose own output, on its machine, says why ({line})"

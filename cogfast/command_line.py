@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -149,30 +150,38 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     A line of a file may be prompt@@image.
     """
     if request.prompts is not None:
-        lines = request.prompts
+        key, lines = "--prompt", request.prompts
     elif request.prompt_file is None and args.input_type == "cli":
-        lines = [line.rstrip("\n") for line in sys.stdin]
+        key, lines = "standard input", _utf8_lines(sys.stdin.buffer.read(), "standard input")
     else:
-        file = Path(request.prompt_file or args.input_file)
+        file = request.prompt_file or args.input_file
         key = "--prompt-file" if request.prompt_file else "args.input_file"
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise ValueError(f"{key}={file}: no such file; give --prompt TEXT or a file of prompts")
-        try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            raise ValueError(f"{key}={file}: not UTF-8; save the prompts as UTF-8") from None
+        lines = _utf8_lines(Path(file).read_bytes(), f"{key}={file}")
     pairs = [line.partition("@@")[::2] for line in lines if line.strip() or request.prompts]
     if not pairs:
         raise ValueError("there is no prompt; give --prompt TEXT")
     prompts = [prompt.strip() for prompt, _ in pairs]
+    for prompt in prompts:  # a shell hands on bytes that are no UTF-8 as surrogates
+        if "\0" in prompt or any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ValueError(f"{key}: {prompt[:80]!r} holds bytes that are no text; give UTF-8")
     names = request.images if request.images is not None else [image.strip() for _, image in pairs]
     if len(names) not in (1, len(prompts)):
         raise ValueError(f"--image is given {len(names)} times for {len(prompts)} prompts")
     images = [Path(name) if name else None for name in names] * (len(prompts) // len(names))
     for image in images:
-        if image is not None and not image.is_file():
-            raise ValueError(f"--image {image}: no such file")
+        if image is not None and not os.path.isfile(image):
+            raise ValueError(f"--image {str(image)[:200]}: no such file")
     return prompts, images
+
+
+def _utf8_lines(data: bytes, name: str) -> list[str]:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: not UTF-8; save the prompts as UTF-8") from None
+    return re.split(r"\r\n|\r|\n", text)  # str.splitlines also splits within prompts
 
 
 def _parser(verb: str, what: str) -> Parser:

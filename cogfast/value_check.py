@@ -92,6 +92,17 @@ def show(value: object) -> str:
     return repr(value)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """`text` with what a terminal would obey (control characters, changes of direction) as escapes,
+    those in `keep` aside."""
+    if text.isprintable():
+        return text
+    escaped = (c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else e for c, e in zip(text, escaped, strict=True)
+    )
+
+
 def describe_type(annotation: object) -> str:
     """What an annotation allows, in words."""
     origin, args = get_origin(annotation), get_args(annotation)

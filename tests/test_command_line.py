@@ -241,6 +241,6 @@ def test_prompts_from_words_files_and_the_terminal(tmp_path, monkeypatch):
     file.write_bytes("ein Kätzchen".encode("latin-1"))
     with pytest.raises(ValueError, match="not UTF-8; save the prompts as UTF-8"):
         asked("--prompt-file", str(file))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("typed\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
     typed = load_config([]).args
     assert read_prompts(parse_sample([run_folder]), typed) == (["typed"], [None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -146,7 +147,14 @@ REFUSED = {
     "args.keep_last=-1": "command line: args.keep_last=-1 must be 0 or more",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
     "model.input_key=jpg": "model.input_key=jpg: batches call their videos mp4; use mp4",
-    "args.experiment_name=../x": "args.experiment_name='../x' must be a folder's name; see args.save",
+    **{
+        f"args.experiment_name={json.dumps(name)}": f"args.experiment_name={name!r} must be a folder's name, of"
+        for name in ("../x", "..", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[31m")
+    },
+    "args.experiment_name="
+    + 201 * "x": "xxx... must be a folder's name, of at most 200 bytes; see",
+    "args={wandb: true, experiment_name: 'a:b'}": "args.experiment_name='a:b': W&B takes no : in names",
+    "args={wandb: true, wandb_project_name: a/b#}": "wandb_project_name='a/b#': W&B takes no # / in",
     "args.num_workers=-1": "command line: args.num_workers=-1 must be 0 or more",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"

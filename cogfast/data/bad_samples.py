@@ -8,6 +8,8 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
+from cogfast.value_check import printable
+
 logger = logging.getLogger(__name__)
 
 _NUM_NAMED = 10  # samples that the error lists
@@ -76,9 +78,7 @@ class BadSampleLog:
         # Listed before and still bad counts anew; listed before and mended does not.
         self.reasons[path] = reason
         if is_new and is_told:
-            # A name that is no UTF-8 is nothing that every terminal and log takes.
-            shown = path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
-            logger.warning("skipped %s: %s", shown, reason)
+            logger.warning("skipped %s: %s", printable(path), printable(reason))
         return is_new
 
     def _list(self, path: str, reason: str) -> bool:

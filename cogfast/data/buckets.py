@@ -20,6 +20,7 @@ from cogfast.data.clip import Span, frames_within, select_frames
 from cogfast.data.clip_settings import Bucket, ClipSettings
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.video_headers import Header, read_headers
+from cogfast.value_check import printable
 
 _SLOW = 0.95  # of data.params.fps; 7.99 for 8 is the same
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -117,5 +118,7 @@ def table(dataset: CaptionedVideos, found: Survey, global_batch: int) -> str:
         kinds.setdefault(_NUMBER.sub("N", reason), []).append(sample)
     for samples in sorted(kinds.values(), key=len, reverse=True)[:10]:
         first = samples[0]
-        rows.append(f"    {len(samples):>7}  {dataset.name(first)}: {found.reasons[first]}")
+        rows.append(
+            f"    {len(samples):>7}  {printable(dataset.name(first))}: {found.reasons[first]}"
+        )
     return "\n".join(rows)

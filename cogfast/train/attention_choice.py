@@ -131,7 +131,7 @@ def _fastest_here(shape: Shape, device: torch.device, dtype: torch.dtype) -> str
         rows.append(measure(_LAST, shape, device, dtype))
     name = fastest(rows)
     what = f"attention of [B, S, H, D] = {list(shape)} in {str(dtype).removeprefix('torch.')}, ms"
-    logger.info("%s", "\n  ".join([what, *map(str, rows), f"taken: {name}"]))
+    logger.info("\n  ".join([what, *map(str, rows), f"taken: {name}"]))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training
     return name

@@ -51,7 +51,7 @@ def survey_datasets(
             )
         train = in_buckets(train, found[0])
         if train.settings.buckets is not None:
-            logger.info("%s", table(train, found[0], global_batch))
+            logger.info(table(train, found[0], global_batch))
     if found[1] is not None:
         valid = in_buckets(valid, found[1])
         if found[1].reasons:

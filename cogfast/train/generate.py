@@ -178,7 +178,8 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
 def file_name(prompt: Prompt) -> str:
     """A file name that differs for every prompt and that a person can read."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
-    digest = hashlib.blake2b(prompt.text.encode(), digest_size=3).hexdigest()
+    encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML can spell halves of characters
+    digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
     return f"{prompt.index:03d}-{words or 'empty'}-{digest}"
 
 
@@ -271,7 +272,9 @@ def _write(
 
 def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
     listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
-    (folder / "prompts.json").write_text(listing + "\n", encoding="utf-8")
+    # What is no UTF-8 comes out as the escape that JSON knows.
+    text = (listing + "\n").encode("utf-8", "backslashreplace")
+    (folder / "prompts.json").write_bytes(text)
     pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
     if pictures:
         contact_sheet(folder / "contact_sheet.png", *map(list, zip(*pictures, strict=True)))

@@ -17,6 +17,7 @@ from cogfast.data.clip_settings import checked_buckets
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
 from cogfast.data.tar_shards import shards_of
 from cogfast.data.video_shards import VideoShards
+from cogfast.json_files import brief
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.sat_names import transformer_arguments
@@ -39,7 +40,25 @@ _LEAST = {  # of numbers of args
     0: (*("keep_last", "eval_num_samples", "num_workers", "decode_timeout", "device_prefetch"),),
     -1: ("profiling",),
 }
+_MOST_NAME_BYTES = 200  # of the 255 that a folder's name may have; date and time come behind
 _NETWORK = "model.network_config.params"
+
+
+def _check_names(config: Config, args: TrainArguments) -> None:
+    """The run's folder and, with args.wandb, its project and run there."""
+    name, shown = args.experiment_name, brief(repr(args.experiment_name))
+    is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
+    if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
+        text = (
+            f"args.experiment_name={shown} must be a folder's name, of at most {_MOST_NAME_BYTES} bytes; "
+            "see args.save"
+        )
+        refuse(config, "args.experiment_name", text)
+    for key in ("experiment_name", "wandb_project_name") if args.wandb else ():
+        wrong = sorted(set("/\\#?%:") & set(getattr(args, key)))
+        if wrong:
+            text = f"args.{key}={brief(repr(getattr(args, key)))}: W&B takes no {' '.join(wrong)}"
+            refuse(config, f"args.{key}", f"{text} in names; remove it")
 
 
 def check_train(config: Config, world_size: int | None = None) -> None:
@@ -51,11 +70,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     _check_placeholders(config)
-    if Path(args.experiment_name).name != args.experiment_name:
-        text = (
-            f"args.experiment_name={args.experiment_name!r} must be a folder's name; see args.save"
-        )
-        refuse(config, "args.experiment_name", text)
+    _check_names(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key}: batches call their videos mp4; use mp4"

@@ -172,8 +172,8 @@ class Profiler:
             (self.folder / "top_ops.txt").write_text(text)
         except OSError as error:
             logger.error("cannot write to %s: %s; training goes on", self.folder, error)
-        done = (self.first, self.step, self.folder, text)
-        logger.info("profile from step %d to step %d in %s\n%s", *done)
+        logger.info("profile from step %d to step %d in %s", self.first, self.step, self.folder)
+        logger.info(text)
 
 
 class _BlockRanges:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from datetime import datetime
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -53,7 +54,9 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
     if resume not in (None, "auto", "latest"):
         return _named(Path(resume))
     if resume is not None:
-        runs = [p for p in save.glob(f"{experiment}-*") if _STAMP.sub("", p.name) == experiment]
+        runs = [
+            p for p in save.glob(f"{escape(experiment)}-*") if _STAMP.sub("", p.name) == experiment
+        ]
         for run in sorted(runs, reverse=True):
             checkpoint = newest_checkpoint(run)
             if checkpoint is not None:
