@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
-import safetensors.torch
 import torch
 
 from cogfast.__main__ import main as cogfast
 from cogfast.config import load_config
+from cogfast.train import checkpoint_writer
 from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.encode import Encoder
 from cogfast.train.evaluate import Evaluator
@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[object, str]] = {
     "prompts": (Evaluator, "_prompts"),
     "condition": (VideoMaker, "condition"),
     "frames": (VideoMaker, "frames"),
-    "write": (safetensors.torch, "save_file"),
+    "write": (checkpoint_writer, "write_safetensors"),
     "complete": (CheckpointWriter, "_complete"),
     "first batch": (Encoder, "__call__"),  # in training: it ends the run
 }

@@ -14,7 +14,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from cogfast.train.checkpoint import newest_checkpoint
+from cogfast.model.weights.run_checkpoint import newest_checkpoint
 from tests.tiny_run import losses, run, start, wait_for
 
 SECONDS_TO_END = 30

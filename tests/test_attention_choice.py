@@ -14,6 +14,7 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.kernels import attention_backends, flash_attention
 from cogfast.kernels.attention_backends import BACKENDS
+from cogfast.model.weights.run_checkpoint import newest_checkpoint, read_manifest
 from cogfast.train import attention_choice
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.attention_choice import (
@@ -25,7 +26,6 @@ from cogfast.train.attention_choice import (
     run_shape,
     wrong_by,
 )
-from cogfast.train.checkpoint import newest_checkpoint, read_manifest
 from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import losses, run_folder, write_clips, write_config

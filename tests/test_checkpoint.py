@@ -13,8 +13,8 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.model.weights.run import read_run_weights
+from cogfast.model.weights.run_checkpoint import newest_checkpoint, read_manifest
 from cogfast.train import checkpoint_writer
-from cogfast.train.checkpoint import newest_checkpoint, read_manifest
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import ROOT, losses, run_folder, write_clips, write_config
 
@@ -76,15 +76,15 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path, base: Path
 
 
 class SlowDisk:
-    """safetensors' save_file that waits until it is told to go on."""
+    """write_safetensors that waits until it is told to go on."""
 
     def __init__(self) -> None:
-        self.is_free, self.calls, self.write = Event(), [], safetensors.torch.save_file
+        self.is_free, self.calls, self.write = Event(), [], checkpoint_writer.write_safetensors
 
-    def __call__(self, tensors: dict, path: Path) -> None:
+    def __call__(self, path: Path, tensors: list) -> str:
         self.calls.append(str(path))
         assert self.is_free.wait(60)
-        self.write(tensors, path)
+        return self.write(path, tensors)
 
 
 class Watching(Trainer):
@@ -107,7 +107,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     """Step 3 runs before the files of step 2 are written, which still hold step 2's state."""
     disk = SlowDisk()
-    monkeypatch.setattr(safetensors.torch, "save_file", disk)
+    monkeypatch.setattr(checkpoint_writer, "write_safetensors", disk)
     trainer = Watching(load_config([base], [f"args.save={tmp_path}/slow", "args.keep_last=0"]))
     trainer.disk, trainer.steps = disk, []
     trainer.train()

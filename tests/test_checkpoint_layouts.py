@@ -17,8 +17,9 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.run import RunFiles, open_run, read_run_weights
+from cogfast.model.weights.run_checkpoint import read_manifest
 from cogfast.model.weights.shard import Shard
-from cogfast.train.checkpoint import load_checkpoint, read_manifest
+from cogfast.train.checkpoint import load_checkpoint
 from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.parallelize import find_shards, materialize, parallelize
@@ -298,7 +299,8 @@ def run_case(case: Case, folder: Path, groups: ProcessGroups, meshes: dict[int, 
 
     def load(size: int, step: int) -> ZeroEngine:
         engine = make(case, meshes[size], is_fresh=True)
-        load_checkpoint(folder / f"{step:08d}", engine)
+        path = folder / f"{step:08d}"
+        load_checkpoint(path, read_manifest(path), engine, groups)
         return engine
 
     engine = make(case, meshes[2], is_fresh=False)
@@ -383,10 +385,11 @@ def name_of(whole: dict) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_state_moves_to_one_process(launched: Path, name: str) -> None:
     """And what every rank has, one rank alone wrote."""
-    start_processes()
+    groups = start_processes()
     saved = assemble(read(launched / name, "saved"))
     engine = make(CASES[name], None, is_fresh=True)
-    manifest = load_checkpoint(launched / name / "00000003", engine)
+    manifest = read_manifest(launched / name / "00000003")
+    load_checkpoint(launched / name / "00000003", manifest, engine, groups)
     loaded = assemble([snapshot(engine)])
     for kind in (*KINDS, "model"):
         assert_same(saved[kind], loaded[kind])
@@ -436,11 +439,12 @@ def test_a_share_of_the_model_loads_from_shares(launched: Path, name: str, count
 
 @pytest.mark.slow
 def test_another_model_is_refused_by_whole_shapes(launched: Path) -> None:
-    start_processes()
+    groups = start_processes()
     path = launched / "whole" / "00000003"
     assert read_manifest(path)["parameters"]["blocks.0.attention.qkv.weight"]["shape"] == [384, 128]
     with pytest.raises(ValueError, match=r"another model: \d+ trained parameters differ"):
-        load_checkpoint(path, make(CASES["adapters"], None, is_fresh=True))
+        engine = make(CASES["adapters"], None, is_fresh=True)
+        load_checkpoint(path, read_manifest(path), engine, groups)
 
 
 if __name__ == "__main__":

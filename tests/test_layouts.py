@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cogfast.config import load_config
 from cogfast.model.weights.run import read_run_weights
-from cogfast.train.checkpoint import newest_checkpoint
+from cogfast.model.weights.run_checkpoint import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.layouts import train
 from tests.tiny_run import launch_ranks, losses, run_folder, write_clips, write_config

@@ -13,7 +13,7 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.adapters import open_adapter
 from cogfast.model.weights.peft import write_peft
-from cogfast.train.checkpoint import newest_checkpoint
+from cogfast.model.weights.run_checkpoint import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.test_lora import save_as_sat
 from tests.tiny_run import losses, model_section, run_folder, write_clips, write_config

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from cogfast.config import load_config
-from cogfast.train.checkpoint import newest_checkpoint, read_manifest
+from cogfast.model.weights.run_checkpoint import newest_checkpoint, read_manifest
+from cogfast.train import checkpoint_writer
 from cogfast.train.trainer import Trainer
 from tests.kills import Kill, assert_same_run, run_with_kills
 from tests.tiny_run import ROOT, losses, run, run_folder, start, wait_for, write_clips, write_config
@@ -156,12 +157,12 @@ def test_resuming_in_the_middle_forgets_what_came_after(
 
 
 DAMAGES = {
-    "truncated file": "has 720966 bytes instead of 720976",
-    "garbled file": "Error while deserializing header",
+    "truncated file": "has 721046 bytes instead of 721056",
+    "garbled file": "rank-00000.safetensors is damaged: its checksum is",
     "missing rank file": "rank-00000.safetensors is missing",
-    "bad manifest": "manifest.json is damaged",
+    "bad manifest": "manifest.json: damaged JSON",
     "no manifest": "it has no manifest.json",
-    "another format": "says format other, not cogfast-checkpoint-2",
+    "another format": "says format other, not cogfast-checkpoint-3",
     "no folder": "no such folder",
 }
 
@@ -298,16 +299,14 @@ def test_full_disk_keeps_the_run_and_the_last_checkpoint(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Writing step 8 fails: training goes on, `latest` stays at 4 and then moves to 12."""
-    import safetensors.torch
+    written = checkpoint_writer.write_safetensors
 
-    written = safetensors.torch.save_file
-
-    def save_file(tensors: dict, path: Path) -> None:
+    def write(path: Path, tensors: list) -> str:
         if "00000008" in str(path):
             raise OSError(28, "No space left on device")
-        written(tensors, path)
+        return written(path, tensors)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    monkeypatch.setattr(checkpoint_writer, "write_safetensors", write)
     finish(base, tmp_path, "args.train_iters=12", "args.num_workers=0", "args.keep_last=0")
     folder = run_folder(tmp_path) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["00000004", "00000012", "latest"]

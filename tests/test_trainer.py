@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from cogfast.config import load_config
 from cogfast.data.batches import to_device
 from cogfast.model.weights.run import read_run_weights
+from cogfast.model.weights.run_checkpoint import newest_checkpoint
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import assemble_batches
-from cogfast.train.checkpoint import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import CHANNELS, FAMILIES, losses, run_folder, write_clips, write_config
 

@@ -13,7 +13,7 @@ import torch
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.adapters import adapters_of, merge_lora, open_adapter
-from cogfast.model.weights.run import find_run_checkpoint
+from cogfast.model.weights.run_checkpoint import find_run_checkpoint
 from cogfast.model.weights.source import WeightSource
 from cogfast.train.parallelize import find_shards
 

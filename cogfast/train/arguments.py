@@ -33,6 +33,7 @@ class TrainArguments:
     exit_interval: int | None = None  # stop at a multiple of this many steps
     max_hours: float | None = None  # since the process began: save at the next step, and end
     save_interval: int | None = 5000  # null: only at the end
+    verify_checkpoints: bool = True  # compare the checksums of a checkpoint that is resumed from
     keep_last: int = 2  # the newest checkpoints that are kept; 0 keeps all
     log_interval: int = 20
     summary_dir: str | None = None  # TensorBoard's, a folder per run in it; none: the run's own

@@ -14,99 +14,75 @@ fine-tune), not where they are the larger (the base of a LoRA run).
 
 from __future__ import annotations
 
-import json
+import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from cogfast.model.weights.run import FORMAT, FORMATS, DamageError, RunFiles
+from cogfast.files import DamageError
+from cogfast.model.weights.run import RunFiles
+from cogfast.model.weights.run_checkpoint import refusal, verify_files
+from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.zero_engine import ZeroEngine, shard_of, whole_shape
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """The complete checkpoint that `<run>/checkpoints/latest` names, or None."""
-    latest = run / "checkpoints" / "latest"
-    if not latest.is_file():
-        return None
-    checkpoint = run / "checkpoints" / latest.read_text().strip()
-    replaced = replaced_name(checkpoint)
-    # A run was killed between the two renames that put a new checkpoint in an old one's place.
-    return replaced if replaced.is_dir() and not checkpoint.is_dir() else checkpoint
-
-
-def replaced_name(checkpoint: Path) -> Path:
-    """What a checkpoint is called while another of its step takes its place."""
-    return checkpoint.with_name(f"{checkpoint.name}.incomplete.old")
-
-
-def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint folder, after a look at its files.
-
-    ValueError where the folder is missing, incomplete or damaged; it names the last good one.
-    """
-    try:
-        return _intact_manifest(path)
-    except DamageError as error:
-        raise ValueError(_refusal(path, error)) from None
-
-
-def _intact_manifest(path: Path) -> dict:
-    if not path.is_dir():
-        raise DamageError("no such folder")
-    if not (path / "manifest.json").is_file():
-        raise DamageError("it has no manifest.json")
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamageError(f"its manifest.json is damaged ({error})") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found not in FORMATS:
-        raise DamageError(f"its manifest.json says format {found}, not {FORMAT}")
-    for name, size in manifest["bytes"].items():
-        if not (path / name).is_file():
-            raise DamageError(f"{name} is missing")
-        if (path / name).stat().st_size != size:
-            wrong = (path / name).stat().st_size
-            raise DamageError(f"{name} has {wrong} bytes instead of {size}")
-    return manifest
-
-
-def _refusal(path: Path, error: Exception) -> str:
-    """The line that says what is wrong, and where the run can go on instead."""
-    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-    hint = "there is no other one in its folder"
-    for other in sorted((p for p in siblings if p.name.isdigit() and p != path), reverse=True):
-        try:
-            _intact_manifest(other)
-        except DamageError:
-            continue
-        hint = f"the last good one is that of step {int(other.name)}: --resume {other}"
-        break
-    return f"args.resume={path}: cannot resume from it: {error}; {hint}"
-
-
-def load_checkpoint(path: Path, engine: ZeroEngine) -> dict:
+def load_checkpoint(
+    path: Path,
+    manifest: dict,
+    engine: ZeroEngine,
+    groups: ProcessGroups,
+    is_verified: bool = True,
+) -> None:
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
-    Every rank reads only its own slices, whatever layout wrote them. Returns the manifest.
-    ValueError where the checkpoint holds another model.
+    Every rank reads only its own slices, whatever layout wrote them. is_verified: a thread compares
+    the checksums of the files meanwhile. ValueError, on all ranks, where the checkpoint holds
+    another model or is damaged.
     """
-    manifest = read_manifest(path)
     _check_same_model(path, manifest, engine)
-    try:
-        _fill(RunFiles(path, manifest), engine)
-    except DamageError as error:
-        raise ValueError(_refusal(path, error)) from None
+    files, damage = RunFiles(path, manifest), None
+    mine = _share_of_files(files, engine, groups) if is_verified else []
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        verifying = pool.submit(verify_files, path, manifest, mine)
+        for step in (lambda: _fill_slices(files, engine), verifying.result):
+            try:
+                step()
+            except DamageError as error:
+                damage = str(error)
+    _refuse_damage(path, groups, damage)
+    _fill_frozen(files, engine)
     for piece in engine.slices:
         for key, value in manifest["counters"][piece.parameter].items():
             engine.set_counter(piece.part, key, value)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
     engine.publish("master")
-    return manifest
 
 
-def _fill(files: RunFiles, engine: ZeroEngine) -> None:
-    """Read this rank's slices, and the frozen weights that the checkpoint keeps."""
+def _share_of_files(files: RunFiles, engine: ZeroEngine, groups: ProcessGroups) -> list[str]:
+    """Of the files that the ranks of this machine read, those that this rank verifies: each file
+    is hashed once on each machine that reads it."""
+    needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
+    host = platform.node()
+    reports = groups.gather((host, needed))
+    here = [rank for rank, (other, _) in enumerate(reports) if other == host]
+    together = sorted(set().union(*(reports[rank][1] for rank in here)))
+    return together[here.index(groups.rank) :: len(here)]
+
+
+def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> None:
+    """End all ranks with one line where one of them has found damage."""
+    found = next((text for text in groups.gather(damage) if text is not None), None)
+
+    def refuse() -> None:
+        if found is not None:
+            raise ValueError(refusal(path, DamageError(found)))
+
+    groups.on_main(refuse)
+
+
+def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
+    """Read this rank's slices; no rank waits for another."""
     parameters = dict(engine.transformer.named_parameters())
     kinds = sorted(files.kinds - {"master", "frozen"})
     engine.allocate_state(kinds)
@@ -115,6 +91,11 @@ def _fill(files: RunFiles, engine: ZeroEngine) -> None:
         for kind in ("master", *kinds):
             out = engine.view(piece, kind)
             files.fill(out, piece.parameter, kind, shard, piece.start)
+
+
+def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
+    """Read the frozen weights that the checkpoint keeps; under ZeRO-3 the ranks do it together."""
+    parameters = dict(engine.transformer.named_parameters())
     for name in files.frozen:
         with engine.whole(parameters[name], is_written=True) as whole:
             values = torch.empty(whole.numel(), dtype=torch.float32)

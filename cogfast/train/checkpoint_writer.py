@@ -15,7 +15,6 @@ their like, whatever the training does meanwhile. `latest` moves when all files 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -26,9 +25,10 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
-from cogfast.files import sync
-from cogfast.model.weights.run import FORMAT
-from cogfast.train.checkpoint import replaced_name
+from cogfast.files import WriteError, sync, write_text
+from cogfast.model.weights.run_checkpoint import FORMAT, replaced_name, write_manifest
+from cogfast.model.weights.safetensors_files import write_safetensors
+from cogfast.model.weights.tensor_stream import Outgoing
 from cogfast.train.process_groups import OtherRankError, ProcessGroups
 from cogfast.train.zero_engine import ZeroEngine, shard_of, whole_shape
 
@@ -107,12 +107,10 @@ class CheckpointWriter:
 
     def _write(self, about: dict) -> None:
         """What the thread does. Errors that a user can mend are logged; `wait` raises others."""
-        from safetensors import SafetensorError  # what save_file raises on a full disk
-
         try:
             self._write_all(about)
             self.saved_step = about["step"]
-        except (OSError, SafetensorError, OtherRankError) as error:
+        except (OSError, WriteError, OtherRankError) as error:
             self._report_failure(about["step"], error)
         except Exception as error:
             self._error = error
@@ -121,32 +119,33 @@ class CheckpointWriter:
         """Files of all ranks, manifest, `latest`; an error of one rank is raised on all."""
         draft, groups = self._draft(about["step"]), self.groups
         groups.on_main(lambda: _make_empty(draft))
-        name, slices, error = f"rank-{groups.rank:05d}.safetensors", {}, None
+        name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
         try:
-            slices = self._snapshot.write(draft / name)
+            slices, checksum = self._snapshot.write(draft / name)
         except Exception as caught:
             error = caught
         groups.agree(error)
-        reports = groups.gather((name, slices, self._snapshot.counters()))
+        reports = groups.gather((name, slices, checksum, self._snapshot.counters()))
         groups.on_main(lambda: self._complete(draft, reports, about))
 
     def _complete(self, draft: Path, reports: list, about: dict) -> None:
         """Write the manifest, make the checkpoint the newest, and remove old ones."""
         counters: dict[str, dict[str, float]] = {}
         for report in reports:
-            counters.update(report[2])
+            counters.update(report[3])
         named = self.engine.transformer.named_parameters()
         manifest = {
             "format": FORMAT,
             "parameters": {name: _about(p) for name, p in named if p.requires_grad},
             "frozen": {n: _about(p) for n, p in _frozen_to_keep(self.engine.transformer).items()},
-            "slices": {name: slices for name, slices, _ in reports},
-            "bytes": {name: (draft / name).stat().st_size for name, _, _ in reports},
+            "slices": {name: slices for name, slices, _, _ in reports},
+            "bytes": {name: (draft / name).stat().st_size for name, *_ in reports},
+            "checksums": {name: checksum for name, _, checksum, _ in reports},
             "optimizer": type(self.engine.optimizer).__name__,
             "counters": counters,
             **about,
         }
-        (draft / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(draft, manifest)
         sync(draft / "manifest.json")
         sync(draft)
         _publish(draft, self.folder / f"{about['step']:08d}")
@@ -214,19 +213,17 @@ class _Snapshot:
         tensor-parallel group writes for all."""
         return self.engine.tensor_rank == 0 or self.shards[name] is not None
 
-    def write(self, path: Path) -> dict[str, dict]:
-        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}, and
-        share [index, count] where it is of one."""
-        from safetensors.torch import save_file  # releases the interpreter while it writes
-
+    def write(self, path: Path) -> tuple[dict[str, dict], str]:
+        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}, with
+        share [index, count] where it is of one, and the file's checksum."""
         if self.copied is not None:
             self.copied.synchronize()  # in the writer's thread: training goes on
-        tensors: dict[str, Tensor] = {}
+        tensors: list[Outgoing] = []
         slices: dict[str, dict] = {}
 
         def add(kind: str, parameter: str, start: int, values: Tensor) -> None:
             key = f"{kind}/{parameter}/{start}"
-            tensors[key] = values
+            tensors.append(Outgoing(key, tuple(values.shape), values.dtype, lambda: values))
             slices[key] = {"parameter": parameter, "kind": kind, "start": start}
             slices[key]["numel"] = values.numel()
             shard = self.shards[parameter]
@@ -241,9 +238,7 @@ class _Snapshot:
                 add(kind, piece.parameter, piece.start, values)
         for name, values in self.frozen_values.items():
             add("frozen", name, 0, values)
-        save_file(tensors, path)
-        sync(path)
-        return slices
+        return slices, write_safetensors(path, tensors)
 
     def counters(self) -> dict[str, dict[str, float]]:
         """{parameter: {counter: value}}; after `write`, which waits for the copies."""
@@ -303,11 +298,7 @@ def _publish(draft: Path, final: Path) -> None:
     else:
         draft.rename(final)
     sync(final.parent)
-    name = final.parent / "latest.incomplete"
-    name.write_text(final.name)
-    sync(name)
-    name.replace(final.parent / "latest")
-    sync(final.parent)
+    write_text(final.parent / "latest", final.name)
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
@@ -316,7 +307,10 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     Steps after `step` stay: the run went on from a checkpoint before them, which it was asked to.
     """
     for path in folder.glob("*.incomplete*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     complete = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdigit())
     done = [path for path in complete if int(path.name) <= step]
     for path in done[:-keep_last] if keep_last > 0 else []:

@@ -18,6 +18,8 @@ from torch import Tensor
 from cogfast.data.video_writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.safetensors_files import write_safetensors
+from cogfast.model.weights.tensor_stream import Outgoing
 from cogfast.shapes import num_latent_frames
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Diffusion
@@ -288,8 +290,7 @@ def _thumbnails(frames: np.ndarray) -> np.ndarray:
 
 
 def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize) -> None:
-    from safetensors.torch import save_file
-
     metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
     on_host = latents.float().cpu()  # sync: into a file, once per video
-    save_file({"latents": on_host.contiguous()}, path, metadata)
+    tensor = Outgoing("latents", tuple(on_host.shape), on_host.dtype, lambda: on_host)
+    write_safetensors(path, [tensor], metadata)

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.train.checkpoint import newest_checkpoint, read_manifest
+from cogfast.model.weights.run_checkpoint import find_run_checkpoint, newest_checkpoint
 from cogfast.train.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -88,21 +88,18 @@ def _named(path: Path) -> tuple[Path, Path]:
             f"args.resume={path}: no such folder; refusing to start from scratch; "
             "name a run or checkpoint folder, or use auto"
         )
-    if (path / "manifest.json").is_file() or path.parent.name == "checkpoints":
-        path = path.absolute()
-        return path.parent.parent, path
-    checkpoint = newest_checkpoint(path)
+    path = path.absolute()
+    checkpoint = path if path.parent.name == "checkpoints" else find_run_checkpoint(path)
     if checkpoint is None:
         raise ValueError(f"args.resume={path}: it has no checkpoints/latest; name a run folder")
-    return path, checkpoint
+    return checkpoint.parent.parent, checkpoint
 
 
-def check_changes(checkpoint: Path, config: Config, global_batch: int) -> None:
+def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch: int) -> None:
     """ValueError where the run would not go on with what its checkpoint was trained with, unless
     args.accept_changes is set; it lists the keys."""
-    manifest = read_manifest(checkpoint)
     before = manifest.get("config", {})
-    after = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
+    after = plain_sections(config)
     found = [] if not before else list(_changes(before, after).items())
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
@@ -112,6 +109,12 @@ def check_changes(checkpoint: Path, config: Config, global_batch: int) -> None:
             f"args.resume={checkpoint}: the configuration is not the checkpoint's: "
             f"{'; '.join(changes)}; set it back, or go on all the same with --accept-changes"
         )
+
+
+def plain_sections(config: Config) -> dict:
+    """The resolved sections as a manifest has them: JSON, which knows no infinity."""
+    sections = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
+    return json.loads(json.dumps(sections), parse_constant=str)
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

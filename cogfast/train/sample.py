@@ -19,13 +19,12 @@ from cogfast.config import Config
 from cogfast.data.clip_transform import resize_and_center_crop
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.decode_memory import DecodePlan
-from cogfast.model.weights.run import find_run_checkpoint
+from cogfast.model.weights.run_checkpoint import find_run_checkpoint, read_manifest
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.added_lora import AddedLora, add_loras, open_loras
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.attention_choice import choose_for_sampling
-from cogfast.train.checkpoint import read_manifest
 from cogfast.train.encode import Encoder
 from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.preflight import check_sample

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.run_checkpoint import RESUMABLE, read_manifest
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
 from cogfast.train.activation_checkpointing import ActivationCheckpointing
@@ -27,7 +27,7 @@ from cogfast.train.assembly import (
     assemble_transformer,
 )
 from cogfast.train.attention_choice import choose_for_training
-from cogfast.train.checkpoint import load_checkpoint, read_manifest
+from cogfast.train.checkpoint import load_checkpoint
 from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.data_survey import record_bad, survey_datasets
 from cogfast.train.evaluate import Evaluator
@@ -42,7 +42,12 @@ from cogfast.train.preflight import check_train
 from cogfast.train.process_groups import StopRequest, start_processes
 from cogfast.train.profiling import Profiler
 from cogfast.train.replica_check import ReplicaCheck
-from cogfast.train.run_folder import check_changes, describe_run, open_run_folder
+from cogfast.train.run_folder import (
+    check_changes,
+    describe_run,
+    open_run_folder,
+    plain_sections,
+)
 from cogfast.train.video_size import bucket_sizes, sampled_size
 from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
@@ -71,8 +76,12 @@ class Trainer:
         self.folder, self.checkpoint = open_run_folder(
             args.save or "runs", args.experiment_name, args.resume, self.groups
         )
+        self.manifest: dict = {}
         if self.checkpoint is not None:
-            check_changes(self.checkpoint, config, self.global_batch)
+            self.manifest = self.groups.on_main(
+                lambda: read_manifest(self.checkpoint, RESUMABLE, args.verify_checkpoints)
+            )
+            check_changes(self.checkpoint, self.manifest, config, self.global_batch)
         if self.groups.is_main:
             describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
             record_bad(self.folder, bad, len(self.datasets.train))
@@ -299,22 +308,19 @@ class Trainer:
             "num_samples": len(self.datasets.train),
             "data_order": self.order.fingerprint,
             "attention_backend": self.attention_backend,
-            "config": OmegaConf.to_container(
-                OmegaConf.create(self.config.sections()), resolve=True
-            ),
+            "config": plain_sections(self.config),
         }
         self.writer.save(self.step, state)
         metrics.restart_clock()
 
     def _choose_attention(self, transformer: DiffusionTransformer) -> str | None:
         """The name of a backend, or None; a run that goes on keeps the one that it had."""
-        stored = None
-        if self.checkpoint is not None:
-            stored = read_manifest(self.checkpoint).get("attention_backend")
+        stored = self.manifest.get("attention_backend")
         return choose_for_training(self.config, self.args, transformer.config, self.groups, stored)
 
     def _resume(self) -> None:
-        manifest = load_checkpoint(self.checkpoint, self.engine)
+        manifest, is_verified = self.manifest, self.args.verify_checkpoints
+        load_checkpoint(self.checkpoint, manifest, self.engine, self.groups, is_verified)
         num_samples = len(self.datasets.train)
         order = self.order.fingerprint
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)

@@ -345,5 +345,5 @@ class ZeroEngine:
         return {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float, bool))}
 
     def load_loss_scaler_state(self, state: dict) -> None:
-        for key, value in state.items():
-            setattr(self.zero.loss_scaler, key, value)
+        for key in state.keys() & self.loss_scaler_state():
+            setattr(self.zero.loss_scaler, key, state[key])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cogfast.model.weights.cogfast_folder import is_cogfast_folder, open_cogfast
 from cogfast.model.weights.diffusers import find_diffusers_folder, open_diffusers
-from cogfast.model.weights.run import find_run_checkpoint, open_run
+from cogfast.model.weights.run import open_run
+from cogfast.model.weights.run_checkpoint import find_run_checkpoint
 from cogfast.model.weights.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.sat_files import find_sat_files, open_sat
 from cogfast.model.weights.source import WeightSource

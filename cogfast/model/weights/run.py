@@ -8,7 +8,6 @@ which of how many, and how the parameter was cut.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,26 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.files import DamageError
+from cogfast.model.weights.run_checkpoint import read_manifest, refusal, verify_files
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
-FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2")  # the first knows no shares
-FORMAT = FORMATS[-1]  # that we write
 _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
-
-
-class DamageError(Exception):
-    """What is wrong with a checkpoint."""
-
-
-def find_run_checkpoint(path: Path) -> Path | None:
-    """The checkpoint folder that `path` is, or the newest of the run that it is, or None."""
-    for latest in (path / "checkpoints" / "latest", path / "latest"):
-        if latest.is_file():
-            newest = latest.parent / latest.read_text().strip()
-            if (newest / "manifest.json").is_file():
-                return newest
-    return path if (path / "manifest.json").is_file() else None
 
 
 class RunFiles:
@@ -154,18 +139,32 @@ class RunFiles:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
-            return self._open[file].get_slice(key)[low:high]
+            found = self._open[file].get_slice(key)[low:high]
         except (SafetensorError, OSError) as error:
             raise DamageError(
                 f"{self.folder / file}: missing, truncated or damaged ({error})"
             ) from None
+        if found.shape != (high - low,):
+            raise DamageError(f"{self.folder / file}: {key} ends before element {high}")
+        return found
+
+    def holding(self, names: set[str]) -> set[str]:
+        """The files that hold slices of these parameters, of any kind and share."""
+        return {
+            file
+            for (name, _), shares in self._pieces.items()
+            if name in names
+            for pieces in shares.values()
+            for _, _, file, _ in pieces
+        }
 
 
 def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
     """What a run trained: master weights, or their moving average; with them the frozen ones that
-    the checkpoint keeps."""
-    manifest = _read_manifest(checkpoint_dir)
+    the checkpoint keeps. The first read verifies the checksums of all files."""
+    manifest = read_manifest(checkpoint_dir)
     files = RunFiles(checkpoint_dir, manifest)
+    is_verified = False
     if ema and "shadow" not in files.kinds:
         raise ValueError(
             f"{checkpoint_dir}: it holds no EMA weights, the run's optimizer keeps none; ask for "
@@ -173,7 +172,17 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
         )
     trained = "shadow" if ema else "master"
 
+    def verify() -> None:
+        try:
+            verify_files(checkpoint_dir, manifest, manifest["slices"])
+        except DamageError as error:
+            raise ValueError(refusal(checkpoint_dir, error)) from None
+
     def read(name: str, shard: Shard | None) -> Tensor:
+        nonlocal is_verified
+        if not is_verified:
+            verify()
+            is_verified = True
         kind = trained if name in manifest["parameters"] else "frozen"
         if shard is not None and not files.has_cut(name, shard):
             return shard.of(read(name, None))
@@ -182,7 +191,7 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
         try:
             files.fill(values, name, kind, shard)
         except DamageError as error:
-            raise ValueError(f"{error}; use an older checkpoint of the run") from None
+            raise ValueError(refusal(checkpoint_dir, error)) from None
         return values.view(shape)
 
     which = "EMA weights" if ema else "weights"
@@ -216,19 +225,3 @@ def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[
     source = open_run(Path(checkpoint_dir), ema)
     for name in source.shapes:
         yield name, source.read(name, None)
-
-
-def _read_manifest(checkpoint_dir: Path) -> dict:
-    path = checkpoint_dir / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{checkpoint_dir}: not a checkpoint of ours, no manifest.json") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: damaged ({error}); use an older checkpoint") from None
-    if manifest.get("format") not in FORMATS:
-        raise ValueError(
-            f"{path}: format {manifest.get('format')!r}, this version reads {FORMAT!r}; read it "
-            "with the version that wrote it"
-        )
-    return manifest

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cogfast.files import ChecksumFile
 from cogfast.model.weights.tensor_stream import Outgoing
 
 MOST_BYTES = 5 * 10**9  # of a file, as the libraries count 5 GB
@@ -141,8 +142,8 @@ def write_safetensors_folder(
 
 def write_safetensors(
     path: Path, tensors: Sequence[Outgoing], metadata: dict[str, str] | None = None
-) -> None:
-    """One file, one tensor in memory at a time."""
+) -> str:
+    """One file, one tensor in memory at a time; returns its checksum."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
     for tensor in tensors:
@@ -154,10 +155,11 @@ def write_safetensors(
         place += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    with path.open("wb") as out:
+    with ChecksumFile(path) as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             out.write(tensor.bytes())
+    return out.checksum
 
 
 def write_json(path: Path, content: dict) -> None:
