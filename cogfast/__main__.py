@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import numbers
@@ -12,6 +13,15 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
+from cogfast.standard_streams import keep_streams
+from cogfast.stop_signals import (
+    Interrupted,
+    StopSignals,
+    end_by,
+    name_of,
+    settle_signals,
+    write_last_line,
+)
 from cogfast.train.process_watch import watch_launcher
 from cogfast.value_check import printable
 
@@ -25,6 +35,14 @@ usage: cogfast {train,cache,sample,convert} ...
 
 `cogfast train --help` and so on list the options.
 """
+# What a signal that ends a command leaves of its work.
+_KEPT = {
+    "train": " before training began, so there is nothing to save; give the same command to start again",
+    "cache": "; the shards that are complete are kept, and the same command goes on from there",
+    "sample": "; the videos that are finished are kept in the output folder",
+    "convert": "; the target is not written, and nothing is left of the attempt",
+}
+_UNWIND_SECONDS = 5.0  # time that a command has to remove what it wrote by half
 _GRACE_SECONDS = 3  # time that torchrun has to stop this rank after rank 0 failed the same way
 
 
@@ -130,9 +148,32 @@ _VERBS = {"train": train, "cache": cache, "sample": sample, "convert": convert}
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb; what the user can mend ends in one line and exit status 2, a run that cannot go
-    on in one line and 1."""
+    on in one line and 1. words: None for those of this process, which then listens to signals."""
     watch_launcher()
-    words = list(sys.argv[1:] if words is None else words)
+    if words is not None:
+        return _run(list(words))
+    keep_streams()
+    kept = _KEPT.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
+    last_line = lambda reason: f"cogfast: {reason}{kept}" if _is_first_rank() else ""
+    signals = StopSignals(last_line, on_first=_interrupt, patience=_UNWIND_SECONDS)
+    status = 0
+    with signals, contextlib.suppress(Interrupted):
+        status = _run(sys.argv[1:])
+    if status == 0 and signals.received and not signals.is_done:
+        number = signals.received[0]
+        reason = f"ended by {name_of(number)}"
+        _tell_torchrun(reason)
+        write_last_line(last_line(reason))
+        end_by(number)
+    settle_signals()
+    return status
+
+
+def _interrupt(number: int) -> None:
+    raise Interrupted
+
+
+def _run(words: list[str]) -> int:
     _adopt_mpi_ranks()
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)

@@ -8,4 +8,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 from cogfast.__main__ import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(["sample", *sys.argv[1:]]))
+    sys.argv.insert(1, "sample")
+    sys.exit(main())

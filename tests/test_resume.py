@@ -290,7 +290,9 @@ def test_the_time_limit_saves_and_ends(
     step = int((run / "checkpoints" / "latest").read_text())
     assert 0 < step < 100_000
     assert len(losses(run)) == step
-    assert f"stopped at step {step} of 100000; --resume goes on" in caplog.text
+    assert re.search(
+        rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last ", caplog.text
+    )
     with pytest.raises(ValueError, match=r"args\.max_hours=0\.0 must be more than 0"):
         finish(base, tmp_path, "args.max_hours=0.0")
 

@@ -17,20 +17,23 @@ PACKAGE = ROOT / "cogfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
-GROUND = ("shapes", "slot_random", "files", "kernels", "value_check", "json_files")
+GROUND = (
+    *("shapes", "slot_random", "files", "kernels", "value_check", "json_files"),
+    "stop_signals",
+)
 MIDDLE = ("model", "diffusion", "data")
 FACTORY = (
     *("component_factory", "component_places", "config", "config_check", "deepspeed_keys"),
     *("sat_names", "sat_network", "sat_unused"),
 )
-ENTRY = ("__main__", "command_line", "convert_words")
+ENTRY = ("__main__", "command_line", "convert_words", "standard_streams")
 # What modules of each part may import besides their own part.
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(MIDDLE, GROUND),
     **dict.fromkeys(FACTORY, (*FACTORY, "value_check", "json_files")),
     "train": (*GROUND, *MIDDLE, *FACTORY),
-    **dict.fromkeys(ENTRY, (*FACTORY, "value_check", "json_files", "train", "model", *ENTRY)),
+    **dict.fromkeys(ENTRY, (*FACTORY, *GROUND, "train", "model", *ENTRY)),
 }
 # (module, what it imports): why it may, all the same.
 EXCEPTIONS = {

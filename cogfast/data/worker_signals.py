@@ -1,5 +1,5 @@
 """Reading processes outlive the signals that ask a run to stop: it goes on until its checkpoint and
-needs batches until then, while torchrun and Slurm signal every process."""
+needs batches until then, while a terminal's Ctrl-C, torchrun and Slurm signal every process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
+from cogfast.stop_signals import STOP_SIGNALS
+
 _LOOK_SECONDS = 2  # between looks for the trainer
-_WITHHELD = {signal.SIGTERM, signal.SIGUSR1}
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def signals_withheld(start_method: str) -> Iterator[None]:
         return
     if start_method != "fork":
         resource_tracker.ensure_running()  # starting later, it would lift the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WITHHELD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -148,8 +148,12 @@ class CheckpointWriter:
         write_manifest(draft, manifest)
         sync(draft / "manifest.json")
         sync(draft)
-        _publish(draft, self.folder / f"{about['step']:08d}")
+        _publish(draft, self.path(about["step"]))
         _prune(self.folder, about["step"], self.keep_last)
+
+    def path(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.folder / f"{step:08d}"
 
     def _draft(self, step: int) -> Path:
         return self.folder / f"{step:08d}.incomplete"

@@ -27,9 +27,9 @@ from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
 from cogfast.train.encode import Encoder, in_unit_range
-from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
+from cogfast.train.generate import EvaluationStopped, LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.model_batches import ModelBatches
-from cogfast.train.process_groups import OtherRankError, ProcessGroups
+from cogfast.train.process_groups import OtherRankError, ProcessGroups, StopRequest
 from cogfast.train.zero_engine import ZeroEngine
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Evaluator:
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
         self.batch_size = args.eval_batch_size or args.batch_size
+        self.is_asked_to_stop: Callable[[], bool] = lambda: False
         if args.eval_interval and dataset is None and not self._has_prompts():
             logger.warning(
                 "args.eval_interval=%d, but there is nothing to evaluate with; name "
@@ -67,8 +68,12 @@ class Evaluator:
                 "" if encoder.image_input else " or args.eval_prompts",
             )
 
-    def __call__(self, step: int, size: LatentSize) -> dict[str, float]:
-        """Evaluate after `step`; returns the held-out losses. size: of the videos to sample."""
+    def __call__(
+        self, step: int, size: LatentSize, stop: StopRequest | None = None
+    ) -> dict[str, float]:
+        """Evaluate after `step`; returns the held-out losses. size: of the videos to sample. stop:
+        cuts the evaluation short after the batch or video that it is at."""
+        self.is_asked_to_stop = lambda: stop is not None and stop.is_asked
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
         self.engine.transformer.eval()
@@ -85,6 +90,8 @@ class Evaluator:
         result = None
         try:
             result = action()
+        except EvaluationStopped as error:
+            logger.info("%s at step %d is cut short, since the run ends: %s", what, step, error)
         except OtherRankError as error:
             logger.info("%s at step %d: %s; training goes on", what, step, error)
         except Exception:
@@ -104,9 +111,11 @@ class Evaluator:
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
         error: Exception | None = None
         with self._batches(order, num_steps) as batches:
-            for _ in range(num_steps):
+            for number in range(num_steps):
                 inputs = None
                 try:
+                    if self.is_asked_to_stop():
+                        raise EvaluationStopped(f"{num_steps - number} batches are left out")
                     inputs = None if error else self._encoded(next(batches), order)
                 except Exception as caught:
                     error = caught
@@ -192,6 +201,7 @@ class Evaluator:
             at_a_time=self.batch_size,
             latents_only=self.args.only_log_video_latents,
             is_in_step=self.engine.stage == 3,
+            is_asked_to_stop=self.is_asked_to_stop,
         )
 
     def _has_prompts(self) -> bool:

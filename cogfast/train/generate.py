@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,6 +185,10 @@ def file_name(prompt: Prompt) -> str:
     return f"{prompt.index:03d}-{words or 'empty'}-{digest}"
 
 
+class EvaluationStopped(Exception):
+    """The run is asked to stop while it evaluates."""
+
+
 def write_samples(
     folder: Path,
     maker: VideoMaker,
@@ -194,12 +198,15 @@ def write_samples(
     at_a_time: int = 1,
     latents_only: bool = False,
     is_in_step: bool = False,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
     """Sample this rank's share and write files; rank 0 adds prompts.json and the contact sheet.
 
     is_in_step: all ranks call the network together (ZeRO-3); those that share a model do so in any
     case, and the first of them decodes and writes. Returns all files on every rank. A prompt that
     fails is told and costs no other its video; the first error is raised at the end, on every rank.
+    is_asked_to_stop: asked before each video; where it says so, the rest are left out
+    (EvaluationStopped).
     """
     done: dict[int, _Row] = {}
     errors: list[Exception] = []
@@ -209,8 +216,12 @@ def write_samples(
         part = mine[start : start + at_a_time]
         conditioning = None
         try:
+            if is_asked_to_stop():
+                raise EvaluationStopped(f"{len(mine) - start} videos are left out")
             folder.mkdir(parents=True, exist_ok=True)
             conditioning = maker.condition(part)
+        except EvaluationStopped as error:
+            errors.append(error)
         except Exception as error:
             _note(errors, error, part)
         # in step nobody samples what one of them cannot

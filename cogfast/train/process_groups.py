@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cogfast.stop_signals import StopSignals, name_of
 from cogfast.train.process_watch import ProcessWatch, watch_processes
 from cogfast.train.tensor_parallel import TensorParallelGroup
+
+logger = logging.getLogger(__name__)
 
 _TENSOR_TIMEOUT = timedelta(minutes=30)
 # Ranks without a video to sample wait for those that have one. A rank that dies is torchrun's.
@@ -232,55 +235,76 @@ def _end_lone_process() -> None:
 
 
 class StopRequest:
-    """SIGTERM or SIGUSR1 on any rank stops every rank at the same step boundary; so does the end of
-    `max_hours`, counted from the start of the process.
+    """SIGINT, SIGTERM, SIGHUP or SIGUSR1 on any rank stops every rank at the same step boundary; so
+    does the end of `max_hours`, counted from the start of the process.
 
-    Within `with` it listens. Each step starts a reduction of "was I told to stop?" and reads the one of the step before,
-    which has long arrived: nobody waits, and all ranks read the same answer.
+    Within `with` it listens, which starts on all ranks together. A second SIGINT ends the process at once; hint: what is to be
+    written then. Each step starts a reduction of "was I asked to stop?" and reads the one of the
+    step before, which has long arrived: nobody waits, and all ranks read the same answer.
     """
 
-    def __init__(self, groups: ProcessGroups, max_hours: float | None = None) -> None:
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        max_hours: float | None = None,
+        hint: Callable[[], str] = lambda: "",
+    ) -> None:
         import psutil
 
-        self.groups = groups
-        self.is_signalled = False
+        self.groups, self.max_hours, self.hint = groups, max_hours, hint
         self.deadline = math.inf
         if max_hours is not None:
             self.deadline = psutil.Process().create_time() + 3600 * max_hours
+        self._signals = StopSignals(self._last_line, announce=self._announce)
+        self.is_stopping = False  # whether all ranks have agreed
         self._pending: tuple[dist.Work, Tensor] | None = None
-        self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._handle)
+        # A rank that is still starting ends at a signal: none may be listening here already.
+        self.groups.gather(None)
+        self._signals.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the signals back; finish the reduction under way unless other ranks may be gone."""
-        if self._pending is not None and kind is None:
+    def __exit__(self, *exc_info: object) -> None:
+        self._signals.__exit__(*exc_info)
+
+    def finish(self) -> None:
+        """Complete the reduction under way, before the ranks part."""
+        if self._pending is not None:
             self._pending[0].wait()
         self._pending = None
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: object) -> None:
-        self.is_signalled = True
+    def _announce(self, number: int) -> None:
+        logger.info(
+            "%s: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it at once",
+            name_of(number),
+        )
+
+    def _last_line(self, reason: str) -> str:
+        return f"cogfast: {reason}; {self.hint()}" if self.groups.is_main else ""
+
+    @property
+    def reason(self) -> str:
+        """What asked the ranks to stop."""
+        if self._signals.received:
+            return name_of(self._signals.received[0])
+        return f"args.max_hours={self.max_hours:g}" if self.is_asked else "a signal to another rank"
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank was told to stop."""
-        return self.is_signalled or time.time() >= self.deadline
+        """Whether this rank was asked to stop."""
+        return bool(self._signals.received) or time.time() >= self.deadline
 
     def is_agreed(self) -> bool:
         """Whether all ranks stop now; to be called once per step by every rank."""
         if self.groups.world_size == 1:
-            return self.is_asked
-        agreed = False
+            self.is_stopping = self.is_asked
+            return self.is_stopping
         if self._pending is not None:
             work, flag = self._pending
             work.wait()
-            agreed = bool(flag.item())  # sync: none, a CPU tensor
+            self.is_stopping = bool(flag.item())  # sync: none, a CPU tensor
         flag = torch.tensor([int(self.is_asked)])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         self._pending = (work, flag)
-        return agreed
+        return self.is_stopping

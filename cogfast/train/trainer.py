@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,58 +150,78 @@ class Trainer:
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
         self._announce()
-        with (
-            StopRequest(self.groups, args.max_hours) as stop,
-            self._open_metrics() as metrics,
-            batches,
-            profiler,
-            checkpointing,
-            self.writer,
-        ):
-            engine.transformer.train()
-            while self.step < self.num_steps and not stop.is_agreed():
-                lr = self.learning_rate(self.step)
-                profiler.begin_step(self.step)
-                for _ in range(self.accumulation):
-                    with profiler.range("data"), metrics.data_wait():
-                        batch = next(batches)
-                    loss = self.compute_loss(batch)
-                    with profiler.backward():
-                        engine.backward(loss)
-                    checkpointing.after_backward()
-                    with profiler.range("optimizer"):
-                        engine.step(lr)  # updates weights and EMA where accumulation is complete
-                    metrics.add_loss(loss)
-                self.step += 1
-                checkpointing.after_step()
-                metrics.end_step(self.step, self.num_tokens)
-                self.gradient_check.after_step(self.step)
-                self.replica_check.after_step(self.step)
+        with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop:
+            with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
+                engine.transformer.train()
+                while self.step < self.num_steps and not stop.is_agreed():
+                    lr = self.learning_rate(self.step)
+                    profiler.begin_step(self.step)
+                    for _ in range(self.accumulation):
+                        with profiler.range("data"), metrics.data_wait():
+                            batch = next(batches)
+                        loss = self.compute_loss(batch)
+                        with profiler.backward():
+                            engine.backward(loss)
+                        checkpointing.after_backward()
+                        with profiler.range("optimizer"):
+                            engine.step(lr)  # updates weights and EMA, once per accumulation
+                        metrics.add_loss(loss)
+                    self.step += 1
+                    checkpointing.after_step()
+                    metrics.end_step(self.step, self.num_tokens)
+                    self.gradient_check.after_step(self.step)
+                    self.replica_check.after_step(self.step)
 
-                if self._is_due(args.log_interval) or self.step == self.num_steps:
-                    with profiler.range("log"):
-                        self._check_skipped(metrics.log(self.step, lr, engine))
-                if profiler.end_step(self.step):
-                    metrics.restart_clock()
-                if self._is_due(args.eval_interval):
-                    metrics.add_evaluation(self.step, self.evaluator(self.step, self.latent_size))
-                if self._is_due(args.save_interval):
+                    if self._is_due(args.log_interval) or self.step == self.num_steps:
+                        with profiler.range("log"):
+                            self._check_skipped(metrics.log(self.step, lr, engine))
+                    if profiler.end_step(self.step):
+                        metrics.restart_clock()
+                    if self._is_due(args.eval_interval):
+                        found = self.evaluator(self.step, self.latent_size, stop)
+                        metrics.add_evaluation(self.step, found)
+                    if self._is_due(args.save_interval):
+                        self._save(metrics)
+                    if self._is_due(args.exit_interval):
+                        break
+                self.writer.wait()
+                if self.step > self.writer.saved_step:
                     self._save(metrics)
-                if self._is_due(args.exit_interval):
-                    break
-            self.writer.wait()
+                metrics.draw_loss()
+            stop.finish()
+            engine.wait_for_weights()
             if self.step > self.writer.saved_step:
-                self._save(metrics)
-            metrics.draw_loss()
-        engine.wait_for_weights()
-        if self.step > self.writer.saved_step:
-            raise RuntimeError(
-                f"step {self.step} could not be saved (the error stands above); the last checkpoint "
-                f"in {self.folder} is that of step {self.writer.saved_step}"
+                raise RuntimeError(
+                    f"step {self.step} could not be saved (the error stands above); "
+                    f"{self._how_to_resume()}"
+                )
+            self._say_end(stop)
+            self.groups.close()
+
+    def _say_end(self, stop: StopRequest) -> None:
+        """The last line: why the run ended, where it is, and what comes next."""
+        if self.step >= self.num_steps:
+            logger.info(
+                "finished at step %d; checkpoint: %s; to make videos: cogfast sample %s --prompt TEXT --out DIR",
+                *(self.step, self.writer.path(self.step), shlex.quote(str(self.folder))),
             )
-        if self.step < self.num_steps:
-            logger.info("stopped at step %d of %d; --resume goes on", self.step, self.num_steps)
-        self.groups.close()
+            return
+        reason = (
+            stop.reason if stop.is_stopping else f"args.exit_interval={self.args.exit_interval}"
+        )
+        logger.info(
+            "stopped at step %d of %d by %s; %s",
+            *(self.step, self.num_steps, reason, self._how_to_resume()),
+        )
+
+    def _how_to_resume(self) -> str:
+        """What the last checkpoint is, and the words that go on from it."""
+        step = self.writer.saved_step
+        if step == 0:
+            return f"nothing is saved in {self.folder}; give the same command to start again"
+        resume = f"--resume {shlex.quote(str(self.folder))}"
+        path = self.writer.path(step)
+        return f"the last checkpoint is {path}; give the same command with {resume} to resume"
 
     def compute_loss(self, batch: dict) -> Tensor:
         """The mean loss, a float32 scalar, of a micro-batch on the device.

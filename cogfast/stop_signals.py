@@ -1,0 +1,151 @@
+"""What a process does when it is asked to stop: by SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1.
+
+A command ends at once: `Interrupted` unwinds the main thread, which removes what it wrote by half.
+Training listens for itself meanwhile (`StopRequest`): it saves first. In both, a second Ctrl-C ends
+the process whatever its main thread does.
+
+torchrun passes a signal on to its ranks, which are in sessions of their own, so that a terminal's
+Ctrl-C reaches them once. Slurm signals every process, and then a rank gets the signal twice within
+moments. A second Ctrl-C at torchrun reaches the ranks as SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_REPEAT_SECONDS = 1.0  # within which a second signal is the first one, from another sender
+_CLOSED = 0  # no signal has this number
+_SHOW_CURSOR = "\r\x1b[?25h"  # a progress bar hides it
+
+
+class Interrupted(BaseException):
+    """A signal ends the command. Not an Exception, so that nothing handles it as an error."""
+
+
+class StopSignals:
+    """Listens within `with`. received: the numbers of the signals that came, in order.
+
+    on_first: called in the main thread for the first signal; it may raise. announce: called for it
+    in another thread, which may log. last_line: what to write when the process is ended while the
+    main thread is busy, given the reason. patience: seconds that the main thread has to end after
+    the first signal; None: as long as it takes.
+
+    Within `with` of another one the inner one listens; when it has come to its end, the work is done,
+    and the outer one leaves a signal alone.
+
+    Python calls signal handlers in the main thread alone, and not while that waits in C++, such as
+    for another rank. So a thread reads the numbers, too, and ends the process where the main thread
+    does not. A signal that is ignored at the start (by nohup) stays ignored.
+    """
+
+    _innermost: ClassVar[StopSignals | None] = None
+
+    def __init__(
+        self,
+        last_line: Callable[[str], str],
+        on_first: Callable[[int], None] | None = None,
+        announce: Callable[[int], None] | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self.last_line, self.on_first, self.announce = last_line, on_first, announce
+        self.patience = patience
+        self.received: list[int] = []
+        self.is_done = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._outer, StopSignals._innermost = StopSignals._innermost, self
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(
+            target=self._watch, args=(reader,), name="stop signals", daemon=True
+        ).start()
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        StopSignals._innermost = self._outer
+        if self._outer is not None:
+            self._outer.is_done = kind is None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        # A byte, since the end of a pipe does not come while a forked process has it open.
+        os.write(self._writer, bytes([_CLOSED]))
+        os.close(self._writer)
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.received.append(number)
+        if len(self.received) == 1 and self.on_first is not None and not self.is_done:
+            self.on_first(number)
+
+    def _watch(self, reader: int) -> None:
+        first, interrupted_at, deadline = None, None, None
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([reader], [], [], left)[0]:
+                self._end(first, f"ended by {name_of(first)}")
+            for number in os.read(reader, 64):
+                if number == _CLOSED:
+                    os.close(reader)
+                    return
+                if number not in STOP_SIGNALS:  # torch listens to its workers' SIGCHLD
+                    continue
+                now = time.monotonic()
+                is_second = interrupted_at is not None and now - interrupted_at > _REPEAT_SECONDS
+                if is_second and number in (signal.SIGINT, signal.SIGTERM):
+                    self._end(number, f"ended at once by a second {name_of(signal.SIGINT)}")
+                if number == signal.SIGINT and interrupted_at is None:
+                    interrupted_at = now
+                if first is None:
+                    first = number
+                    if self.patience is not None and not self.is_done:
+                        deadline = now + self.patience
+                    if self.announce is not None:
+                        self.announce(number)
+
+    def _end(self, number: int, reason: str) -> None:
+        """End the process from a thread: nothing is flushed or closed, and the main thread may hold
+        the lock of sys.stderr."""
+        write_last_line(self.last_line(reason))
+        os._exit(128 + number)
+
+
+def name_of(number: int) -> str:
+    """SIGINT and so on."""
+    return signal.Signals(number).name
+
+
+def write_last_line(line: str) -> None:
+    """Write to stderr past Python's buffers and locks; nothing for an empty line."""
+    if line:
+        start = _SHOW_CURSOR if os.isatty(2) else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{start}{line}\n".encode())
+
+
+def end_by(number: int) -> None:
+    """End this process as the signal does by default, so that a shell's script ends, too."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the first process of a container ignores its own signals
+
+
+def settle_signals() -> None:
+    """For a process that has done its work and only has to exit: Ctrl-C ends it without a
+    traceback, and the other signals do not change its exit status."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.SIG_DFL if is_interrupt else signal.SIG_IGN)
