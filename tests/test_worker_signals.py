@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cogfast.stop_signals import STOP_SIGNALS
 from tests.video_files import sat_folder
 
 # Prints the workers' ids; then obeys lines: "read" five batches, or "end" a worker.
@@ -68,8 +68,8 @@ def test_only_the_trainer_ends_a_worker(method, tmp_path):
     trainer = Trainer(sat_folder(tmp_path, 2), method)
     assert len(trainer.workers) == 2
     for worker in trainer.workers:
-        os.kill(worker, signal.SIGTERM)
-        os.kill(worker, signal.SIGUSR1)
+        for number in STOP_SIGNALS:  # a terminal's Ctrl-C comes to every process
+            os.kill(worker, number)
     assert trainer.tell("read") == "done\n"
     assert all(_is_running(worker) for worker in trainer.workers)
     assert trainer.tell("end") == "done\n"
