@@ -3,7 +3,7 @@
 Text is checked against a schema before anything uses it, and every failure is a ValueError of one
 line: where, key, value, rule, fix. A schema is a type:
 
-    bool, int, float, str, None, Any, Literal[...], X | Y, list[X], tuple[X, Y], dict[str, X]
+    bool, int, float, str, None, Any, Literal[...], X | Y, list[X], tuple[X, Y], dict[X, Y]
     Annotated[X, rule]    with a further rule: Range(low, high), or Inside() for names of files
     a dataclass           for a mapping -> an instance; unknown keys are ignored
     {key: type}           for a mapping -> a dict that keeps unknown keys; NotRequired[type] for a
@@ -30,6 +30,7 @@ from cogfast.value_check import describe_type, fits, join, show
 
 MOST_BYTES = 64 << 20  # of a file; the index of a model with a million tensors has fewer
 MOST_NESTED = 32  # levels of lists and mappings
+_MOST_NAME = 1024  # bytes of a file that holds a name
 _MOST_SHOWN = 100  # characters of a value or a key in a message
 _AGAIN = "copy it again"
 
@@ -120,9 +121,19 @@ def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
     return content
 
 
+def read_name(path: str | Path, fix: str = _AGAIN) -> str:
+    """The name, of a file or folder beside it, that is all the text of a file such as `latest`."""
+    try:
+        name = read_limited(path, _MOST_NAME, fix).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise _error(str(path), "damaged, it is no UTF-8 text", fix) from None
+    return check(name, InsideName, str(path), fix)
+
+
 def brief(text: str) -> str:
-    """The first characters of a value or a message, on one line."""
+    """The first characters of a value or a message, on one line that a terminal can show."""
     text = " ".join(text[: 4 * _MOST_SHOWN].split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
@@ -186,7 +197,10 @@ def _checked(value: Any, schema: Any, key: str) -> Any:
             pairs = enumerate(zip(value, kinds, strict=True))
             return tuple(_checked(v, kind, f"{key}[{i}]") for i, (v, kind) in pairs)
     elif origin is dict and isinstance(value, dict):
-        return {k: _checked(v, args[1], join(key, brief(k))) for k, v in value.items()}
+        return {
+            _checked(k, args[0], key): _checked(v, args[1], join(key, brief(k)))
+            for k, v in value.items()
+        }
     elif fits(value, schema):
         return float(value) if schema is float else value
     raise _mismatch(key, value, schema)

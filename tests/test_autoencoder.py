@@ -319,7 +319,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
     with pytest.raises(ValueError, match="ckpt_path=.* does not exist; give the path"):
         broken.build()
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="cannot be read as a torch checkpoint"):
+    with pytest.raises(ValueError, match="3d-vae.pt: truncated or not a file of torch.save"):
         broken.build()
     torch.save({"module": {}}, path)
     with pytest.raises(ValueError, match="has no 'state_dict'"):
@@ -384,7 +384,7 @@ def test_diffusers_folder(tiny: TinyVae, vae: VideoAutoencoder, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"\d+ tensors \(.*\) missing, 0 tensors unexpected"):
         VideoAutoencoder(tmp_path / "model")
     config.write_text(json.dumps({**other, "_class_name": "AutoencoderKL"}))
-    with pytest.raises(ValueError, match="holds a AutoencoderKL; give the vae folder"):
+    with pytest.raises(ValueError, match="_class_name='AutoencoderKL' must be one of"):
         VideoAutoencoder(tmp_path / "model")
 
 

@@ -212,7 +212,7 @@ def test_other_linears_are_read_and_foreign_names_listed(tmp_path: Path) -> None
         "blocks.0.fc1.matrix_B.0": (512, 2),
     }
     assert source.unexpected == list(other)
-    with pytest.raises(ValueError, match="2 tensors have names that nobody knows, first text_enc"):
+    with pytest.raises(ValueError, match="2 tensors have unknown names, first text_enc"):
         open_adapter(tmp_path)
     convert(tmp_path, tmp_path / "known", "peft", allow_unexpected=True)
     assert open_adapter(tmp_path / "known").shapes == source.shapes

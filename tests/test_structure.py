@@ -70,6 +70,7 @@ OTHER_MEANINGS = {
     ("model/weights/peft.py", "rank"): "of LoRA's matrices",
     ("model/weights/safetensors_files.py", "groups"): "of tensors, one per file",
     ("model/autoencoder.py", "_NORM_GROUPS"): "of group norm",
+    ("model/weights/vae.py", "norm_num_groups"): "of group norm",
     ("model/autoencoder.py", "latent_dist"): "diffusers' name for a distribution",
     ("diffusion/timestep_sampling.py", "group_num"): "SAT's name for the number of strata",
     ("kernels/fused_ema_adam.py", "group"): "of parameters, as in torch.optim",

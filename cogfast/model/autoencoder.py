@@ -24,7 +24,9 @@ from cogfast.model.decode_memory import (
     plan_decode,
     tiled,
 )
-from cogfast.model.weights.vae import read_sat_vae, to_diffusers
+from cogfast.model.weights.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.source import check_tensors, first_of
+from cogfast.model.weights.vae import read_sat_vae, read_vae_config, to_diffusers
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
@@ -201,7 +203,8 @@ def video_autoencoder_from_sat(
         names = to_diffusers(
             read_sat_vae(ckpt_path, ignore_keys), num_levels, sizes["layers_per_block"]
         )
-        _load(inner, names, ckpt_path, dtype)
+        fix = "give a matching 3d-vae.pt, or list what to leave out in ignore_keys"
+        _load(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
     return VideoAutoencoder(
         inner=inner,
         encode_chunks=encode_chunks,
@@ -256,21 +259,24 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
     }
 
 
-def _load(inner: nn.Module, state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> None:
+def _load(
+    inner: nn.Module, state: dict[str, Tensor], where: str, fix: str, dtype: torch.dtype
+) -> None:
     """Put every tensor in its place, a copy in `dtype`; what is missing or too much is an error."""
     wanted = inner.state_dict()
     missing = [name for name in wanted if name not in state]
     unexpected = [name for name in state if name not in wanted]
     if missing or unexpected:
         raise ValueError(
-            f"ckpt_path={path} does not fit the autoencoder: {_count(missing)} missing, "
-            f"{_count(unexpected)} unexpected; give a matching 3d-vae.pt, or list what to leave "
-            "out in ignore_keys"
+            f"{where} does not fit the autoencoder: {_count(missing)} missing, "
+            f"{_count(unexpected)} unexpected; {fix}"
         )
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    check_tensors(where, shapes, {name: tensor.dtype for name, tensor in state.items()})
     for name, tensor in state.items():
         if tensor.shape != wanted[name].shape:
             raise ValueError(
-                f"ckpt_path={path}: {name} has shape {list(tensor.shape)}, the config asks for "
+                f"{where}: {name} has shape {list(tensor.shape)}, the config asks for "
                 f"{list(wanted[name].shape)}; make ch, ch_mult and num_res_blocks the checkpoint's"
             )
     # Copies, since a file's tensors may share memory and a memory-mapped file may be moved away.
@@ -279,8 +285,7 @@ def _load(inner: nn.Module, state: dict[str, Tensor], path: str | Path, dtype: t
 
 def _count(names: Sequence[str]) -> str:
     """`3 tensors (a.weight, b.weight, ...)`."""
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} tensors ({shown})" if names else "0 tensors"
+    return f"{len(names)} tensors ({first_of(names)})" if names else "0 tensors"
 
 
 def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
@@ -293,20 +298,11 @@ def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
             f"first_stage_config.params.path={path} has no config.json; "
             "give the vae folder of a diffusers CogVideoX model"
         )
-    found = AutoencoderKLCogVideoX.load_config(str(folder)).get("_class_name")
-    if found != "AutoencoderKLCogVideoX":
-        raise ValueError(
-            f"first_stage_config.params.path={path} holds a {found}; "
-            "give the vae folder of a diffusers CogVideoX model (AutoencoderKLCogVideoX)"
-        )
-    inner, report = AutoencoderKLCogVideoX.from_pretrained(
-        str(folder), torch_dtype=dtype, output_loading_info=True, local_files_only=True
-    )
-    if report["missing_keys"] or report["unexpected_keys"]:
-        raise ValueError(
-            f"first_stage_config.params.path={path}: {_count(sorted(report['missing_keys']))} "
-            f"missing, {_count(sorted(report['unexpected_keys']))} unexpected; copy the folder again"
-        )
+    config, files = read_vae_config(folder), SafetensorsFiles(folder)
+    with torch.device("meta"):
+        inner = AutoencoderKLCogVideoX(**config.arguments())
+    state = {name: files.read(name) for name in files.names()}
+    _load(inner, state, f"first_stage_config.params.path={path}", "copy the folder again", dtype)
     return inner
 
 

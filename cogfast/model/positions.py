@@ -49,10 +49,12 @@ def sincos_table(
     time = sincos_axis(width // 4, t)[:, None, None]
     column = sincos_axis(width // 8 * 3, w)[None, None]
     row = sincos_axis(width // 8 * 3, h)[None, :, None]
-    axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in (time, column, row)]
+    # float32 before the axes are joined: the table in float64 would take twice its memory
+    axes = [x.astype(np.float32) for x in (time, column, row)]
+    axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in axes]
     table = np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width)
     # from numpy, so that the table is real under `torch.device("meta")` until it is copied
-    return torch.from_numpy(table.astype(np.float32))
+    return torch.from_numpy(table)
 
 
 class PositionTable(nn.Module):

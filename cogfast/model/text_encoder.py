@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from cogfast.json_files import InsideName, Range, brief, read_json
 
 logger = logging.getLogger(__name__)
 
 # Any one of these lets transformers build T5's tokenizer.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
+_TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class T5TextEncoder(nn.Module):
@@ -39,9 +44,11 @@ class T5TextEncoder(nn.Module):
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
         self.is_cut_told = False
-        self.tokenizer = AutoTokenizer.from_pretrained(vocabulary, cache_dir=cache_dir)
+        _check_settings(Path(weights), Path(vocabulary))
+        given = {"cache_dir": cache_dir, "trust_remote_code": False}
+        self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
         _check_vocabulary(self.tokenizer, vocabulary)
-        self.transformer = T5EncoderModel.from_pretrained(weights, cache_dir=cache_dir, dtype=dtype)
+        self.transformer = _read(T5EncoderModel.from_pretrained, weights, **given, dtype=dtype)
         self.width: int = self.transformer.config.d_model
         if freeze:
             self.eval().requires_grad_(False)
@@ -166,6 +173,64 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
             "word would become <unk>; copy the file from the T5 download into the folder"
         )
     return str(weights), str(vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class _T5Config:
+    """The keys of config.json that T5's encoder is built from; transformers' defaults."""
+
+    model_type: Literal["t5", "mt5", "umt5"] = "t5"
+    vocab_size: Annotated[int, Range(1, 2**20)] = 32128
+    d_model: Annotated[int, Range(1, 2**14)] = 512
+    d_kv: Annotated[int, Range(1, 2**12)] = 64
+    d_ff: Annotated[int, Range(1, 2**17)] = 2048
+    num_layers: Annotated[int, Range(1, 2**8)] = 6
+    num_heads: Annotated[int, Range(1, 2**10)] = 8
+    relative_attention_num_buckets: Annotated[int, Range(1, 2**12)] = 32
+    relative_attention_max_distance: Annotated[int, Range(1, 2**16)] = 128
+    layer_norm_epsilon: Annotated[float, Range(1e-12, 1e-2)] = 1e-6
+    feed_forward_proj: Literal["relu", "gated-gelu", "gelu", "gated-silu"] = "relu"
+
+    @property
+    def num_parameters(self) -> int:
+        """At least so many has the encoder."""
+        attention = 4 * self.d_model * self.d_kv * self.num_heads
+        return self.num_layers * (attention + 2 * self.d_model * self.d_ff)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizerConfig:
+    tokenizer_class: Literal[_TOKENIZERS] | None = None
+
+
+def _check_settings(weights: Path, vocabulary: Path) -> None:
+    """ValueError where the folder's files name another class, or sizes that its weights have not:
+    transformers would build whatever they say."""
+    if not weights.is_dir():
+        return  # a name on the hub
+    config = read_json(weights / "config.json", _T5Config)
+    files = [*weights.glob("*.safetensors"), *weights.glob("*.bin")]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    if config.num_parameters > num_bytes:  # a byte each, were they quantized
+        raise ValueError(
+            f"{weights}: its weights have {num_bytes} bytes, config.json is of a model with at least "
+            f"{config.num_parameters} parameters; copy the folder again"
+        )
+    for index in weights.glob("*.index.json"):
+        read_json(index, {"weight_map": dict[str, InsideName]})
+    if (vocabulary / "tokenizer_config.json").exists():
+        read_json(vocabulary / "tokenizer_config.json", _TokenizerConfig)
+
+
+def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
+    """transformers' loader, whose errors about damaged files are of many kinds."""
+    try:
+        return load(folder, **given)
+    except Exception as error:
+        reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
+        raise ValueError(
+            f"model_dir={folder}: transformers cannot read it ({reason}); copy the folder again"
+        ) from None
 
 
 def _check_vocabulary(tokenizer, folder: str) -> None:

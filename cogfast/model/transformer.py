@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.json_files import brief
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -27,6 +28,24 @@ from cogfast.model.weights.sat import DEFAULT_FROZEN_PREFIXES, freeze
 from cogfast.shapes import PatchSize, TokenGrid
 
 OUTPUT_NORM_EPS = 1e-6  # SAT's; diffusers has 1e-5 here, which shifts outputs by 2e-5
+# The largest sizes that are built, far beyond the published models.
+_MOST = {
+    "num_layers": 2**10,
+    "hidden_size": 2**16,
+    "num_attention_heads": 2**10,
+    "in_channels": 2**12,
+    "out_channels": 2**12,
+    "text_hidden_size": 2**16,
+    "text_length": 2**14,
+    "time_embed_dim": 2**16,
+    "num_frames": 2**14,
+    "time_compressed_rate": 2**6,
+    "latent_height": 2**14,
+    "latent_width": 2**14,
+    "max_sequence_length": 2**20,
+}
+_MOST_TOKENS = 2**22  # 1.5's tables of 300x300 latent pixels and 81 frames have 472,500
+_MOST_TABLE = 2**27  # 2B's has 34 million
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +83,7 @@ class TransformerConfig:
     lora_targets: tuple[str, ...] = tuple(TARGETS)
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must divide "
@@ -86,6 +106,27 @@ class TransformerConfig:
             raise ValueError(
                 f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim="
                 f"{self.time_embed_dim}: the two embeddings are added"
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse what no model has before anything of that size is built."""
+        patch = self.patch_size
+        sizes = {name: getattr(self, name) for name in _MOST}
+        sizes |= {"lora_rank": self.lora_rank or 1, "ofs_embed_dim": self.ofs_embed_dim or 1}
+        sizes |= {"patch_size": min(patch.t, patch.h, patch.w)}
+        for name, size in sizes.items():
+            most = _MOST.get(name, 2**16)
+            if not 1 <= size <= most:
+                raise ValueError(f"{name}={brief(str(size))} must be from 1 to {most}; correct it")
+        grid, table = self.grid, 0
+        if self.position == "sincos" or self.learnable_position:
+            table = (grid.num_tokens + self.text_length) * self.hidden_size
+        if grid.num_tokens < 1 or grid.num_tokens > _MOST_TOKENS or table > _MOST_TABLE:
+            raise ValueError(
+                f"num_frames={self.num_frames}, latent_height={self.latent_height} and latent_width="
+                f"{self.latent_width} with patches of {patch.t}x{patch.h}x{patch.w} give positions "
+                f"for {grid.num_tokens} tokens; use from 1 to {_MOST_TOKENS} tokens, and tables of "
+                f"at most {_MOST_TABLE} numbers"
             )
 
     @property

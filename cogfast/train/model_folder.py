@@ -7,18 +7,21 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
+from cogfast.json_files import Range, brief, read_json
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
+from cogfast.model.weights.vae import read_vae_config
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.frozen_parts import PLACEHOLDER, is_none
 from cogfast.train.precision import precision_values
+from cogfast.value_check import show
 
 # configs/ in the source tree, and where an installed package has them
 _CONFIGS = (
@@ -43,6 +46,15 @@ _SCHEDULE = {
     "rescale_betas_zero_snr": (True, False),
     "num_train_timesteps": (1000, 1000),
     "trained_betas": (None, None),
+}
+_SCHEDULER = {
+    "_class_name": str,
+    "snr_shift_scale": NotRequired[Annotated[float, Range(0.01, 100)]],
+    "beta_start": NotRequired[Annotated[float, Range(1e-9, 1)]],
+    "beta_end": NotRequired[Annotated[float, Range(1e-9, 1)]],
+    "timestep_spacing": NotRequired[Literal["leading", "linspace", "trailing"]],
+    "set_alpha_to_one": NotRequired[bool],
+    "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
 }
 # Its keys -> ours, and diffusers' value where a key is absent.
 _DISCRETIZATION = {
@@ -114,8 +126,8 @@ def _schedule_values(folder: Path) -> dict[str, Any]:
     file = folder / "scheduler" / "scheduler_config.json"
     if not file.is_file():
         return {}
-    scheduler = json.loads(file.read_text())
-    name = scheduler.get("_class_name")
+    scheduler = read_json(file, _SCHEDULER)
+    name = scheduler["_class_name"]
     wrong = {
         key: scheduler.get(key, absent)
         for key, (only, absent) in _SCHEDULE.items()
@@ -124,8 +136,8 @@ def _schedule_values(folder: Path) -> dict[str, Any]:
     if name not in _SAMPLERS or wrong:
         needed = ", ".join(f"{key}={only}" for key, (only, _) in _SCHEDULE.items())
         raise ValueError(
-            f"{file}: {name} with {wrong or 'its settings'} is not CogVideoX's sampling; use "
-            f"{' or '.join(_SAMPLERS)} with {needed}"
+            f"{file}: {brief(name)} with {brief(show(wrong)) if wrong else 'its settings'} is not "
+            f"CogVideoX's sampling; use {' or '.join(_SAMPLERS)} with {needed}"
         )
     where = "model.denoiser_config.params.discretization_config.params"
     values = {
@@ -152,8 +164,8 @@ def fill_from_pipeline(config: Config) -> Config:
         params = {"path": str(folder / "vae")}
         target = "cogfast.model.autoencoder.VideoAutoencoder"
         model["first_stage_config"] = {"target": target, "params": params}
-        vae = json.loads((folder / "vae" / "config.json").read_text())
-        model["scale_factor"] = vae.get("scaling_factor", model["scale_factor"])
+        factor = read_vae_config(folder / "vae").scaling_factor
+        model["scale_factor"] = model["scale_factor"] if factor is None else factor
         found += ["model.scale_factor", "model.first_stage_config"]
     conditioner = model.get("conditioner_config") or {"params": {}}
     for i, entry in enumerate(conditioner["params"].get("emb_models") or []):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cogfast.json_files import brief
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.diffusers import diffusers_names, from_diffusers
 from cogfast.model.weights.family import num_blocks
@@ -58,8 +59,8 @@ def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
     source = open_source(Path(path), ema)
     if source.unexpected:
         raise ValueError(
-            f"{source.description}: {len(source.unexpected)} tensors have names that nobody knows, "
-            f"first {source.unexpected[0]}; cogfast convert {path} DST --to peft --allow-unexpected "
+            f"{source.description}: {len(source.unexpected)} tensors have unknown names, first "
+            f"{brief(source.unexpected[0])}; cogfast convert {path} DST --to peft --allow-unexpected "
             "leaves them out"
         )
     return only_adapters(source)
@@ -124,6 +125,14 @@ def _theirs(module: str, part: int) -> str:
 def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError where adapters are not for a model with tensors of these shapes, by plain name."""
     found, has_layers = adapters_of(adapter), num_blocks(shapes)
+    alone = next(
+        (n for n, s in adapter.shapes.items() if not _is_paired(n, s, adapter.shapes)), None
+    )
+    if alone is not None:
+        raise ValueError(
+            f"{adapter.description}: {brief(alone)} is not one of two matrices [r, in] and [out, r]; "
+            "copy it again"
+        )
     num_layers = max(found.layers, default=-1) + 1
     for name, (rows, columns) in adapter.shapes.items():
         pair = _PAIR.fullmatch(name)
@@ -145,6 +154,18 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
                 f"layers of width {width}: this is {kind}, the model has {has_layers} of width "
                 f"{shapes['patch_embedding.weight'][0]}; use the base that it was trained on"
             )
+
+
+def _is_paired(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether matrix A or B of that shape has the other one, of the same rank, beside it."""
+    pair = _PAIR.fullmatch(name)
+    if pair is None:
+        return False
+    is_a = pair["side"] == "A"
+    other = shapes.get(f"{pair['module']}.matrix_{'B' if is_a else 'A'}.{pair['part']}", ())
+    return len(shape) == len(other) == 2 and (
+        shape[0] == other[1] if is_a else shape[1] == other[0]
+    )
 
 
 def check_config(adapter: WeightSource, config: TransformerConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cogfast.json_files import read_json
 from cogfast.model.weights.safetensors_files import (
     SafetensorsFiles,
     write_json,
@@ -19,7 +20,6 @@ from cogfast.model.weights.safetensors_files import (
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
-from cogfast.shapes import PatchSize
 
 if TYPE_CHECKING:
     from cogfast.model.transformer import TransformerConfig
@@ -30,17 +30,22 @@ _STEM = "weights"
 
 def is_cogfast_folder(path: Path) -> bool:
     try:
-        return json.loads((path / "config.json").read_text()).get("format") == FORMAT
-    except (OSError, json.JSONDecodeError, AttributeError):
+        return read_json(path / "config.json").get("format") == FORMAT
+    except ValueError:  # whoever reads the folder then says what is wrong
         return False
 
 
 def open_cogfast(path: Path) -> WeightSource:
     """The weights in a folder that write_cogfast wrote."""
-    fields = json.loads((path / "config.json").read_text())
-    del fields["format"]
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    fields["patch_size"] = PatchSize(**fields["patch_size"])
+    from cogfast.model.transformer import TransformerConfig  # which imports weights/
+
+    file = path / "config.json"
+    try:
+        config = read_json(file, TransformerConfig)
+    except ValueError as error:  # some are its own, about values that do not go together
+        text = str(error)
+        raise ValueError(text if text.startswith(str(file)) else f"{file}: {text}") from None
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     files = SafetensorsFiles(path)
 
     def read(name: str, shard: Shard | None) -> Tensor:

@@ -18,7 +18,7 @@ from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.sat_files import write_sat
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.vae_files import convert_vae, open_vae, verify_vae
 from cogfast.model.weights.verify import check_memory
 from cogfast.model.weights.verify import verify as verify_target
@@ -93,11 +93,9 @@ def convert(
 
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
     if source.unexpected and not is_allowed:
-        names = source.unexpected
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise ValueError(
-            f"{source.description}: {len(names)} tensors have names that nobody knows: {shown}; "
-            "leave them out with --allow-unexpected"
+            f"{source.description}: {len(source.unexpected)} tensors have unknown names: "
+            f"{first_of(source.unexpected)}; leave them out with --allow-unexpected"
         )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
 
+from cogfast.json_files import Range, brief, read_json
 from cogfast.model.positions import PositionTable
 from cogfast.model.weights.safetensors_files import (
     SafetensorsFiles,
@@ -107,10 +108,7 @@ def find_diffusers_folder(path: Path) -> Path | None:
 
 def open_diffusers(folder: Path) -> WeightSource:
     """The weights in a diffusers transformer folder."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder}/config.json: damaged ({error}); copy it again") from None
+    config = read_json(folder / "config.json", _Config)
     files = SafetensorsFiles(folder)
     held = our_names(files.names())
     if not held:
@@ -118,6 +116,11 @@ def open_diffusers(folder: Path) -> WeightSource:
 
     def shape(name: str) -> tuple[int, ...]:
         sizes = [files.shape(key) for key in held[name]]
+        if len(set(sizes)) > 1 or not sizes[0]:
+            raise ValueError(
+                f"{folder}: {' and '.join(held[name])} have shapes "
+                f"{brief(', '.join(str(list(s)) for s in sizes))}, which must be equal; copy it again"
+            )
         return (sum(s[0] for s in sizes), *sizes[0][1:])
 
     shapes = {name: shape(name) for name in held}
@@ -150,24 +153,40 @@ def open_diffusers(folder: Path) -> WeightSource:
     return with_flat_patches(source)
 
 
-def _facts(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says that shapes do not; diffusers' defaults where a key is absent."""
-    size = config.get("patch_size", 2)
-    is_rotary = config.get("use_rotary_positional_embeddings", False)
-    scale = config.get("spatial_interpolation_scale", 1.875)
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The keys of config.json that say what shapes do not; diffusers' defaults."""
+
+    patch_size: Annotated[int, Range(1, 16)] = 2
+    patch_size_t: Annotated[int, Range(1, 16)] | None = None
+    max_text_seq_length: Annotated[int, Range(1, 2**14)] = 226
+    sample_frames: Annotated[int, Range(1, 2**14)] = 49
+    temporal_compression_ratio: Annotated[int, Range(1, 64)] = TEMPORAL_COMPRESSION
+    sample_height: Annotated[int, Range(1, 2**14)] = 60
+    sample_width: Annotated[int, Range(1, 2**14)] = 90
+    use_rotary_positional_embeddings: bool = False
+    use_learned_positional_embeddings: bool = False
+    spatial_interpolation_scale: Annotated[float, Range(0.01, 100)] = 1.875
+    temporal_interpolation_scale: Annotated[float, Range(0.01, 100)] = 1.0
+
+
+def _facts(config: _Config) -> dict[str, Any]:
+    """What config.json says that shapes do not."""
+    is_rotary = config.use_rotary_positional_embeddings
     facts = {
-        "patch_size": PatchSize(config.get("patch_size_t") or 1, size, size),
-        "text_length": config.get("max_text_seq_length", 226),
-        "num_frames": config.get("sample_frames", 49),
-        "time_compressed_rate": config.get("temporal_compression_ratio", TEMPORAL_COMPRESSION),
-        "latent_height": config.get("sample_height", 60),
-        "latent_width": config.get("sample_width", 90),
+        "patch_size": PatchSize(config.patch_size_t or 1, config.patch_size, config.patch_size),
+        "text_length": config.max_text_seq_length,
+        "num_frames": config.sample_frames,
+        "time_compressed_rate": config.temporal_compression_ratio,
+        "latent_height": config.sample_height,
+        "latent_width": config.sample_width,
         "position": "rotary" if is_rotary else "sincos",
-        "learnable_position": config.get("use_learned_positional_embeddings", False),
+        "learnable_position": config.use_learned_positional_embeddings,
     }
     if not is_rotary:
+        scale = config.spatial_interpolation_scale
         facts |= {"height_interpolation": scale, "width_interpolation": scale}
-        facts["time_interpolation"] = config.get("temporal_interpolation_scale", 1.0)
+        facts["time_interpolation"] = config.temporal_interpolation_scale
     return facts
 
 

@@ -10,7 +10,7 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import TransformerConfig, assemble_transformer
 from cogfast.model.weights.adapters import adapters_of
 from cogfast.model.weights.family import Shapes, num_blocks
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.shapes import PatchSize
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
@@ -38,11 +38,17 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     shapes = plain_shapes(source.shapes)
     absent = [name for name in _NEEDED if name not in shapes]
     if absent and source.is_partial and "hidden_size" in source.facts:
-        return TransformerConfig(**source.facts)  # a run that trained a part
+        return _config(source, source.facts)  # a run that trained a part
     if absent:
         raise ValueError(
             f"{source.description}: no {' and no '.join(absent)} in it ({len(shapes)} tensors, "
-            f"first {', '.join(list(source.shapes)[:5])}); it holds no whole transformer"
+            f"first {first_of(list(source.shapes))}); use the files of a whole transformer"
+        )
+    flat = next((name for name in _NEEDED if len(shapes[name]) != 2), None)
+    if flat is not None:
+        raise ValueError(
+            f"{source.description}: {flat} has shape {list(shapes[flat])} instead of [outputs, "
+            "inputs]; copy it again"
         )
     found = _of_shapes(shapes, source, out_channels)
     for key, value in source.facts.items():
@@ -54,8 +60,7 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     published = _PUBLISHED[min(found["patch_size"].t, 2)]
     if found["position"] == "sincos":
         published = published | _OF_2B
-    fields = {**published, **source.facts, **found}
-    config = TransformerConfig(**fields)
+    config = _config(source, {**published, **source.facts, **found})
     table = shapes.get("position_table.weight")
     if table is not None and len(table) == 3:
         held = table[1] - config.grid.num_tokens
@@ -68,6 +73,13 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
                 "a run of cogfast)"
             )
     return config
+
+
+def _config(source: WeightSource, fields: dict[str, Any]) -> TransformerConfig:
+    try:
+        return TransformerConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"{source.description}: {error}") from None
 
 
 def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -143,7 +155,7 @@ def check_complete(source: WeightSource, config: TransformerConfig) -> None:
     if missing:
         raise ValueError(
             f"{source.description}: {len(missing)} of the model's {len(wanted)} tensors are not in "
-            f"it, first {', '.join(missing[:5])}; convert from a complete checkpoint"
+            f"it, first {first_of(missing)}; convert from a complete checkpoint"
         )
     for name, shape in source.shapes.items():
         if name in wanted and shape != wanted[name]:

@@ -16,7 +16,7 @@ from cogfast.model.weights.family import Family, check_family, check_size
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, first_of
 
 if TYPE_CHECKING:
     from cogfast.model.transformer import DiffusionTransformer
@@ -41,7 +41,7 @@ class LoadReport:
             ("ignored", self.ignored),
         ):
             if names:
-                line += f"; {len(names)} {what}: {_first(names)}"
+                line += f"; {len(names)} {what}: {first_of(names)}"
         return line
 
 
@@ -108,7 +108,7 @@ def load_source(
     if required and not source.is_partial and not allow_missing:
         raise ValueError(
             f"{path}: {len(required)} tensors of the model are not in the checkpoint, first "
-            f"{_first(required)}; use a complete checkpoint"
+            f"{first_of(required)}; use a complete checkpoint"
         )
     with torch.no_grad():
         for name, target in loaded:
@@ -157,7 +157,3 @@ def _fix(name: str) -> str:
             "latent_width to the checkpoint's"
         )
     return "use the config that belongs to the checkpoint"
-
-
-def _first(names: Sequence[str], count: int = 5) -> str:
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from cogfast.json_files import Range, brief, check, parse_json, read_json
 from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.diffusers import diffusers_names
 from cogfast.model.weights.safetensors_files import SafetensorsFiles, write_safetensors
@@ -31,7 +32,7 @@ _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.j
 _HEADER_KEY = "lora_adapter_metadata"
 _COMPONENT = "transformer."  # of a pipeline: before every name
 _PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
-_PEFT_ALPHA = 8.0  # PEFT's default for settings that do not name it
+_Alpha = Annotated[float, Range(1e-6, 1e6)]
 _NOT_SAID = " (no alpha in it: strength 1; cogfast convert --to peft --lora-alpha X writes another)"
 # our linears that PEFT knows as one linear or several; adapters of any of them can be merged
 _LINEARS = (
@@ -76,12 +77,13 @@ def open_peft(path: str | Path) -> WeightSource:
     files = SafetensorsFiles(file)
     keys = files.names()
     alpha_keys = {key: match for key in keys if (match := _ALPHA.fullmatch(key))}
-    alphas = {_plain_module(m["module"]): float(files.read(k)) for k, m in alpha_keys.items()}
+    alphas = {_plain_module(m["module"]): _number(file, files, k) for k, m in alpha_keys.items()}
     found = _Keys.of([key for key in keys if key not in alpha_keys])
     if not found.ours:
         raise ValueError(
             f"{file}: none of its {len(keys)} tensors is LoRA's of diffusers' "
-            f"CogVideoXTransformer3DModel, first {next(iter(keys), 'none')}"
+            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; name a LoRA file of "
+            "this model"
         )
     shapes = {name: files.shape(key) for name, key in found.ours.items()}
     _check_pairs(file, found, shapes)
@@ -110,6 +112,17 @@ def open_peft(path: str | Path) -> WeightSource:
         is_partial=True,
         lora_alpha=alpha,
     )
+
+
+def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
+    """The strength that a tensor of one number holds."""
+    files.dtype(key)  # refuses those that are no numbers
+    if math.prod(files.shape(key)) != 1:
+        raise ValueError(
+            f"{file}: {brief(key)} has shape {list(files.shape(key))} instead of one number; copy it "
+            "again"
+        )
+    return check(float(files.read(key)), _Alpha, f"{file}: {brief(key)}")
 
 
 def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
@@ -213,19 +226,19 @@ def _check_pairs(file: Path, found: _Keys, shapes: Mapping[str, tuple[int, ...]]
     dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
     if dora:
         raise ValueError(
-            f"{file}: {dora[0]} is DoRA's, and only LoRA is read; merge it where it was made"
+            f"{file}: {brief(dora[0])} is DoRA's, and only LoRA is read; merge it where it was made"
         )
     for name, key in found.ours.items():
         other = _partner(name)
         if other not in shapes:
             raise ValueError(
-                f"{file}: {key} is without its other matrix; the file is incomplete, copy it again"
+                f"{file}: {brief(key)} is without its other matrix; the file is incomplete, copy it again"
             )
         a, b = (shapes[n] for n in sorted((name, other)))
-        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
             raise ValueError(
-                f"{file}: {key}: matrices {list(a)} and {list(b)} are no pair [r, in] and "
-                "[out, r] of a linear"
+                f"{file}: {brief(key)}: matrices {brief(str(list(a)))} and {brief(str(list(b)))} are "
+                "no pair [r, in] and [out, r] of a linear; copy it again"
             )
 
 
@@ -234,28 +247,53 @@ def _partner(name: str) -> str:
     return name.replace(a, b) if a in name else name.replace(b, a)
 
 
-def _settings(file: Path, header: Mapping[str, str]) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The settings of peft.LoraConfig that decide strengths; its defaults."""
+
+    peft_type: Literal["LORA"] | None = "LORA"
+    lora_alpha: _Alpha = 8.0
+    alpha_pattern: dict[str, _Alpha] | None = None
+    use_rslora: bool | None = False
+
+
+def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
     """PEFT's settings of the adapters: of the header, else of the file beside; None: nothing said."""
     if _HEADER_KEY in header:
-        found = json.loads(header[_HEADER_KEY])
+        where = f"{file}: {_HEADER_KEY}"
+        found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
         prefixed = {k: v for k, v in found.items() if k.startswith(_COMPONENT)}
-        return {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}
-    beside = file.parent / _PEFT_SETTINGS
-    if beside.is_file():
-        settings = json.loads(beside.read_text())
-        if settings.get("peft_type", "LORA") != "LORA":
-            raise ValueError(f"{beside}: peft_type={settings['peft_type']}: only LORA is read")
-        return settings
-    return None
+        found = {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}
+        settings = check(found, _Settings, where)
+    else:
+        where = str(file.parent / _PEFT_SETTINGS)
+        settings = read_json(where, _Settings) if Path(where).is_file() else None
+    for pattern in (settings.alpha_pattern if settings is not None else None) or {}:
+        _check_pattern(pattern, where)
+    return settings
 
 
-def _alpha(module: str, rank: int, settings: Mapping[str, Any] | None) -> float:
+def _check_pattern(pattern: str, where: str) -> None:
+    """Refuse a regular expression whose search could take for ever: a name needs no more."""
+    is_simple = len(re.findall(r"[*+?{]", pattern)) <= 3 and not re.search(r"\)[*+?{]", pattern)
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        is_simple = False
+    if not is_simple or len(pattern) > 200:
+        raise ValueError(
+            f"{where}: alpha_pattern has {brief(pattern)!r}, which must be a regular expression with "
+            "at most three repetitions and none of a group; write the modules' names"
+        )
+
+
+def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
     """The alpha with which alpha / rank is the strength of a linear's pair."""
     if settings is None:
         return float(rank)
-    alpha = float(settings.get("lora_alpha", _PEFT_ALPHA))
-    for pattern, special in (settings.get("alpha_pattern") or {}).items():
+    alpha = settings.lora_alpha
+    for pattern, special in (settings.alpha_pattern or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):  # as peft.utils.other.get_pattern_key
-            alpha = float(special)
+            alpha = special
             break
-    return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
+    return alpha * math.sqrt(rank) if settings.use_rslora else alpha

@@ -8,17 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LEAST_WIDTH = 16  # of a table: below it an axis has no column
+
 
 def grid_facts(
-    sin: Tensor | None, cos: Tensor | None, table: Tensor | None, is_rotary: bool
+    sin: Tensor | None, cos: Tensor | None, table: Tensor | None, is_rotary: bool, where: str
 ) -> dict[str, Any]:
     """Fields of TransformerConfig that SAT's tables hold, for patches of 2x2 and a VAE that makes
     one latent frame of four.
 
     sin, cos: the rotary tables [V, D]; table: 2B's sincos table or a learned one [1, L + V, M].
+    where: for errors. ValueError for tensors that are no such tables.
     """
     facts: dict[str, Any] = {}
+    eps = None if table is None else torch.finfo(table.dtype).eps
+    sin, cos, table = (None if t is None else t.float() for t in (sin, cos, table))
+    if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):
+        raise ValueError(
+            f"{where}: its table of positions has shape {list(table.shape)}, not [1, rows, width]; "
+            "copy it again"
+        )
     if sin is not None and cos is not None:
+        if sin.dim() != 2 or sin.shape != cos.shape or sin.shape[1] < _LEAST_WIDTH:
+            raise ValueError(
+                f"{where}: its rotary tables have shapes {list(sin.shape)} and {list(cos.shape)}, "
+                "not [positions, width of a head] both; copy it again"
+            )
         both = torch.stack([sin, cos], -1)
         width = sin.shape[1]
         rows, columns = width // 4, width // 4 + width // 8 * 3
@@ -39,7 +54,7 @@ def grid_facts(
         for axis, (row, column) in steps.items():
             if row < len(video) and 0 < video[row, column] < 1:
                 scale = 1 / math.asin(float(video[row, column]))
-                error = scale * torch.finfo(table.dtype).eps
+                error = scale * eps
                 facts[f"{axis}_interpolation"] = _simplest_near(scale, error)
     return facts
 

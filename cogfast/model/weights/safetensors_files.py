@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cogfast.files import ChecksumFile
+from cogfast.json_files import InsideName, brief, read_json
 from cogfast.model.weights.tensor_stream import Outgoing
 
 MOST_BYTES = 5 * 10**9  # of a file, as the libraries count 5 GB
@@ -18,7 +19,6 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "I64": torch.int64,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -33,24 +33,27 @@ class SafetensorsFiles:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        paths = [path] if path.is_file() else _files_of(path)
+        index = None if path.is_file() else _index_of(path)
+        paths = [path] if path.is_file() else _files_of(path, index)
         self._open, self._file_of = {}, {}
         self.metadata: dict[str, str] = {}
         for file in paths:
             try:
                 opened = self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file}: truncated or damaged ({error}); copy it again") from None
+                reason = brief(str(error))
+                raise ValueError(
+                    f"{file}: truncated or damaged ({reason}); copy it again"
+                ) from None
             self.metadata |= opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 if key in self._file_of:
                     raise ValueError(
-                        f"{file}: {key} is in {self._file_of[key].name} too; the folder mixes two "
+                        f"{file}: {brief(key)} is in {self._file_of[key].name} too; the folder mixes two "
                         "models, leave the files of one"
                     )
                 self._file_of[key] = file
-        if not path.is_file():
-            _check_index(path, self._file_of)
+        _check_index(path, index or {}, self._file_of)
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -62,7 +65,8 @@ class SafetensorsFiles:
         found = self._open[self._file_of[name]].get_slice(name).get_dtype()
         if found not in _DTYPES:
             raise ValueError(
-                f"{self._file_of[name]}: {name} is {found}; convert weights that are not quantized"
+                f"{self._file_of[name]}: {brief(name)} is {found}, and weights are "
+                f"{', '.join(_DTYPES)}; use weights that are not quantized"
             )
         return _DTYPES[found]
 
@@ -79,31 +83,28 @@ def _index_of(folder: Path) -> dict[str, str] | None:
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if not indexes:
         return None
-    try:
-        return json.loads(indexes[0].read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{indexes[0]}: damaged ({error}); copy it again") from None
+    return read_json(indexes[0], {"weight_map": dict[str, InsideName]})["weight_map"]
 
 
-def _files_of(folder: Path) -> list[Path]:
-    index = _index_of(folder)
+def _files_of(folder: Path, index: dict[str, str] | None) -> list[Path]:
     if index is None:
-        return sorted(folder.glob("*.safetensors"))
-    paths = [folder / name for name in sorted(set(index.values()))]
+        paths = sorted(folder.glob("*.safetensors"))
+        says = "it is no regular file"
+    else:
+        paths = [folder / name for name in sorted(set(index.values()))]
+        says = f"its index names {len(paths)} files"
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
-        raise ValueError(
-            f"{folder}: {absent[0]} is missing, its index names {len(paths)} files; copy it again"
-        )
+        raise ValueError(f"{folder}: {brief(absent[0])} is missing, {says}; copy it again")
     return paths
 
 
-def _check_index(folder: Path, file_of: dict[str, Path]) -> None:
-    for name, file in (_index_of(folder) or {}).items():
-        if name not in file_of or file_of[name].name != file:
+def _check_index(path: Path, index: dict[str, str], file_of: dict[str, Path]) -> None:
+    for name, file in index.items():
+        if name not in file_of or file_of[name] != path / file:
             raise ValueError(
-                f"{folder}: its index says {name} is in {file}, which does not hold it; the files "
-                "are of different models, copy the folder again"
+                f"{path}: its index says {brief(name)} is in {brief(file)}, which does not hold it; "
+                "the files are of different models, copy the folder again"
             )
 
 

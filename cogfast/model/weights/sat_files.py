@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cogfast.json_files import brief, read_name
 from cogfast.model.positions import PositionTable, RotaryPositions
 from cogfast.model.weights.position_facts import grid_facts
 from cogfast.model.weights.safetensors_files import write_json
@@ -22,7 +23,7 @@ from cogfast.model.weights.sat import (
     sat_name,
 )
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource, with_flat_patches
+from cogfast.model.weights.source import WeightSource, check_tensors, with_flat_patches
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.torch_files import only_tensors, read_torch_file, write_torch_file
 
@@ -41,7 +42,7 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
     folder = path
     latest = path / "latest"
     if latest.is_file():
-        folder = path / (latest.read_text().strip() + ("-ema" if ema else ""))
+        folder = path / (read_name(latest) + ("-ema" if ema else ""))
     elif not any(path.glob("mp_rank_*")):
         iterations = sorted(p.parent.name for p in path.glob("*/mp_rank_00_model_states.pt"))
         hint = f"write {iterations[-1]} into it" if iterations else "check the folder's name"
@@ -57,12 +58,12 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
     absent = [name for name in expected if not (folder / name).is_file()]
     if absent:
         raise ValueError(f"{folder}: {absent[0]} is missing beside {files[-1].name}; copy it again")
-    return files
+    return [folder / name for name in expected]
 
 
 def open_sat(files: list[Path]) -> WeightSource:
     """The transformer's weights in the mp_rank files of one iteration, merged."""
-    shards = [_read_module(f) for f in files]
+    shards = [_read_module(file) for file in files]
     ours, ignored, unexpected = {}, [], []
     for key in shards[0]:
         name = from_sat_name(key)
@@ -85,28 +86,39 @@ def open_sat(files: list[Path]) -> WeightSource:
         return whole if shard is None else shard.of(whole)
 
     def shape(name: str) -> tuple[int, ...]:
-        pieces = [s[ours[name]].to("meta") for s in shards]
-        return tuple(merge_model_parallel(name, pieces).shape)
+        cut, held = model_parallel_cut(name), shards[0][ours[name]].shape
+        if cut is None or len(shards) == 1:
+            return tuple(held)
+        dim, num_parts = cut
+        if len(held) <= dim or held[dim] % num_parts:
+            raise ValueError(
+                f"{files[0]}: {ours[name]} has shape {list(held)}, which is no share of one of "
+                f"{len(files)} files; copy them again"
+            )
+        return (*held[:dim], held[dim] * len(shards), *held[dim + 1 :])
 
+    dtypes = {name: shards[0][key].dtype for name, key in ours.items()}
+    shapes = {name: shape(name) for name in ours}
+    check_tensors(files[0], shapes, dtypes)
     tables = [shards[0].get(PREFIX + name) for name in ROTARY_BUFFERS]
     fixed = shards[0].get(ours.get(_TABLE, ""))
     is_rotary = _UNUSED_TABLE in ours  # 2B's code deletes that table
     merged = f", {len(files)} model-parallel files merged" if len(files) > 1 else ""
     source = WeightSource(
         description=f"SAT checkpoint {files[0].parent}{merged}",
-        shapes={name: shape(name) for name in ours},
+        shapes=shapes,
         read=read,
-        dtypes={name: shards[0][key].dtype for name, key in ours.items()},
+        dtypes=dtypes,
         ignored=ignored,
         unexpected=unexpected,
-        facts=grid_facts(*tables, table=fixed, is_rotary=is_rotary),
+        facts=grid_facts(*tables, table=fixed, is_rotary=is_rotary, where=str(files[0])),
     )
     return with_flat_patches(source)
 
 
 def _read_module(path: Path) -> dict[str, Tensor]:
     content = read_torch_file(path)
-    return only_tensors(content.get("module", content))
+    return only_tensors(path, content.get("module", content))
 
 
 def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict[str, str]) -> None:
@@ -118,7 +130,7 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
         if differing:
             raise ValueError(
                 f"{file}: {len(differing)} tensors are not as in {files[0].name}, first "
-                f"{differing[0]}; the files are shares of different models, copy them again"
+                f"{brief(differing[0])}; the files are shares of different models, copy them again"
             )
     # a random matrix of which no two shares can be equal
     name = next((n for n in ours if n.startswith("blocks.") and n.endswith("fc1.weight")), None)

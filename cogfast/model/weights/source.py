@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cogfast.json_files import brief
 from cogfast.model.weights.shard import Shard
 from cogfast.shapes import PatchSize
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_NAME = 200  # characters
+_MOST_SHOWN = 160  # characters of names in a message
+_MOST_DIMS = 5  # a convolution of the VAE; the transformer's tensors have at most 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,9 @@ class WeightSource:
     facts: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig it brings
     is_partial: bool = False  # holds what a run trained; the rest comes from elsewhere
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
+
+    def __post_init__(self) -> None:
+        check_tensors(self.description, self.shapes, self.dtypes)
 
     def dtype_in_target(self, name: str, dtype: torch.dtype | None) -> torch.dtype:
         """Of a tensor where weights are wanted in `dtype`, None for what they are. 2B's fixed table
@@ -51,6 +61,36 @@ class WeightSource:
     @property
     def is_rotary(self) -> bool:
         return "unused_position_embeddings" in self.shapes or self.facts.get("position") == "rotary"
+
+
+def check_tensors(
+    where: str | Path, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """ValueError for a tensor that no weight of a model can be, by its name, shape or dtype."""
+    for name, shape in shapes.items():
+        if len(name) > _MOST_NAME or not name.isprintable():
+            raise ValueError(f"{where}: {brief(name)} is no name of a tensor; copy it again")
+        if not 1 <= len(shape) <= _MOST_DIMS or not all(shape):
+            raise ValueError(
+                f"{where}: {name} has shape {brief(str(list(shape)))}, which no weight has; copy it "
+                "again"
+            )
+        if dtypes[name] not in _DTYPES:
+            found = str(dtypes[name]).removeprefix("torch.")
+            raise ValueError(
+                f"{where}: {name} is {found}, and weights are float32, float16, bfloat16 or "
+                "float64; use weights that are not quantized"
+            )
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first few names, for a message."""
+    shown: list[str] = []
+    for name in names[:5]:
+        if shown and len(", ".join(shown)) + len(name) > _MOST_SHOWN:
+            break
+        shown.append(brief(name))
+    return ", ".join(shown) + (", ..." if len(shown) < len(names) else "")
 
 
 def with_flat_patches(source: WeightSource) -> WeightSource:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.json_files import brief
 from cogfast.model.weights.tensor_stream import Outgoing
 
 _ALIGNMENT = 64  # bytes, of every tensor in the file, as torch.save has it
@@ -26,24 +27,39 @@ _STORAGE_TYPES = {
     torch.float16: torch.HalfStorage,
     torch.bfloat16: torch.BFloat16Storage,
     torch.float64: torch.DoubleStorage,
-    torch.int64: torch.LongStorage,
 }
 
 
 def read_torch_file(path: Path) -> dict[str, Any]:
     """The content of a .pt file, tensors mapped into memory; nothing but tensors and plain data is
     unpickled. ValueError for a file that is damaged or wants more."""
+    _check_zip(path)
     try:
         with torch.serialization.safe_globals(_numpy_rng_globals()):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()
+        reason = str(error).splitlines() or [""]
         named = next((line.strip() for line in reason if "GLOBAL" in line), reason[0])
         raise ValueError(
-            f"{path}: refused, since reading it would run pickled code ({named}); save it again "
-            "with tensors only: torch.save({'module': state_dict}, path)"
+            f"{path}: refused, since reading it would run pickled code ({brief(named)}); save it "
+            "again with tensors only: torch.save({'module': state_dict}, path)"
         ) from None
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a damaged pickle lets the unpickler raise nearly anything
+        reason = brief(str(error).partition("\n")[0] or type(error).__name__)
+        raise ValueError(
+            f"{path}: truncated or damaged ({reason}); copy it again and compare its size with the "
+            "original"
+        ) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _check_zip(path: Path) -> None:
+    """ValueError where `path` is no file of torch.save, which stores all entries as they are: what
+    is packed could fill the memory when it is unpacked."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # zipfile, too, raises more than BadZipFile on damaged headers
         with path.open("rb") as file:
             is_old = file.read(2) == _PICKLE_MAGIC
         if is_old:
@@ -52,10 +68,16 @@ def read_torch_file(path: Path) -> dict[str, Any]:
                 "memory; torch.load it and torch.save it again"
             ) from None
         raise ValueError(
-            f"{path}: truncated or not a file of torch.save ({str(error).splitlines()[0]}); copy "
-            "it again and compare its size with the original"
+            f"{path}: truncated or not a file of torch.save ({brief(str(error))}); copy it again "
+            "and compare its size with the original"
         ) from None
-    return content if isinstance(content, dict) else {}
+    size = path.stat().st_size
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
+            raise ValueError(
+                f"{path}: its entry {brief(entry.filename)} of {entry.file_size} bytes is packed, "
+                "which torch.save does not do; save it again with torch.save"
+            )
 
 
 def _numpy_rng_globals() -> list[object]:
@@ -119,5 +141,21 @@ def _pickled(key: str, tensors: Sequence[Outgoing]) -> bytes:
     return file.getvalue()
 
 
-def only_tensors(content: dict[str, Any]) -> dict[str, Tensor]:
-    return {k: v for k, v in content.items() if isinstance(v, Tensor)}
+def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
+    """The tensors among the entries of `content`, which `path` held. ValueError where it is no
+    mapping, and for tensors that do not have all their numbers in the file."""
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ValueError(
+            f"{path}: a {kind} where a mapping of names to tensors belongs; it is no checkpoint of "
+            "SAT, copy it again"
+        )
+    found = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    for name, tensor in found.items():
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{path}: {brief(name)} is no plain tensor (sparse, without numbers, or of fewer "
+                "than its shape has); save it again with torch.save({'module': state_dict}, path)"
+            )
+    return found

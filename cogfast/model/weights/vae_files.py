@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,17 @@ from cogfast.model.weights.safetensors_files import (
     write_json,
     write_safetensors_folder,
 )
+from cogfast.model.weights.source import check_tensors, first_of
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.torch_files import only_tensors, read_torch_file, write_torch_file
-from cogfast.model.weights.vae import SAT_PREFIX, to_diffusers, to_sat
+from cogfast.model.weights.vae import (
+    CLASS_NAME,
+    SAT_PREFIX,
+    check_vae_config,
+    read_vae_config,
+    to_diffusers,
+    to_sat,
+)
 from cogfast.shapes import TEMPORAL_COMPRESSION
 
 logger = logging.getLogger(__name__)
@@ -30,7 +37,7 @@ SAT_FILE_NAME = "3d-vae.pt"
 SCALING_FACTOR = 0.7  # of all members but 2B; the tensors do not show it
 _STEM = "diffusion_pytorch_model"
 _FIRST = "encoder.conv_in.conv.weight"  # of both formats, and of no transformer
-_CLASS_NAME = "AutoencoderKLCogVideoX"
+_SHOWN = (_FIRST, "decoder.conv_in.conv.weight", "decoder.conv_out.conv.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +53,22 @@ class VaeSource:
     num_res_blocks: int
     scaling_factor: float | None
 
+    def __post_init__(self) -> None:
+        check_tensors(self.description, self.shapes, self.dtypes)
+
 
 def open_vae(path: Path) -> VaeSource | None:
     """The VAE at `path`: a .pt file, or a folder of diffusers; None: something else is there."""
     if path.is_file() and path.suffix != ".safetensors":
         content = read_torch_file(path)
-        state = only_tensors(content.get("state_dict", content))
+        state = only_tensors(path, content.get("state_dict", content))
         if any(key.startswith(SAT_PREFIX + _FIRST) for key in state):
             state = {k.removeprefix(SAT_PREFIX): v for k, v in state.items() if SAT_PREFIX in k}
         if _FIRST not in state:
             return None
         # the discriminator and the like of the VAE's own training stay behind
         state = {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}
-        sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.")
+        sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.", path)
         theirs = to_diffusers({name: name for name in state}, *sizes)
         return VaeSource(
             description=f"SAT VAE {path}",
@@ -75,7 +85,7 @@ def open_vae(path: Path) -> VaeSource | None:
     files = SafetensorsFiles(path)
     if _FIRST not in files.names():
         return None
-    sizes = _count(files.names(), r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.")
+    sizes = _count(files.names(), r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.", path)
     return VaeSource(
         description=f"diffusers VAE {path}",
         is_sat=False,
@@ -84,16 +94,19 @@ def open_vae(path: Path) -> VaeSource | None:
         read=files.read,
         num_levels=sizes[0],
         num_res_blocks=sizes[1],
-        scaling_factor=json.loads((path / "config.json").read_text()).get("scaling_factor"),
+        scaling_factor=read_vae_config(path).scaling_factor,
     )
 
 
-def _count(names: Any, pattern: str) -> tuple[int, int]:
+def _count(names: Iterable[str], pattern: str, path: Path) -> tuple[int, int]:
     """Levels of the encoder, and blocks of each."""
     found = [match for match in (re.match(pattern, name) for name in names) if match]
-    if not found:
-        raise ValueError("the VAE's encoder has no blocks; its file is not whole, copy it again")
-    return tuple(max(int(match[i]) for match in found) + 1 for i in (1, 2))
+    numbers = [{match[i] for match in found} for i in (1, 2)]
+    if any(not held or held != set(map(str, range(len(held)))) for held in numbers):
+        raise ValueError(
+            f"{path}: the blocks of the VAE's encoder are not all there; copy it again"
+        )
+    return len(numbers[0]), len(numbers[1])
 
 
 def convert_vae(
@@ -156,7 +169,7 @@ def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
         raise ValueError(
             f"{target}: its tensors differ from the source's by {difference}; delete it"
         )
-    return f"loads into diffusers' {_CLASS_NAME}, largest difference of a number {difference:.1e}"
+    return f"loads into diffusers' {CLASS_NAME}, largest difference of a number {difference:.1e}"
 
 
 def vae_config(vae: VaeSource) -> dict[str, Any]:
@@ -164,10 +177,12 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
     from diffusers import AutoencoderKLCogVideoX
 
     levels = range(vae.num_levels)
+    if any(len(vae.shapes.get(name, ())) != 5 for name in _SHOWN):
+        raise ValueError(f"{vae.description}: its convolutions are not all there; copy it again")
     first = "encoder.down_blocks.{}.resnets.0.conv1.conv.weight"
     try:
         config = {
-            "_class_name": _CLASS_NAME,
+            "_class_name": CLASS_NAME,
             "_diffusers_version": "0.32.0",
             "act_fn": "silu",
             "block_out_channels": [vae.shapes[first.format(i)][0] for i in levels],
@@ -191,8 +206,9 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
         }
     except KeyError as missing:
         raise ValueError(f"{vae.description}: no {missing} in it; copy the file again") from None
+    checked = check_vae_config(config, vae.description)
     with torch.device("meta"):
-        wanted = AutoencoderKLCogVideoX.from_config(config).state_dict()
+        wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
     differing = sorted(
         {n for n in wanted if n in vae.shapes and tuple(wanted[n].shape) != vae.shapes[n]}
         | (wanted.keys() ^ vae.shapes.keys())
@@ -200,6 +216,6 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
     if differing:
         raise ValueError(
             f"{vae.description}: {len(differing)} tensors are missing, unknown or of another size, "
-            f"first {', '.join(differing[:3])}; it is no whole VAE of CogVideoX"
+            f"first {first_of(differing)}; it is no whole VAE of CogVideoX"
         )
     return config
