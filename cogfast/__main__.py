@@ -67,8 +67,11 @@ def train(words: Sequence[str]) -> None:
     _name_unused(config.unused)
     from cogfast.train.trial_build import warn_of_different_schedules
 
+    from cogfast.train.video_size import warn_of_pipeline_positions
+
     if _is_first_rank():
         warn_of_different_schedules(config)
+        warn_of_pipeline_positions(config)
     from cogfast.train.trainer import Trainer
 
     Trainer(config).train()

@@ -73,6 +73,7 @@ _ROTARY = {
     "text_length": int,
     "theta": float,
     "learnable_pos_embed": bool,
+    "positions": Literal["integer", "pipeline"],  # ours
 }
 _LORA: dict[str, Any] = {
     "r": int,
@@ -197,6 +198,7 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
         "text_length": found["text_length"],
         "rope_theta": float(found.get("theta", 10000.0)),
         "learnable_position": found.get("learnable_pos_embed", False),
+        "rotary_positions": found.get("positions", "integer"),
     }
 
 

@@ -4,6 +4,7 @@ queries and keys are rotated by (all but 2B)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -101,39 +102,72 @@ class NoPositionTable(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Angles of a head of width D: D/4 entries turn with time, 3D/8 with rows, 3D/8 with columns."""
+    """Angles of a head of width D: D/4 entries turn with time, 3D/8 with rows, 3D/8 with columns.
 
-    def __init__(self, grid: TokenGrid, head_width: int, theta: float):
+    Rows and columns are at 0, 1, 2, ..., or with is_rescaled where diffusers' pipelines for
+    CogVideoX 1.0 put them: a video of any size stretched over the rows and columns of `grid`.
+    """
+
+    def __init__(
+        self, grid: TokenGrid, head_width: int, theta: float, is_rescaled: bool = False
+    ) -> None:
         super().__init__()
-        self.grid, self.theta = grid, theta
+        self.grid, self.theta, self.is_rescaled = grid, theta, is_rescaled
         self.axis_widths = (head_width // 4, head_width // 8 * 3, head_width // 8 * 3)
         self._build(torch.get_default_device())
 
     def _build(self, device: torch.device) -> None:
-        """Per-axis angles, float32: [T, D/8], [h, 3D/16], [w, 3D/16]."""
-        sizes = (self.grid.t, self.grid.h, self.grid.w)
-        for name, size, width in zip("thw", sizes, self.axis_widths, strict=True):
+        """Radians per step of each axis, float32: [D/8], [3D/16], [3D/16]."""
+        for name, width in zip("thw", self.axis_widths, strict=True):
             exponents = torch.arange(0, width, 2, device="cpu").float() / width
-            positions = torch.arange(size, dtype=torch.float32, device="cpu")
-            angles = positions[:, None] * (1.0 / self.theta**exponents)
-            self.register_buffer(f"angles_{name}", angles.to(device), persistent=False)
+            frequencies = (1.0 / self.theta**exponents).to(device)
+            self.register_buffer(f"frequencies_{name}", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryPositions:
-        # rebuilt, since `.to(bfloat16)` would round the angles and `to_empty` leaves garbage
+        # rebuilt, since `.to(bfloat16)` would round them and `to_empty` leaves garbage
         super()._apply(fn, recurse)
-        self._build(self.angles_t.device)
+        self._build(self.frequencies_t.device)
         return self
+
+    def positions(self, grid: TokenGrid) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the frames, rows and columns of `grid`, float32."""
+        count = partial(torch.arange, dtype=torch.float32, device=self.frequencies_t.device)
+        if not self.is_rescaled:
+            _check_grid(grid, self.grid, is_exact=False)
+            return count(grid.t), count(grid.h), count(grid.w)
+        _check_grid(TokenGrid(grid.t, 1, 1), self.grid, is_exact=False)
+        axes = pipeline_ranges(grid, self.grid)
+        rows, columns = (
+            # diffusers' expression, whose last digits are then its own
+            torch.linspace(
+                start, stop * (n - 1) / n, n, dtype=torch.float32, device=self.frequencies_t.device
+            )
+            for (start, stop), n in zip(axes, (grid.h, grid.w), strict=True)
+        )
+        return count(grid.t), rows, columns
 
     def angles(self, grid: TokenGrid) -> Tensor:
         """Angles of each axis one after the other, as Rotation.table has them: [N] float32."""
-        _check_grid(grid, self.grid, is_exact=False)
-        axes = (self.angles_t[: grid.t], self.angles_h[: grid.h], self.angles_w[: grid.w])
-        return torch.cat([axis.flatten() for axis in axes])
+        frequencies = (self.frequencies_t, self.frequencies_h, self.frequencies_w)
+        axes = zip(self.positions(grid), frequencies, strict=True)
+        return torch.cat([(p[:, None] * f).flatten() for p, f in axes])
 
     def forward(self, grid: TokenGrid) -> Rotation:
         """cos and sin of the angles of a grid of tokens."""
         angles = self.angles(grid)
         return Rotation(torch.stack([angles.cos(), angles.sin()]), grid.t, grid.h, grid.w)
+
+
+def pipeline_ranges(grid: TokenGrid, base: TokenGrid) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(start, stop) of rows and of columns in the largest box of `grid`'s shape that fits into
+    `base` and stands in its middle (get_resize_crop_region_for_grid in diffusers'
+    pipeline_cogvideox.py)."""
+    if grid.h / grid.w > base.h / base.w:
+        height, width = base.h, round(base.h / grid.h * grid.w)
+    else:
+        height, width = round(base.w / grid.w * grid.h), base.w
+    top, left = round((base.h - height) / 2.0), round((base.w - width) / 2.0)
+    return (top, top + height), (left, left + width)
 
 
 class NoRotation(nn.Module):

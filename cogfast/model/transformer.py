@@ -73,6 +73,11 @@ class TransformerConfig:
     width_interpolation: float = 1.0
     time_interpolation: float = 1.0
     rope_theta: float = 10000.0
+    # pipeline: a video of another size than latent_height and latent_width has the positions that
+    # diffusers' pipelines give it. They differ for CogVideoX 1.0 only.
+    rotary_positions: Literal["integer", "pipeline"] = "integer"
+    # frames in pixels, rows and columns in latents of what the weights were trained on, if known
+    trained_size: tuple[int, int, int] | None = None
     qk_norm: bool = True
     elementwise_affine: bool = True
     max_sequence_length: int = 64  # rows of a table that SAT's rotary models carry and never read
@@ -132,6 +137,11 @@ class TransformerConfig:
     @property
     def head_width(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_rescaled_positions(self) -> bool:
+        """Whether a video's size decides where its rows and columns are."""
+        return self.rotary_positions == "pipeline" and self.patch_size.t == 1
 
     @property
     def grid(self) -> TokenGrid:
@@ -279,7 +289,9 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
     table: nn.Module = NoPositionTable()
     rotary: nn.Module = NoRotation()
     if config.position == "rotary":
-        rotary = RotaryPositions(config.grid, config.head_width, config.rope_theta)
+        rotary = RotaryPositions(
+            config.grid, config.head_width, config.rope_theta, config.has_rescaled_positions
+        )
     size = (config.grid, config.text_length, config.hidden_size)
     if config.position == "sincos":
         scales = (

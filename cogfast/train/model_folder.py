@@ -29,6 +29,7 @@ _CONFIGS = (
     Path(sys.prefix, "share/cogfast/configs"),
 )
 _NETWORK = "model.network_config.params"
+_POSITION = f"{_NETWORK}.modules.pos_embed_config.params"
 _NUMBERS = (
     *("num_layers", "hidden_size", "num_attention_heads", "in_channels", "out_channels"),
     *("time_embed_dim", "num_frames", "elementwise_affine"),
@@ -83,13 +84,14 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
             f"--base model.yaml inference.yaml args.load={folder}"
         )
     values = {"args.load": str(folder), "args.mode": "inference"}
-    values |= _network_values(model) | precision_values(source) | _schedule_values(folder)
+    values |= _network_values(model) | precision_values(source)
+    values |= _pipeline_values(folder, model.position == "rotary")
     return file, [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _network_values(model: TransformerConfig) -> dict[str, Any]:
     """Keys of the model and data sections whose values are the model's own."""
-    patch, position = model.patch_size, f"{_NETWORK}.modules.pos_embed_config.params"
+    patch, position = model.patch_size, _POSITION
     size = [model.latent_height, model.latent_width]
     is_15 = patch.t > 1
     values: dict[str, Any] = {name: getattr(model, name) for name in _NUMBERS}
@@ -106,6 +108,7 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
         values |= {f"{position}.{name}": getattr(model, name) for name in _INTERPOLATIONS}
     else:
         values[f"{position}.hidden_size_head"] = model.head_width
+        values[f"{position}.positions"] = model.rotary_positions
     if model.lora_rank is not None:
         values[f"{_NETWORK}.modules.lora_config"] = _lora_node(model)
     if not is_15 or max(size) < _TABLE_15:
@@ -121,8 +124,8 @@ def _lora_node(model: TransformerConfig) -> dict[str, Any]:
     return {"target": "sat.model.finetune.lora2.LoraMixin", "params": params}
 
 
-def _schedule_values(folder: Path) -> dict[str, Any]:
-    """Sampler and noise schedule of a pipeline's scheduler; none: the config's."""
+def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
+    """Sampler, noise schedule and positions of a pipeline with a scheduler; none: the config's."""
     file = folder / "scheduler" / "scheduler_config.json"
     if not file.is_file():
         return {}
@@ -144,7 +147,9 @@ def _schedule_values(folder: Path) -> dict[str, Any]:
         f"{where}.{ours}": scheduler.get(key, absent)
         for key, (ours, absent) in _DISCRETIZATION.items()
     }
-    # the pipeline's own timesteps, so that its latents come out
+    # the pipeline's own timesteps and positions, so that its latents come out
+    if is_rotary:
+        values[f"{_POSITION}.positions"] = "pipeline"
     for key, absent in _SPACING.items():
         values[f"model.sampler_config.params.{key}"] = scheduler.get(key, absent)
     target = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[name]}"

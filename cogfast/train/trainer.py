@@ -329,10 +329,16 @@ class Trainer:
             "num_samples": len(self.datasets.train),
             "data_order": self.order.fingerprint,
             "attention_backend": self.attention_backend,
+            "video_sizes": self._video_sizes(),
             "config": plain_sections(self.config),
         }
         self.writer.save(self.step, state)
         metrics.restart_clock()
+
+    def _video_sizes(self) -> list[list[int]]:
+        """Of what is trained on: frames in pixels, rows and columns in latents."""
+        sizes = bucket_sizes(self.config, self.engine.transformer.config) or [self.latent_size]
+        return [[s.num_frames, s.height, s.width] for s in sizes]
 
     def _choose_attention(self, transformer: DiffusionTransformer) -> str | None:
         """The name of a backend, or None; a run that goes on keeps the one that it had."""

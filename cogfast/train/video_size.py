@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from cogfast.shapes import (
 )
 from cogfast.train.arguments import TrainArguments
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
+
+logger = logging.getLogger(__name__)
 
 _SIZE_15 = (768, 1360)  # rows and columns of CogVideoX 1.5's videos
 
@@ -71,6 +74,41 @@ def largest_size(config: Config, model: TransformerConfig) -> LatentSize:
     """Of what is trained on, the size of the most tokens."""
     sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
     return max(sizes, key=lambda size: size.num_tokens(model))
+
+
+def warn_of_pipeline_positions(config: Config) -> None:
+    """Say what diffusers' pipelines will do otherwise with the sizes that are trained on."""
+    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
+    sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
+    if model.learnable_position:
+        held = model.grid.t
+        few = sorted({size.num_frames for size in sizes if size.frames < held})
+        if few:
+            logger.warning(
+                "%s frames take the first of %d latent frames of the learned position table, but a "
+                "diffusers pipeline replaces the table by a sine table unless it makes %d frames: "
+                "train on %d, or sample with cogfast",
+                *(" or ".join(map(str, few)), held, model.num_frames, model.num_frames),
+            )
+    elif not has_pipeline_positions(model, sizes):
+        shown = ", ".join(
+            f"{s.height * SPATIAL_COMPRESSION}x{s.width * SPATIAL_COMPRESSION}" for s in sizes[:4]
+        )
+        logger.warning(
+            "videos of %s are trained at integer positions; a diffusers pipeline rescales those of "
+            "any size but its own (one size: exports make it theirs). "
+            "pos_embed_config.params.positions: pipeline trains the pipeline's",
+            shown + ", ..." * (len(sizes) > 4),
+        )
+
+
+def has_pipeline_positions(model: TransformerConfig, sizes: Sequence[LatentSize]) -> bool:
+    """Whether the model sees videos of these sizes where diffusers' pipelines put them, whose own
+    size is the model's."""
+    is_rescaled = model.position == "rotary" and model.patch_size.t == 1
+    own = (model.latent_height, model.latent_width)
+    is_own = all((size.height, size.width) == own for size in sizes)
+    return is_own or not is_rescaled or model.has_rescaled_positions
 
 
 def _size_of(
@@ -174,10 +212,13 @@ def check_size(config: Config, network: dict[str, Any], height: int, width: int,
 
 
 def _size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
+    patch: PatchSize = network["patch_size"]
     held = tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
     has_one_size = network["position"] == "sincos" or network["learnable_position"]
+    if network.get("rotary_positions") == "pipeline" and patch.t == 1 and not has_one_size:
+        held = None  # any size is rescaled to the table's
     try:
-        check_video_size(height, width, network["patch_size"], key, held, has_one_size)
+        check_video_size(height, width, patch, key, held, has_one_size)
     except ValueError as error:
         return str(error)
     return None

@@ -27,6 +27,8 @@ from cogfast.model.weights.verify_peft import verify_peft
 
 logger = logging.getLogger(__name__)
 
+_OF_TRAINING = ("rotary_positions", "trained_size")  # facts that adapters bring to their base
+
 
 def with_lora_options(
     source: WeightSource,
@@ -67,8 +69,11 @@ def with_lora_options(
         return source
     adapter = _with_alpha(open_adapter(lora), alpha)
     if merge is None:
-        return with_adapters(source, adapter)
-    return merge_lora(source, adapter, rounding=rounding)
+        whole = with_adapters(source, adapter)
+    else:
+        whole = merge_lora(source, adapter, rounding=rounding)
+    trained = {k: adapter.facts[k] for k in _OF_TRAINING if k in adapter.facts}
+    return replace(whole, facts={**whole.facts, **trained})
 
 
 def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:

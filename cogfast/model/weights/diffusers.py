@@ -23,7 +23,7 @@ from cogfast.model.weights.safetensors_files import (
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
-from cogfast.shapes import TEMPORAL_COMPRESSION, PatchSize
+from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 
 if TYPE_CHECKING:
     from cogfast.model.transformer import TransformerConfig
@@ -190,6 +190,36 @@ def _facts(config: _Config) -> dict[str, Any]:
     return facts
 
 
+def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
+    """sample_frames, sample_height and sample_width: the size at which pipelines count positions
+    one by one, and their default.
+
+    That is the trained one, but where the positions of another size are rescaled to the model's own
+    (rotary_positions: pipeline), where a table has it, and the rows and columns of CogVideoX 1.5,
+    which are the end of its table.
+    """
+    own = (config.num_frames, config.latent_height, config.latent_width)
+    has_table = config.position == "sincos" or config.learnable_position
+    if config.trained_size is None or has_table:
+        return own
+    is_fixed = config.has_rescaled_positions or config.patch_size.t > 1
+    return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size
+
+
+def _say_positions(config: TransformerConfig, path: Path) -> None:
+    """Name the one size at which pipelines have the positions that the model was trained with."""
+    own = (config.latent_height, config.latent_width)
+    sample_size = _sample_size(config)[1:]
+    if sample_size != own:
+        rows, columns = (side * SPATIAL_COMPRESSION for side in sample_size)
+        logger.warning(
+            "%s: trained at %dx%d with integer positions, which diffusers' pipelines have at this "
+            "size alone (sample_height and sample_width of config.json); at any other they rescale "
+            "them (pos_embed_config.params.positions: pipeline trains those)",
+            *(path, rows, columns),
+        )
+
+
 def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
     """The config.json of diffusers' class."""
     # what the class is written for, and what it cannot do
@@ -206,6 +236,7 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
                 f"{key}={value} must {rule} for diffusers' {CLASS_NAME}; use --to sat or cogfast"
             )
     is_rotary, is_15 = config.position == "rotary", config.patch_size.t > 1
+    frames, rows, columns = _sample_size(config)
     return {
         "_class_name": CLASS_NAME,
         "_diffusers_version": "0.32.0",  # the first with all five models
@@ -226,9 +257,9 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
         "patch_bias": not is_15,
         "patch_size": config.patch_size.h,
         "patch_size_t": config.patch_size.t if is_15 else None,
-        "sample_frames": config.num_frames,
-        "sample_height": config.latent_height,
-        "sample_width": config.latent_width,
+        "sample_frames": frames,
+        "sample_height": rows,
+        "sample_width": columns,
         "spatial_interpolation_scale": 1.875 if is_rotary else scales[0],
         "temporal_compression_ratio": config.time_compressed_rate,
         "temporal_interpolation_scale": 1.0 if is_rotary else config.time_interpolation,
@@ -286,6 +317,7 @@ def write_diffusers(
     """A transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
     None: the source's."""
     about = diffusers_config(config)
+    _say_positions(config, path)
     _compare_table(source, config)
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:

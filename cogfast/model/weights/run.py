@@ -200,7 +200,7 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
         shapes=files.shapes,
         read=read,
         dtypes=dict.fromkeys(files.shapes, torch.float32),
-        facts=_config_of_run(checkpoint_dir),
+        facts=_config_of_run(checkpoint_dir) | _trained_size(manifest),
         is_partial=True,
         lora_alpha=_config_of_run(checkpoint_dir).get("lora_alpha"),
     )
@@ -217,6 +217,13 @@ def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
     from cogfast.sat_names import transformer_arguments  # its table is the factory's
 
     return transformer_arguments(OmegaConf.load(path).model.network_config.params)
+
+
+def _trained_size(manifest: dict) -> dict[str, Any]:
+    """The field of TransformerConfig where the run had videos of one size; none: it had several, or
+    its checkpoints do not say."""
+    sizes = manifest.get("video_sizes") or []
+    return {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
 
 
 def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -50,6 +50,7 @@ MANIFEST = {
     "bytes": NotRequired[dict[str, _Count]],
     "checksums": NotRequired[dict[str, str]],
     "attention_backend": NotRequired[str | None],
+    "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
 }
 # What a run needs to go on, besides the weights.
 RESUMABLE = {

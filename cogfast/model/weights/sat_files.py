@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -160,6 +162,12 @@ def write_sat(
         raise ValueError(
             f"--model-parallel-size {count} must divide num_attention_heads={heads}; use "
             f"{', '.join(fits)}"
+        )
+    if config is not None and config.has_rescaled_positions:
+        logger.warning(
+            "%s: the model has the positions of diffusers' pipelines, SAT's code has integer ones: "
+            "they agree at %dx%d latent pixels alone",
+            *(path, config.latent_height, config.latent_width),
         )
     files = [list(sat_tensors(source, config, i, count, dtype)) for i in range(count)]
     with new_folder(path, sum(t.nbytes for file in files for t in file)) as folder:

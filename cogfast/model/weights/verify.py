@@ -74,14 +74,16 @@ def verify(source: WeightSource, config: TransformerConfig, target: Path, to: st
 
 
 def _inputs(config: TransformerConfig) -> dict[str, Tensor]:
-    """Arguments of forward: one small video; where a table of positions fixes the rows and columns,
-    a short one."""
+    """Arguments of forward: a short video of the trained rows and columns, or those of a table of
+    positions; a small one where neither is known."""
     generator = torch.Generator().manual_seed(0)
     grid, patch = config.grid, config.patch_size
     t, h, w = (min(n, most) for n, most in zip((grid.t, grid.h, grid.w), _MOST_GRID, strict=True))
     has_table = config.position == "sincos" or config.learnable_position
     if has_table:
         t, h, w = 1, grid.h, grid.w
+    elif config.trained_size is not None:
+        h, w = config.trained_size[1] // patch.h, config.trained_size[2] // patch.w
     size = (t * patch.t, h * patch.h, w * patch.w)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     text_length = config.text_length if has_table else min(config.text_length, 16)
@@ -139,18 +141,12 @@ def _diffusers(
 
 def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, Tensor]) -> Tensor:
     """Our arguments of forward through diffusers' CogVideoXTransformer3DModel: [B, C, T, h, w]."""
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
     latents = given["latents"]
-    grid = TokenGrid.from_latents(latents, config.patch_size)
-    if "image_latents" in given:
-        latents = torch.cat([latents, given["image_latents"]], dim=1)
     rotary = None
     if config.position == "rotary":
-        size, most = (grid.h, grid.w), (config.grid.h, config.grid.w)
-        crops = ((0, 0), size) if config.patch_size.t == 1 else None
-        is_15 = {} if crops else {"grid_type": "slice", "max_size": most}
-        rotary = get_3d_rotary_pos_embed(config.head_width, crops, size, grid.t, **is_15)
+        rotary = _pipeline_rotation(model, config, latents)
+    if "image_latents" in given:
+        latents = torch.cat([latents, given["image_latents"]], dim=1)
     ofs = None if config.ofs_embed_dim is None else torch.full((1,), config.default_ofs)
     output = model(
         latents.transpose(1, 2),
@@ -161,3 +157,25 @@ def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, 
         return_dict=False,
     )[0]
     return output.transpose(1, 2)
+
+
+def _pipeline_rotation(
+    model: nn.Module, config: TransformerConfig, latents: Tensor
+) -> tuple[Tensor, Tensor]:
+    """cos and sin that diffusers' pipelines give the model for these latents, from its config.json.
+    A model of which nobody knows the trained size is given small ones as if they had it."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+    grid, patch = TokenGrid.from_latents(latents, config.patch_size), model.config.patch_size
+    base = (model.config.sample_height // patch, model.config.sample_width // patch)
+    size = (grid.h, grid.w)
+    if config.patch_size.t > 1:
+        options = {"crops_coords": None, "grid_type": "slice", "max_size": base}
+    else:
+        if config.trained_size is None and not config.has_rescaled_positions:
+            base = size
+        options = {"crops_coords": get_resize_crop_region_for_grid(size, base[1], base[0])}
+    return get_3d_rotary_pos_embed(
+        config.head_width, grid_size=size, temporal_size=grid.t, **options
+    )
