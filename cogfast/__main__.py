@@ -66,7 +66,6 @@ def train(words: Sequence[str]) -> None:
     check_train(config)
     _name_unused(config.unused)
     from cogfast.train.trial_build import warn_of_different_schedules
-
     from cogfast.train.video_size import warn_of_pipeline_positions
 
     if _is_first_rank():

@@ -89,3 +89,52 @@ def test_frames_that_do_not_divide_are_named() -> None:
     given["latents"] = given["latents"][:, :, :3]
     with pytest.raises(ValueError, match="3x8x12 .* do not divide into patches of 2x2x2"):
         tiny("1.5_5b")(**given)
+
+
+BASE = TokenGrid(13, 30, 45)
+
+
+@pytest.mark.parametrize(
+    "size", [(16, 24), (30, 45), (45, 30), (20, 20), (48, 85), (1, 7), (31, 46)], ids=str
+)
+def test_pipeline_positions_are_diffusers(size: tuple[int, int]) -> None:
+    """Every digit of what CogVideoXPipeline gives its transformer, at any size."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+    grid = TokenGrid(5, *size)
+    crops = get_resize_crop_region_for_grid(size, BASE.w, BASE.h)
+    cos, sin = get_3d_rotary_pos_embed(64, crops, size, grid.t)
+    turns = RotaryPositions(BASE, 64, theta=10000.0, is_rescaled=True)(grid).per_row(num_text=0)
+    assert torch.equal(turns.real.repeat_interleave(2, -1), cos)
+    assert torch.equal(turns.imag.repeat_interleave(2, -1), sin)
+
+
+def test_pipeline_positions_at_256x384_are_1_875_apart() -> None:
+    _, rows, columns = RotaryPositions(BASE, 64, 10000.0, True).positions(TokenGrid(1, 16, 24))
+    torch.testing.assert_close(rows, torch.arange(16) * 1.875, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(columns, torch.arange(24) * 1.875, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_rescaled", [False, True])
+def test_more_frames_than_the_model_has_are_refused(is_rescaled: bool) -> None:
+    with pytest.raises(ValueError, match="holds up to 13 frames"):
+        RotaryPositions(BASE, 64, 10000.0, is_rescaled)(TokenGrid(14, 30, 45))
+
+
+@pytest.mark.parametrize("name", ["5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+def test_pipeline_positions_differ_at_another_size_of_1_0_alone(name: str) -> None:
+    """At the model's own size, and for 1.5 whose pipeline counts as well, it is one model."""
+    small = {**inputs(name)}
+    cut = lambda x: x[..., :6, :8] if x.ndim == 5 else x
+    models = [tiny(name, rotary_positions=kind) for kind in ("integer", "pipeline")]
+    with torch.no_grad():
+        whole = [model(**small) for model in models]
+        torch.testing.assert_close(*whole, rtol=1e-5, atol=1e-5)
+        if name == "5b_i2v":  # its table has one size
+            return
+        part = [model(**{k: cut(v) for k, v in small.items()}) for model in models]
+    if name == "5b":
+        assert (part[0] - part[1]).abs().max() > 1e-2
+    else:
+        assert torch.equal(*part)

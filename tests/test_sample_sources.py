@@ -89,12 +89,14 @@ class Pipelines:
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def latents(self, pipeline: CogVideoXPipeline, num_frames: int) -> Tensor:
+    def latents(
+        self, pipeline: CogVideoXPipeline, num_frames: int, size: tuple[int, int] = SIZE
+    ) -> Tensor:
         """[C, T, h, w] from diffusers, of our noise and an empty caption of zeros."""
         patch_t = pipeline.transformer.config.patch_size_t or 1
         frames = (num_frames - 1) // 4 + 1
         frames += -frames % patch_t
-        shape = (1, 16, frames, SIZE[0] // 8, SIZE[1] // 8)
+        shape = (1, 16, frames, size[0] // 8, size[1] // 8)
         noise = SlotRandom(0, 0, [SEED], 0).normal("sample", shape)
         length = pipeline.transformer.config.max_text_seq_length
         text, _ = pipeline.encode_prompt(
@@ -103,8 +105,8 @@ class Pipelines:
         found = pipeline(
             prompt_embeds=text,
             negative_prompt_embeds=torch.zeros_like(text),
-            height=SIZE[0],
-            width=SIZE[1],
+            height=size[0],
+            width=size[1],
             num_frames=num_frames,
             num_inference_steps=STEPS,
             guidance_scale=SCALE,
@@ -178,6 +180,17 @@ def test_a_pipeline_alone_gives_diffusers_latents(
     assert settings["prompts"][0] == {"text": PROMPT, "seed": SEED, "height": 32, "width": 48}
     assert settings["sampler"]["target"].endswith("VideoDDIMSampler")
     assert set(settings["versions"]) == {"torch", "diffusers", "transformers", "commit"}
+
+
+def test_a_pipeline_at_another_size_gives_diffusers_latents(
+    pipelines: Pipelines, tmp_path: Path
+) -> None:
+    """Its positions are rescaled: another shape than its own, and larger."""
+    size = (64, 48)
+    words = (*LATENTS, "args.sampling_num_frames=3", f"args.sampling_image_size={list(size)}")
+    sample(tmp_path / "out", pipelines.path("5b"), *words)
+    expected = pipelines.latents(pipelines.load("5b"), 9, size)
+    assert_close(latents(tmp_path / "out"), expected)
 
 
 @pytest.mark.parametrize("family", ["5b_i2v", "1.5_5b_i2v"])

@@ -30,7 +30,7 @@ from cogfast.train.generate import LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.preflight import check_sample
 from cogfast.train.process_groups import ProcessGroups, start_processes
 from cogfast.train.run_folder import git
-from cogfast.train.video_size import open_image, sampled_sizes
+from cogfast.train.video_size import open_image, sampled_sizes, warn_of_other_positions
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,10 @@ def sample(
     ).eval()
     add_loras(transformer, adapters)
     run = None if weights is None else find_run_checkpoint(Path(weights))
-    stored = None if run is None else read_manifest(run).get("attention_backend")
+    manifest = {} if run is None else read_manifest(run)
+    if manifest and groups.is_main:
+        warn_of_other_positions(transformer.config, sizes, manifest)
+    stored = manifest.get("attention_backend")
     attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
     transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
     encoder = assemble_encoder(config, args, transformer, groups)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments, refuse
@@ -26,6 +28,7 @@ from cogfast.train.generate import DEFAULT_FPS, LatentSize
 
 logger = logging.getLogger(__name__)
 
+_POSITION = "model.network_config.params.modules.pos_embed_config.params"
 _SIZE_15 = (768, 1360)  # rows and columns of CogVideoX 1.5's videos
 
 
@@ -99,6 +102,22 @@ def warn_of_pipeline_positions(config: Config) -> None:
             "any size but its own (one size: exports make it theirs). "
             "pos_embed_config.params.positions: pipeline trains the pipeline's",
             shown + ", ..." * (len(sizes) > 4),
+        )
+
+
+def warn_of_other_positions(
+    model: TransformerConfig, sizes: Sequence[LatentSize], manifest: dict[str, Any]
+) -> None:
+    """Say so where videos of these sizes have other positions than the run of `manifest` had."""
+    run = OmegaConf.create(manifest.get("config") or {})
+    trained = OmegaConf.select(run, f"{_POSITION}.positions") or "integer"
+    as_trained = dataclasses.replace(model, rotary_positions=trained)
+    both = (model, as_trained)
+    if len({has_pipeline_positions(one, sizes) for one in both}) > 1:
+        logger.warning(
+            "%s.positions=%s, but the run was trained with %s: at this size the model has not seen "
+            "these positions; leave the key as in the run",
+            *(_POSITION, model.rotary_positions, trained),
         )
 
 

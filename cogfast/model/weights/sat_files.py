@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import logging
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_tensors, with_flat_patches
 from cogfast.model.weights.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.torch_files import only_tensors, read_torch_file, write_torch_file
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from cogfast.model.transformer import TransformerConfig
