@@ -10,6 +10,8 @@ python scripts/quickstart.py machine
 python scripts/quickstart.py look SAMPLES [SAMPLES ...]
     scores folders of sampled mp4s. SAMPLES/prompts.json is {file: caption}; a folder with videos/
     and labels/ works too.
+python scripts/quickstart.py animate SAMPLES PICTURE.webp
+    draws twelve of the videos, the held-out captions first, as one moving picture.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ import torch
 # bench is not installed with the package; it lies beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.clips.animation import write_animation  # noqa: E402
 from bench.clips.sample_clips import (  # noqa: E402
+    FPS,
     HELD_OUT,
     caption_of,
     combinations,
@@ -38,6 +42,7 @@ from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  
 
 NUM_BANDS = 48  # of 768: reconstructions at 27.8 dB, latents small enough for two CPU cores
 FIT_BATCH = 16  # clips
+NUM_ANIMATED = 12
 
 
 def prepare(folder: Path) -> None:
@@ -98,6 +103,18 @@ def look(folders: list[Path]) -> None:
             print(f"  the {part.num_videos} with a caption that was held out: {part}")
 
 
+def animate(folder: Path, path: Path) -> None:
+    """Draw the four held-out captions and eight others, spread over all, as one moving picture."""
+    videos, captions = read_samples(folder)
+    held_out = {caption_of(*parts) for parts in HELD_OUT}
+    first = [i for i, caption in enumerate(captions) if caption in held_out]
+    others = [i for i, caption in enumerate(captions) if caption not in held_out]
+    count = NUM_ANIMATED - len(first)
+    chosen = first + [others[round((k + 0.5) * len(others) / count - 0.5)] for k in range(count)]
+    shown = [captions[i] + (" (not seen)" if i in first else "") for i in chosen]
+    write_animation(path, [videos[i] for i in chosen], shown, FPS)
+
+
 def read_samples(folder: Path) -> tuple[list[np.ndarray], list[str]]:
     """The videos (uint8 [F, H, W, 3]) and captions of a folder of samples or of clips."""
     prompts = folder / "prompts.json"
@@ -129,12 +146,17 @@ def main() -> None:
     commands.add_parser("prepare").add_argument("folder", type=Path)
     commands.add_parser("machine")
     commands.add_parser("look").add_argument("samples", type=Path, nargs="+")
+    animation = commands.add_parser("animate")
+    animation.add_argument("samples", type=Path)
+    animation.add_argument("picture", type=Path)
     arguments = parser.parse_args()
     try:
         if arguments.command == "prepare":
             prepare(arguments.folder)
         elif arguments.command == "machine":
             describe_machine()
+        elif arguments.command == "animate":
+            animate(arguments.samples, arguments.picture)
         else:
             look(arguments.samples)
     except ValueError as error:

@@ -22,5 +22,6 @@ cogfast sample "$run" --prompt-file $data/captions.txt --ema --out "$run/videos"
 cogfast sample --base configs/quickstart.yaml --prompt-file $data/captions.txt \
     --out "$run/untrained" args.force_inference=true
 python scripts/quickstart.py look "$run/untrained" "$run/videos"
-echo "videos        $run/videos/contact_sheet.png"
+python scripts/quickstart.py animate "$run/videos" "$run/videos.webp"
+echo "videos        $run/videos/contact_sheet.png, moving: $run/videos.webp"
 echo "loss curve    $run/loss.png"
