@@ -61,6 +61,15 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
+def set_aside(path: Path) -> Path:
+    """Rename a file that cannot be used to a name of its own, which is returned."""
+    number = 1
+    while (free := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(free)
+    return free
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -106,7 +106,9 @@ def printable(text: str, keep: str = "") -> str:
 def describe_type(annotation: object) -> str:
     """What an annotation allows, in words."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if annotation in _KINDS:
+    if isinstance(annotation, Mapping):  # a schema of json_files
+        return "a mapping"
+    if origin is None and annotation in _KINDS:
         return _KINDS[annotation]
     if origin is Annotated:  # with rules of json_files
         return " ".join([describe_type(args[0]), *map(str, args[1:])])
@@ -145,7 +147,9 @@ def fits(value: object, annotation: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if annotation is Path:
         return isinstance(value, str)
-    if annotation in _KINDS:
+    if isinstance(annotation, Mapping):
+        return isinstance(value, Mapping)
+    if origin is None and annotation in _KINDS:
         return isinstance(value, annotation)
     if origin is Literal:
         return any(value == a and type(value) is type(a) for a in args)

@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from cogfast.config import load_config
+from cogfast.data.bad_samples import BadSampleLog
 from cogfast.model.weights.run import open_run
-from cogfast.model.weights.run_checkpoint import newest_checkpoint
+from cogfast.model.weights.run_checkpoint import (
+    RESUMABLE,
+    newest_checkpoint,
+    read_manifest,
+    write_manifest,
+)
+from cogfast.train.metrics import _history_until
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import losses, run_folder, write_clips, write_config
 
@@ -128,3 +135,106 @@ def test_a_checkpoint_without_checksums_is_resumed(base: Path, good: Path, tmp_p
     file.write_text(json.dumps(manifest | {"format": "cogfast-checkpoint-2"}))
     resume(base, run)
     assert len(losses(run)) == 5
+
+
+METRICS = {
+    "bytes that are no text": b"\xff\xfe\x00 1\n",
+    "another list": b"[1, 2]\n",
+    "no step": b'{"loss": 1.0}\n',
+    "text for a number": b'{"step": 1, "loss": "x"}\n',
+    "deep nesting": b"[" * 100_000 + b"\n",
+    "a number beyond floats": b'{"step": 1e999}\n',
+}
+
+
+@pytest.mark.parametrize("what", METRICS)
+def test_damaged_metrics_are_set_aside(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What can be read of them stays, and so does the file as it was, by another name."""
+    file = tmp_path / "metrics.jsonl"
+    lines = b'{"step": 1, "loss": 2.0}\n' + METRICS[what] + b'{"step": 2, "loss": null}\n'
+    file.write_bytes(lines + b'{"step": 3, "loss": 2.0}\n{"step": 4')
+    assert _history_until(2, file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+    assert len(file.read_text().splitlines()) == 2
+    assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes().startswith(lines)
+    assert caplog.text.count("is damaged (line 2: ") == 1
+    caplog.clear()
+    assert len(_history_until(2, file)) == 2 and caplog.text == ""
+
+
+def test_what_is_no_file_is_set_aside(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    (tmp_path / "bad_samples.jsonl").mkdir()
+    assert _history_until(2, tmp_path / "metrics.jsonl") == []
+    log = BadSampleLog(tmp_path / "bad_samples.jsonl", 100)
+    assert log.add("a", "broken")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("metrics.jsonl", "metrics.damaged-1.jsonl"),
+        *("bad_samples.jsonl", "bad_samples.damaged-1.jsonl"),
+    }
+
+
+@pytest.mark.parametrize("line", [b"\xff\n", b"[]\n", b"7\n", b'{"path": "a"}\n', b"null\n"])
+def test_a_damaged_list_of_bad_samples_is_set_aside(
+    tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "bad_samples.jsonl"
+    file.write_bytes(b'{"path": "b", "reason": "x"}\n' + line)
+    assert BadSampleLog(file, 100).add("a", "broken")
+    assert json.loads(file.read_text()) == {"path": "a", "reason": "broken"}
+    assert (tmp_path / "bad_samples.damaged-1.jsonl").read_bytes().endswith(line)
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../x", b"{}", b"-1", b"9" * 100])
+def test_a_damaged_latest_names_the_last_good_checkpoint(
+    good: Path, tmp_path: Path, content: bytes
+) -> None:
+    run = copy_of(good, tmp_path)
+    latest = run / "checkpoints" / "latest"
+    latest.write_bytes(content)
+    match = f"latest: damaged.*: --resume {run}/checkpoints/00000004$"
+    with pytest.raises(ValueError, match=match):
+        newest_checkpoint(run)
+    latest.unlink()
+    with pytest.raises(ValueError, match="latest: missing.*00000004$"):
+        newest_checkpoint(run)
+    os.mkfifo(latest)
+    with pytest.raises(ValueError, match=match):
+        newest_checkpoint(run)
+    shutil.rmtree(run / "checkpoints" / "00000004")
+    latest.unlink()
+    assert newest_checkpoint(run) == run / "checkpoints" / "00000002"  # there is no other
+
+
+MANIFESTS = {
+    "no key": (lambda m: m.pop("counters"), "key counters is missing"),
+    "no slices": (lambda m: m.pop("slices"), "key slices is missing"),
+    "another type": (lambda m: m.update(parameters=[1]), "parameters=.* must be"),
+    "a negative start": (lambda m: piece_of(m).update(start=-1), "start=-1 must be"),
+    "a huge slice": (lambda m: piece_of(m).update(numel=2**40), "a slice that does not fit"),
+    "a huge share": (lambda m: piece_of(m).update(share=[0, 2**23]), "a slice that does not fit"),
+    "another file": (lambda m: m["slices"].update({"../x": {}}), "names ../x, which is not in"),
+    "another size": (lambda m: m["bytes"].update(dict.fromkeys(m["bytes"], 5)), "instead of 5"),
+    "a file unlisted": (lambda m: m["bytes"].clear(), "the bytes in its manifest.json are not"),
+    "no counters of one": (lambda m: m["counters"].popitem(), "has no counters of"),
+}
+
+
+def piece_of(manifest: dict) -> dict:
+    return next(iter(next(iter(manifest["slices"].values())).values()))
+
+
+@pytest.mark.parametrize("what", MANIFESTS)
+def test_a_wrong_manifest_is_refused(good: Path, tmp_path: Path, what: str) -> None:
+    """Also where its checksum is right: a program may have written it."""
+    run = copy_of(good, tmp_path)
+    checkpoint = run / "checkpoints" / "00000004"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["checksum"]
+    change, match = MANIFESTS[what]
+    change(manifest)
+    write_manifest(checkpoint, manifest)
+    with pytest.raises(ValueError, match=f"{match}.*--resume {run}/checkpoints/00000002$"):
+        read_manifest(checkpoint, RESUMABLE)

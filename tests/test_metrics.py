@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -193,21 +193,53 @@ def test_loss_png_shows_the_curves(tmp_path: Path, data: Path) -> None:
     assert {(0x9D, 0xB8, 0xD9), (0x1F, 0x4E, 0x9C), (0xD1, 0x49, 0x5B)} <= colours
 
 
-def test_a_full_disk_costs_lines_not_the_run(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class WithFullDisk(Trainer):
+    """No file may have more than 500 bytes during the third and fourth step and what follows them."""
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        if self.step in (2, 4):
+            self.writer.wait()
+        if self.step == 2:
+            self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, self.limits[1]))
+        if self.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+        return super().compute_loss(batch)
+
+
+def test_a_full_disk_costs_nothing_that_can_follow(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened = builtins.open
-
-    def full(path: object, *args: object, **named: object) -> object:
-        if str(path).endswith("metrics.jsonl") and "a" in args:
-            raise OSError(28, "No space left on device")
-        return opened(path, *args, **named)
-
-    monkeypatch.setattr(builtins, "open", full)
-    trainer = make(tmp_path, data, train_iters=2)
+    """Lines, TensorBoard, pictures, samples and a checkpoint: one warning each, and all that can
+    follows when there is space."""
+    caplog.set_level("INFO", logger="cogfast")
+    args = {"valid_data": [str(data)], "eval_interval": 4, "eval_sampling_steps": 1}
+    trainer = make(
+        tmp_path, data, kind=WithFullDisk, train_iters=6, save_interval=2, keep_last=0, **args
+    )
     trainer.train()
-    assert trainer.step == 2
-    assert "No space left on device; training goes on" in caplog.text
+    run = run_folder(tmp_path / "runs")
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in scalars(run / "tensorboard")["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        *("00000002", "00000006", "latest")
+    ]
+    Image.open(run / "loss.png").verify()
+    ours = [record for record in caplog.records if record.name.startswith("cogfast")]
+    warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
+    warnings = [text for text in warnings if "File too large" in text]
+    about = (
+        "metrics.jsonl",
+        "events.out",
+        "sampling at step 4",
+        "loss.png",
+        "checkpoint of step 4",
+    )
+    for what in about:
+        assert len([text for text in warnings if what in text]) == 1, (what, warnings)
+    assert len(warnings) == len(about)
+    assert "checkpoint of step 6 is written" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 class Halved(Trainer):

@@ -8,10 +8,13 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
+from cogfast.files import set_aside
+from cogfast.json_files import check, read_limited
 from cogfast.value_check import printable
 
 logger = logging.getLogger(__name__)
 
+_MOST_BYTES = 1 << 30  # of the list: millions of samples
 _NUM_NAMED = 10  # samples that the error lists
 _NUM_HOPELESS = (
     10  # from here on, a majority of bad samples ends the run whatever the data set's size
@@ -51,13 +54,25 @@ class BadSampleLog:
         self.max_bad_fraction = max_bad_fraction
         self.reasons: dict[str, str] = {}  # path -> reason: this run's, those of other ranks too
         self._listed_before: set[str] = set()  # lines of the run that this one resumes
+        self._has_failed = False  # to write the file
         self._num_read = 0  # bytes of the file's whole lines that we know
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            if self.file.exists():
-                text = self.file.read_bytes()
-                self._listed_before = set(_read(text))
-                self._num_read = _end_of_lines(text)
+            self._read_earlier()
+
+    def _read_earlier(self) -> None:
+        """Note what the run that is resumed has listed; a damaged list is set aside."""
+        if not self.file.exists():
+            return
+        try:
+            text = read_limited(self.file, _MOST_BYTES)
+            text.decode()
+            self._listed_before = set(_read(text))
+            self._num_read = _end_of_lines(text)
+        except ValueError as error:
+            with suppress(OSError):  # a folder that cannot be written, or another rank was first
+                kept = set_aside(self.file).name
+                logger.warning("%s is damaged (%s): it is now %s", self.file, error, kept)
 
     @property
     def limit(self) -> int:
@@ -73,8 +88,11 @@ class BadSampleLog:
         if is_new and self.file is not None:
             try:
                 is_new = self._list(path, reason)
-            except OSError as error:  # a full disk: what is bad is told in the log all the same
-                logger.warning("%s cannot be written (%s)", self.file, error.strerror)
+            except (OSError, ValueError) as error:  # a full disk, or damaged since it was opened
+                if not self._has_failed:
+                    why = getattr(error, "strerror", None) or error
+                    logger.warning("%s cannot be written (%s)", self.file, why)
+                self._has_failed = True
         # Listed before and still bad counts anew; listed before and mended does not.
         self.reasons[path] = reason
         if is_new and is_told:
@@ -131,12 +149,16 @@ def _end_of_lines(text: bytes) -> int:
 
 
 def _read(text: bytes) -> dict[str, str]:
-    """{path: reason} of a log's lines; a line that a killed process left torn is passed over."""
+    """{path: reason} of a log's lines; a line that a killed process left torn is passed over.
+
+    ValueError for a line of anything else.
+    """
     reasons = {}
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
+        entry = check(entry, {"path": str, "reason": str}, f"line {number}")
         reasons[entry["path"]] = entry["reason"]
     return reasons

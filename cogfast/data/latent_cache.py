@@ -28,6 +28,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from cogfast.data.source_hashes import hash_text, unreadable
-from cogfast.files import write_text, write_whole
+from cogfast.files import WriteError, write_text, write_whole
 from cogfast.json_files import brief, parse_json
 
 if TYPE_CHECKING:
@@ -283,16 +284,20 @@ class Writer:
             ) from None
         except OSError as error:  # of a file system without locks
             logger.warning("%s cannot be locked (%s)", self.path, error.strerror)
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+        except OSError as error:
+            raise WriteError(self.path, error) from None
         self._thread = threading.Thread(target=self._beat, name="cache writer", daemon=True)
         self._thread.start()
         return self
 
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT):
-            os.utime(self.path)
+            with suppress(OSError):  # readers then wait less long for what is being encoded
+                os.utime(self.path)
 
     def __exit__(self, *exc_info: object) -> None:
         self._is_over.set()

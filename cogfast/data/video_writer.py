@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+
+from cogfast.files import write_whole
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,8 +43,6 @@ def write_video(
     crf: x264's quality, lower is better. The format needs even sides: an odd one repeats its last
     row or column. The file appears under its name only when it is complete.
     """
-    import av
-
     frames = to_frames(video)
     if len(frames) == 0 or fps <= 0:
         raise ValueError(f"{path}: {len(frames)} frames at fps={fps}; give at least one, fps > 0")
@@ -51,20 +50,21 @@ def write_video(
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with av.open(str(unfinished), "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=_rate(fps))
-            stream.height, stream.width = frames.shape[1:3]
-            stream.pix_fmt = "yuv420p"
-            # x264's threads race: with several, the same frames are now and then other bytes.
-            stream.options = {"crf": str(crf), "threads": "1"}
-            for picture in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-            container.mux(stream.encode())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, lambda draft: _encode(draft, frames, fps, crf))
+
+
+def _encode(path: Path, frames: np.ndarray, fps: float, crf: float) -> None:
+    import av
+
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=_rate(fps))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        # x264's threads race: with several, the same frames are now and then other bytes.
+        stream.options = {"crf": str(crf), "threads": "1"}
+        for picture in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
 
 
 def _rate(fps: float) -> Fraction:
@@ -113,9 +113,7 @@ def contact_sheet(
         top += height
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    sheet.save(unfinished, format="PNG")
-    os.replace(unfinished, path)
+    write_whole(path, lambda draft: sheet.save(draft, format="PNG"))
 
 
 def _frames_of(video: Tensor | np.ndarray, num_frames: int, width: int) -> list[Image.Image]:

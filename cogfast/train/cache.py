@@ -74,16 +74,16 @@ def cache_latents(config: Config) -> None:
     args = TrainArguments.from_config(config)
     groups = start_processes()
     folder = Path(args.latent_cache)
-    with ExitStack() as stack:
-        groups.on_main(lambda: _own(stack, folder))
-        try:
+    try:
+        with ExitStack() as stack:
+            groups.on_main(lambda: _own(stack, folder))
             _CacheRun(config, args, groups, folder).run()
-        except WriteError as error:
-            raise RuntimeError(
-                f"args.latent_cache: {error}; what is in the cache stays valid: make room and run "
-                "`cogfast cache` again, it goes on from there"
-            ) from None
-        groups.gather(None)  # nobody needs the writer any more
+            groups.gather(None)  # nobody needs the writer any more
+    except WriteError as error:
+        raise RuntimeError(
+            f"args.latent_cache: {error}; what is in the cache stays valid: make room and run "
+            "`cogfast cache` again, it goes on from there"
+        ) from None
     groups.close()
 
 

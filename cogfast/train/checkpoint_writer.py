@@ -54,6 +54,7 @@ class CheckpointWriter:
         self._snapshot: _Snapshot | None = None
         self._thread: Thread | None = None
         self._error: Exception | None = None
+        self._has_failed = False  # the last time
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -110,6 +111,9 @@ class CheckpointWriter:
         try:
             self._write_all(about)
             self.saved_step = about["step"]
+            if self._has_failed and self.groups.is_main:
+                logger.info("checkpoint of step %d is written", self.saved_step)
+            self._has_failed = False
         except (OSError, WriteError, OtherRankError) as error:
             self._report_failure(about["step"], error)
         except Exception as error:
@@ -159,6 +163,7 @@ class CheckpointWriter:
         return self.folder / f"{step:08d}.incomplete"
 
     def _report_failure(self, step: int, error: Exception) -> None:
+        self._has_failed = True
         if self.groups.is_main:
             shutil.rmtree(self._draft(step), ignore_errors=True)
             logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)

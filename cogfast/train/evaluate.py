@@ -22,6 +22,7 @@ from cogfast.data.clip_transform import resize_and_center_crop
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.files import WriteError
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.slot_random import SlotRandom
 from cogfast.train.arguments import TrainArguments
@@ -94,6 +95,8 @@ class Evaluator:
             logger.info("%s at step %d is cut short, since the run ends: %s", what, step, error)
         except OtherRankError as error:
             logger.info("%s at step %d: %s; training goes on", what, step, error)
+        except (OSError, WriteError) as error:  # a full disk
+            logger.warning("%s at step %d failed (%s); training continues", what, step, error)
         except Exception:
             logger.exception("%s at step %d failed; training goes on", what, step)
         if self.groups.device.type == "cuda":

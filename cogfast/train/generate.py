@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cogfast.data.video_writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
+from cogfast.files import WriteError, write_whole
 from cogfast.model.transformer import TransformerConfig
 from cogfast.model.weights.safetensors_files import write_safetensors
 from cogfast.model.weights.tensor_stream import Outgoing
@@ -254,6 +255,8 @@ def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) 
     """Remember an error and say whose it is; the tensors of its frames are let go."""
     traceback.clear_frames(error.__traceback__)
     errors.append(error)
+    if isinstance(error, OSError | WriteError):
+        return  # a full disk is the same for all prompts, and is logged once by the caller
     names = ", ".join(f"{p.index} ({p.text!r})" for p in prompts)
     what = str(error).partition("\n")[0]
     logger.warning("prompt %s failed: %s: %s", names, type(error).__name__, what)
@@ -287,7 +290,7 @@ def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
     listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
     # What is no UTF-8 comes out as the escape that JSON knows.
     text = (listing + "\n").encode("utf-8", "backslashreplace")
-    (folder / "prompts.json").write_bytes(text)
+    write_whole(folder / "prompts.json", lambda path: path.write_bytes(text))
     pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
     if pictures:
         contact_sheet(folder / "contact_sheet.png", *map(list, zip(*pictures, strict=True)))
@@ -304,4 +307,4 @@ def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize
     metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
     on_host = latents.float().cpu()  # sync: into a file, once per video
     tensor = Outgoing("latents", tuple(on_host.shape), on_host.dtype, lambda: on_host)
-    write_safetensors(path, [tensor], metadata)
+    write_whole(path, lambda draft: write_safetensors(draft, [tensor], metadata))

@@ -7,14 +7,18 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NotRequired
 
 import torch
 from torch import Tensor
 
+from cogfast.files import WriteError, set_aside, write_text, write_whole
+from cogfast.json_files import parse_json, read_limited
 from cogfast.model.transformer import TransformerConfig
+from cogfast.train.log_files import LogFile, TensorBoardFile
 from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.progress_bar import open_bar
 from cogfast.train.throughput import memory_gib, peak_flops, train_flops
@@ -23,6 +27,9 @@ from cogfast.train.zero_engine import ZeroEngine
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.98  # of the running mean of the loss, per step: it looks back over 50 steps
+_MOST_BYTES = 1 << 30  # of metrics.jsonl: millions of lines
+_NUMBER = NotRequired[float | None]
+_LINE = {"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER}
 _SLOW_DATA = 0.1  # share of the step above which waiting for data deserves a hint
 
 
@@ -51,6 +58,8 @@ class Metrics:
         self.running_loss = math.nan  # before the first line
         self.has_logged = False  # the first line's wait holds the start of the workers
         self.history: list[dict] = []
+        self.lines = LogFile(folder / "metrics.jsonl")
+        self.is_drawn = True  # loss.png, the last time
         self.tensorboard = self.wandb = self.progress = None
         self.restart_clock()
         if groups.is_main:
@@ -62,12 +71,9 @@ class Metrics:
     def _open_writers(
         self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # What a run wrote after the checkpoint that it goes on from is taken back.
-        self.tensorboard = SummaryWriter(
-            str(tensorboard_folder), purge_step=start_step + 1 if start_step else None
-        )
+        # What a run wrote after the checkpoint that it resumes from is taken back.
+        purge_step = start_step + 1 if start_step else None
+        self.tensorboard = TensorBoardFile(tensorboard_folder, purge_step)
         if wandb_project is not None:
             import wandb
 
@@ -91,8 +97,6 @@ class Metrics:
     ) -> None:
         if self.progress is not None:
             self.progress.stop()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(error is not None))
 
@@ -183,22 +187,11 @@ class Metrics:
             return
         self.history.append(line)
         text = json.dumps({k: _plain(v) for k, v in line.items()})
+        self.lines.append(text.encode() + b"\n")
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
-        with self._disk_may_fail():
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(text + "\n")
-            for key, value in numbers.items():
-                self.tensorboard.add_scalar(key, value, step)
+        self.tensorboard.add(step, numbers)
         if self.wandb is not None:
             self.wandb.log(numbers, step=step)
-
-    @contextmanager
-    def _disk_may_fail(self) -> Iterator[None]:
-        """A full disk costs lines and pictures, not the run."""
-        try:
-            yield
-        except OSError as error:
-            logger.error("cannot write to %s: %s; training goes on", self.folder, error)
 
     def _say(self, step: int, line: dict) -> None:
         parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
@@ -221,7 +214,7 @@ class Metrics:
 
     def draw_loss(self) -> None:
         """loss.png: the training loss, its running mean and the held-out loss over the steps."""
-        lines = [line for line in self.history if "loss" in line]
+        lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
         if not self.groups.is_main or not lines:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -248,8 +241,16 @@ class Metrics:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-        with self._disk_may_fail():
-            figure.savefig(self.folder / "loss.png", dpi=120)
+        try:
+            write_whole(
+                self.folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png")
+            )
+        except WriteError as error:
+            if self.is_drawn:
+                logger.warning("%s; training continues", error)
+            self.is_drawn = False
+        else:
+            self.is_drawn = True
 
 
 def _plain(value: object) -> object:
@@ -258,16 +259,30 @@ def _plain(value: object) -> object:
 
 
 def _history_until(step: int, path: Path) -> list[dict]:
-    """The lines up to `step` of a run that goes on from there; what came after leaves the file."""
-    lines = []
-    for text in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:  # a crash cut it short
-            continue
-        if line["step"] <= step:
-            lines.append(line)
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    draft.replace(path)
+    """The lines up to `step` of a run that resumes there; what came after leaves the file.
+
+    A damaged file is set aside; what can be read of it stays.
+    """
+    if not path.exists():
+        return []
+    lines, problem = [], None
+    try:
+        *whole, cut = read_limited(path, _MOST_BYTES).split(b"\n")
+        for number, text in enumerate(whole, 1):
+            try:
+                lines.append(parse_json(text, _LINE, f"line {number}"))
+            except ValueError as error:
+                problem = problem or error
+        with suppress(ValueError):  # a crash cut it short, or only its end
+            lines.append(parse_json(cut, _LINE, path.name))
+    except ValueError as error:
+        problem = error
+    lines = [line for line in lines if line["step"] <= step]
+    try:
+        if problem is not None:
+            kept = set_aside(path)
+            logger.warning("%s is damaged (%s): it is now %s", path, problem, kept.name)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    except (OSError, WriteError) as error:
+        logger.warning("%s: lines after step %d stay in it (%s)", path, step, error)
     return lines

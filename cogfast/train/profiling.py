@@ -171,7 +171,7 @@ class Profiler:
                 _separate_backward_blocks(path)
             (self.folder / "top_ops.txt").write_text(text)
         except OSError as error:
-            logger.error("cannot write to %s: %s; training goes on", self.folder, error)
+            logger.warning("%s cannot be written (%s); training continues", self.folder, error)
         logger.info("profile from step %d to step %d in %s", self.first, self.step, self.folder)
         logger.info(text)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.data.clip_transform import resize_and_center_crop
+from cogfast.files import WriteError, write_text
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.decode_memory import DecodePlan
 from cogfast.model.weights.run_checkpoint import find_run_checkpoint, read_manifest
@@ -93,22 +94,26 @@ def sample(
         device=groups.device,
         num_steps=num_steps,
     )
-    if groups.is_main:
-        settings = {"weights": weights or args.load, "ema": ema}
-        settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
-        settings |= _settings(config, args, maker, plan)
-        rows = [
-            _prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)
-        ]
-        _write_settings(out, settings | {"prompts": rows})
-    files = write_samples(
-        out,
-        maker,
-        wanted,
-        groups,
-        at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
-        latents_only=args.only_save_latents,
-    )
+    settings = {"weights": weights or args.load, "ema": ema}
+    settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
+    settings |= _settings(config, args, maker, plan)
+    rows = [_prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)]
+    try:
+        groups.on_main(lambda: _write_settings(out, settings | {"prompts": rows}))
+        files = write_samples(
+            out,
+            maker,
+            wanted,
+            groups,
+            at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
+            latents_only=args.only_save_latents,
+        )
+    except (OSError, WriteError) as error:
+        kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
+        raise RuntimeError(
+            f"{out}: cannot be written ({error}); {kept} files of samples are in it; make room and "
+            "sample again, or name another folder by --out"
+        ) from None
     what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
     logger.info("%d %s in %s", len(files), what, out)
     groups.close()
@@ -194,7 +199,7 @@ def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
 def _write_settings(out: Path, settings: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(settings, indent=2, ensure_ascii=False)
-    (out / "settings.json").write_text(text + "\n", encoding="utf-8")
+    write_text(out / "settings.json", text + "\n")
 
 
 def read_image(path: Path, size: tuple[int, int]) -> Tensor:

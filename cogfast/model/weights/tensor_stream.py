@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import shutil
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from cogfast.files import is_disk_full
 
 _SPARE_BYTES = 64 << 20  # of a disk: headers, config files, what others write meanwhile
 
@@ -57,11 +58,10 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         yield folder
         os.replace(folder, path)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+        what = "the disk is full" if is_disk_full(error) else error.strerror or error
         raise ValueError(
-            f"{path}: the disk is full, {_gib(nbytes)} were to be written; nothing is left of the "
-            "attempt; make room or name another disk"
+            f"{path}: {what}, {_gib(nbytes)} were to be written; nothing is left of the attempt, "
+            "the source is as it was; make room or name another disk"
         ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)

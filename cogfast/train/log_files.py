@@ -1,0 +1,88 @@
+"""Files that a run appends to: a full disk costs a warning, and the lines follow when it has space.
+
+TensorBoard's own writer appends in a thread that a full disk ends with a traceback, for good.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 64 << 20  # bytes that wait for space in each file
+
+
+class LogFile:
+    """A file of whole records. What cannot be written now is appended before the next record."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+
+    def append(self, record: bytes) -> None:
+        """Append a record and all that wait; where the disk is full a warning says so, once."""
+        was_full = bool(self._waiting)
+        self._waiting.append(record)
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            if not was_full:
+                logger.warning(
+                    "%s cannot be written (%s); training continues, and what is missing follows "
+                    "when there is space",
+                    *(self.path, error.strerror or error),
+                )
+            while sum(map(len, self._waiting)) > _MOST_WAITING:
+                self._waiting.pop(0)
+            return
+        if was_full:
+            logger.info("%s is written again, nothing is missing", self.path)
+        self._waiting.clear()
+
+    def _write(self, content: bytes) -> None:
+        """Append all of it or nothing: half a record would spoil those after it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as file:
+            start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(start)
+                raise
+
+
+class TensorBoardFile:
+    """Scalars in TensorBoard's format, without a thread."""
+
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        """purge_step: from which on TensorBoard forgets what earlier files of the folder hold."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        taken = len(list(folder.glob(f"{name}.*")))
+        self._file = LogFile(folder / f"{name}.{taken}")
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _add(self, event: object) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        framed = io.BytesIO()  # with its length and checksums
+        RecordWriter(framed).write(event.SerializeToString())
+        self._file.append(framed.getvalue())
