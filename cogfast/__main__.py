@@ -23,7 +23,7 @@ from cogfast.stop_signals import (
     write_last_line,
 )
 from cogfast.train.process_watch import watch_launcher
-from cogfast.value_check import printable
+from cogfast.value_check import Problems, one_line, printable
 
 _USAGE = """\
 usage: cogfast {train,cache,sample,convert} ...
@@ -270,7 +270,7 @@ def _tell_torchrun(text: str) -> None:
 
 
 def _line(error: Exception) -> str:
-    line = printable(" ".join(str(error).split()))
+    line = printable(one_line(str(error)))
     if _is_ours(error):
         return line
     return f"another rank is gone, whose own output, on its machine, says why ({line})"
@@ -282,7 +282,8 @@ def _report(error: ValueError | RuntimeError) -> None:
     if rank != "0":
         time.sleep(_GRACE_SECONDS)
     prefix = "cogfast: " if rank == "0" else f"cogfast: rank {rank}: "
-    sys.stderr.write(prefix + _line(error) + "\n")
+    lines = str(error).splitlines() if isinstance(error, Problems) else [_line(error)]
+    sys.stderr.write("".join(f"{prefix}{printable(one_line(line))}\n" for line in lines))
 
 
 def _adopt_mpi_ranks() -> None:

@@ -13,7 +13,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -25,6 +25,7 @@ from cogfast.value_check import (
     check_keys,
     check_mapping,
     check_type,
+    cut,
     join,
     nearest,
     takes_component,
@@ -102,13 +103,13 @@ def import_target(
     root = path.partition(".")[0]
     if "did you mean" not in hint and root.isidentifier() and root not in _KNOWN_ROOTS:
         hint += f"; classes of your own package need --allow-import {root}"
-    raise KeyProblem(key, f"{key}={path}: {hint}")
+    raise KeyProblem(key, f"{key}={cut(path)}: {hint}")
 
 
 def _import_allowed(path: str, key: str, package: str) -> Callable:
     """A class or function that `package` defines: what it imports from elsewhere does not count."""
     if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
-        raise KeyProblem(key, f"{key}={path} is no dotted name of a class or function")
+        raise KeyProblem(key, f"{key}={cut(path)} is no dotted name of a class or function")
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -121,7 +122,7 @@ def _import_allowed(path: str, key: str, package: str) -> Callable:
     home = str(getattr(found, "__module__", None))
     is_code = inspect.isclass(found) or inspect.isfunction(found)
     if not is_code or not f"{home}.".startswith(f"{package}."):
-        text = f"{key}={path} is no class or function that {package} defines"
+        text = f"{key}={cut(path)} is no class or function that {package} defines"
         raise KeyProblem(key, text + (f", but one of {home}" if is_code else ""))
     return found
 
@@ -192,15 +193,19 @@ def _fit(value: object, annotation: object, key: str) -> object:
         option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
     ):
         return value  # the constructor reads the mapping itself, with or without a target in it
-    if _components(value, key) and not all(option in _PLAIN for option in options):
+    if _components(value, key) and not all(_is_plain(option) for option in options):
         return value
     check_type(key, value, annotation)
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
             check_fields(value, option, key)
-            hints = typing.get_type_hints(option)
+            hints = typing.get_type_hints(option, include_extras=True)
             return option(**{k: _fit(v, hints[k], join(key, k)) for k, v in value.items()})
     return tuple(value) if get_origin(annotation) is tuple else value
+
+
+def _is_plain(annotation: object) -> bool:
+    return annotation in _PLAIN or get_origin(annotation) is Annotated
 
 
 def _require(target: Callable, parameters: Mapping, have: set[str], where: str) -> None:
@@ -239,7 +244,8 @@ def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
 
 def _hints(target: Callable) -> dict[str, object]:
     try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        call = target.__init__ if inspect.isclass(target) else target
+        return typing.get_type_hints(call, include_extras=True)
     except (NameError, TypeError, AttributeError):  # names that only a type checker imports
         return {}
 

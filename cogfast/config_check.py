@@ -164,7 +164,7 @@ def _check_section(
     components: tuple[str, ...],
     origins: Mapping[str, str],
 ) -> None:
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     names = [f.name for f in fields(schema)]
     silent = [key.partition(".")[2] for key in UNUSED if key.startswith(f"{where}.")]
     single = [key.partition(".")[2] for key in _ONLY if key.startswith(f"{where}.")]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-_COUNT = int | float  # bucket sizes are often written as 5e8
+from cogfast.json_files import Range
+
+_COUNT = Annotated[float, Range(0, 10**12)]  # bucket sizes are often written as 5e8
+_BATCH = Annotated[int, Range(1, 10**5)]
 
 # Top-level key -> type. Source: deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
 TOP_KEYS: dict[str, Any] = {
-    "train_batch_size": int,
-    "train_micro_batch_size_per_gpu": int,
-    "gradient_accumulation_steps": int,
+    "train_batch_size": Annotated[int, Range(1, 10**9)],
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
     "gradient_clipping": float,
-    "steps_per_print": int | None,
+    "steps_per_print": Annotated[int, Range(1, 10**9)] | None,
     "prescale_gradients": bool,
     "gradient_predivide_factor": float,
     "communication_data_type": Literal["fp32", "fp16", "bf16"] | None,
@@ -91,9 +94,9 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
         "enabled": bool,
         "auto_cast": bool,
         "loss_scale": float,
-        "loss_scale_window": int,
-        "initial_scale_power": int,
-        "hysteresis": int,
+        "loss_scale_window": Annotated[int, Range(1, 10**9)],
+        "initial_scale_power": Annotated[int, Range(0, 64)],
+        "hysteresis": Annotated[int, Range(1, 10**9)],
         "consecutive_hysteresis": bool,
         "min_loss_scale": float,
         "fp16_master_weights_and_grads": bool,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.json_files import Range
 from cogfast.sat_unused import UNUSED
 from cogfast.value_check import KeyProblem, check_mapping, check_type, join, show, unknown_key
 
@@ -19,19 +20,29 @@ FINAL_LAYER = "dit_video_concat.FinalLayerMixin"
 LORA = "sat.model.finetune.lora2.LoraMixin"
 REGULARIZER = "vae_modules.regularizers.DiagonalGaussianRegularizer"
 
-_Interpolation = {f"{axis}_interpolation": float for axis in ("height", "width", "time")}
-_PatchSize = int | tuple[int, int, int]
+_Width = Annotated[int, Range(1, 2**16)]  # of embeddings
+_Side = Annotated[int, Range(1, 4096)]
+_Length = Annotated[int, Range(1, 10**5)]
+_TextLength = Annotated[int, Range(0, 4096)]  # tokens
+_Scale = Annotated[float, Range(1e-3, 1000)]
+_Interpolation = {f"{axis}_interpolation": _Scale for axis in ("height", "width", "time")}
+_Patch = Annotated[int, Range(1, 64)]
+_PatchSize = _Patch | tuple[_Patch, _Patch, _Patch]
 # Key -> type of what SAT's DiffusionTransformer takes and we read.
 _NETWORK_KEYS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("num_frames", "time_compressed_rate", "latent_width", "latent_height", "in_channels"), int
-    ),
-    **dict.fromkeys(("out_channels", "hidden_size", "num_layers", "num_attention_heads"), int),
+    "num_frames": _Length,
+    "time_compressed_rate": Annotated[int, Range(1, 64)],
+    **dict.fromkeys(("latent_width", "latent_height", "in_channels", "out_channels"), _Side),
+    "hidden_size": _Width,
+    "num_layers": Annotated[int, Range(1, 1000)],
+    "num_attention_heads": _Side,
     "patch_size": _PatchSize,
     "elementwise_affine": bool,
-    "time_embed_dim": int | None,
-    "ofs_embed_dim": int | None,
-    "default_ofs": float,  # ours: what the network gets as `ofs` where nothing else is given
+    "time_embed_dim": _Width | None,
+    "ofs_embed_dim": _Width | None,
+    "default_ofs": Annotated[
+        float, Range(-(10**6), 10**6)
+    ],  # ours: what the network gets as `ofs` where nothing else is given
     **_Interpolation,
 }
 _REQUIRED = (
@@ -46,7 +57,7 @@ _NETWORK_ONLY = {
     "use_SwiGLU": False,
     "use_RMSNorm": False,
 }
-_TRANSFORMER_ARGS: dict[str, Any] = {"checkpoint_activations": bool, "max_sequence_length": int}
+_TRANSFORMER_ARGS: dict[str, Any] = {"checkpoint_activations": bool, "max_sequence_length": _Length}
 _TRANSFORMER_ARGS_ONLY = {
     "layernorm_order": "pre",
     "is_decoder": False,
@@ -67,18 +78,18 @@ _MODULES = (
     "final_layer_config",
     "lora_config",
 )
-_POSITION: dict[str, Any] = {"text_length": int, **_Interpolation}
+_POSITION: dict[str, Any] = {"text_length": _TextLength, **_Interpolation}
 _ROTARY = {
-    "hidden_size_head": int,
-    "text_length": int,
-    "theta": float,
+    "hidden_size_head": _Width,
+    "text_length": _TextLength,
+    "theta": Annotated[float, Range(1, 10**9)],
     "learnable_pos_embed": bool,
     "positions": Literal["integer", "pipeline"],  # ours
 }
 _LORA: dict[str, Any] = {
-    "r": int,
-    "lora_alpha": float,
-    "lora_dropout": float,
+    "r": _Side,
+    "lora_alpha": Annotated[float, Range(-(10**6), 10**6)],
+    "lora_dropout": Annotated[float, Range(0, 0.999)],
     "layer_range": list[int] | None,
     "target_modules": list[str],  # ours
 }
@@ -90,10 +101,11 @@ _LORA_TARGETS = {
 }
 # What both halves of SAT's autoencoder take; z_channels, ch and so on are read by ours.
 _CODER: dict[str, Any] = {
-    **dict.fromkeys(("z_channels", "in_channels", "out_ch", "ch", "num_res_blocks"), int),
-    "ch_mult": list[int],
+    **dict.fromkeys(("z_channels", "in_channels", "out_ch", "ch"), Annotated[int, Range(1, 1024)]),
+    "num_res_blocks": Annotated[int, Range(1, 16)],
+    "ch_mult": list[Annotated[int, Range(1, 16)]],
     "double_z": bool,
-    "temporal_compress_times": int,
+    "temporal_compress_times": Annotated[int, Range(1, 64)],
 }
 _CODER_ONLY = {
     "attn_resolutions": [],
@@ -141,7 +153,7 @@ def transformer_arguments(
     fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
     patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
     where_patch = join(where_modules, "patch_embed_config.params")
-    known = {"text_hidden_size": int}
+    known = {"text_hidden_size": _Width}
     fields |= _read(patch, known, where_patch, unused, "ImagePatchEmbeddingMixin", {"bias": True})
     _require(fields, ("text_hidden_size",), where_patch)
     adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
@@ -232,7 +244,7 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         "decode_chunks": Literal["serial", "whole"],
         "use_slicing": bool,
         "use_tiling": bool,
-        "tile_size": tuple[int, int] | None,
+        "tile_size": tuple[_Side, _Side] | None,
     }
     nested = ("encoder_config", "decoder_config", "regularizer_config")
     own = {k: v for k, v in params.items() if k not in nested}

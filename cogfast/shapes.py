@@ -8,6 +8,7 @@ Pixels are [B, 3, 4(T-1)+1, 8h, 8w], latents [B, C, T, h, w], tokens [B, S, M] w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -104,22 +105,22 @@ def check_video_size(
     patch: PatchSize,
     key: str,
     table: tuple[int, int] | None = None,
-    has_one_size: bool = False,
+    one_size: Literal["computed", "learned"] | None = None,
 ) -> None:
     """Refuse a frame size that the family cannot take, naming one that it can.
 
     Rows and columns divide into latent patches: multiples of 16. table: the rows and columns of
-    pixels that the position table reaches to. has_one_size: it is for these alone, as the sine table
-    of CogVideoX-2B and the learned one of 5B-I2V, whose entries mean a place in the whole; rotary
+    pixels that the position table reaches to. one_size: it is for these alone, as the computed sine
+    table of CogVideoX-2B and the learned one of 5B-I2V, whose entries mean a place in the whole; rotary
     tables are relative, and smaller videos take a part.
     """
     rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
     if height % rows == 0 and width % columns == 0 and height > 0 and width > 0:
-        _check_table(height, width, key, table, has_one_size)
+        _check_table(height, width, key, table, one_size)
         return
     fits = [max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns]
     if table is not None:
-        fits = list(table) if has_one_size else list(map(min, fits, table))
+        fits = list(table) if one_size else list(map(min, fits, table))
     raise ValueError(
         f"{key}=[{height}, {width}]: rows must be a multiple of {rows} and columns of {columns}; "
         f"use {fits}"
@@ -127,15 +128,19 @@ def check_video_size(
 
 
 def _check_table(
-    height: int, width: int, key: str, table: tuple[int, int] | None, has_one_size: bool
+    height: int, width: int, key: str, table: tuple[int, int] | None, one_size: str | None
 ) -> None:
     if table is None or (height, width) == tuple(table):
         return
     names = "latent_height and latent_width of model.network_config.params"
-    if has_one_size:
+    if one_size:
+        how = "train without its weights"
+        if one_size == "computed":
+            latent = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
+            how = f"to {latent[0]} and {latent[1]}: the table is computed, so the weights load"
         raise ValueError(
             f"{key}=[{height}, {width}]: the model's position table is for {list(table)} only; use "
-            f"that, or change {names} and train without its weights"
+            f"that, or change {names} {'and ' if one_size == 'learned' else ''}{how}"
         )
     if height > table[0] or width > table[1]:
         raise ValueError(

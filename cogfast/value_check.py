@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import reprlib
 import sys
 import types
 import typing
@@ -21,14 +23,34 @@ _KINDS = {
 }
 _SEQUENCES = (list, tuple, set, frozenset, Sequence, Collection, Iterable)
 _MOST_LISTED = 12  # a message that lists more known keys than this is no longer one line
+_MOST_SHOWN = 100  # characters of a key or a value in a message
+_MOST_COMPARED = 200  # characters of a name that is compared with the known ones
+_MOST_IN_LINE = 380  # characters of a message
+_MOST_BITS = 256  # of a whole number that is written out
+_brief = reprlib.Repr()  # at most six levels, and four keys or six items of each
 
 
 class KeyProblem(ValueError):
     """What is wrong with one dotted `key`; load_config puts the key's file in front."""
 
     def __init__(self, key: str, text: str):
-        super().__init__(text)
+        super().__init__(text.replace(key, cut(key)) if len(key) > _MOST_SHOWN else text)
         self.key = key
+
+
+class Problems(ValueError):
+    """Several problems that are reported together, a line each."""
+
+
+def cut(text: str, most: int = _MOST_SHOWN) -> str:
+    """`text` without its middle where it is longer than `most` characters."""
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def one_line(text: str) -> str:
+    """A message as one line; of a long one the middle is cut, where the user's value stands."""
+    return cut(" ".join(text.split()), _MOST_IN_LINE)
 
 
 def join(where: str, key: str) -> str:
@@ -40,9 +62,9 @@ def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
     """The error for a key that nothing reads, naming the nearest known one."""
     known = sorted(set(known))
     text = f"unknown key {join(where, key)}"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if near:
-        text += f"; did you mean {near[0]}?"
+    hint = nearest(key, known)
+    if hint:
+        text += hint
     elif known and len(known) <= _MOST_LISTED:
         text += f"; known keys: {', '.join(known)}"
     return KeyProblem(join(where, key), text)
@@ -50,7 +72,8 @@ def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    known = list(known) if len(name) <= _MOST_COMPARED else []
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -76,7 +99,7 @@ def check_mapping(key: str, value: object) -> Mapping:
 
 def check_fields(section: Mapping, schema: type, where: str) -> None:
     """Check keys and types of a section against a dataclass."""
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     known = [f.name for f in dataclasses.fields(schema)]
     check_keys(section, known, where)
     for key, value in section.items():
@@ -88,8 +111,16 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(show, value))}]"
-    return repr(value)
+        shown = [show(item) for item in value[:_MOST_LISTED]]
+        return cut(f"[{', '.join(shown + ['...'] * (len(value) > _MOST_LISTED))}]")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
+    if isinstance(value, str):
+        return repr(cut(value))
+    try:
+        return cut(repr(value) if isinstance(value, int | float) else _brief.repr(value))
+    except ValueError:  # a number of thousands of digits inside
+        return f"a {type(value).__name__}"
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -151,6 +182,8 @@ def fits(value: object, annotation: object) -> bool:
         return isinstance(value, Mapping)
     if origin is None and annotation in _KINDS:
         return isinstance(value, annotation)
+    if origin is Annotated:  # with rules of json_files
+        return fits(value, args[0]) and all(rule.allows(value) for rule in args[1:])
     if origin is Literal:
         return any(value == a and type(value) is type(a) for a in args)
     if origin in (Union, types.UnionType):

@@ -68,8 +68,8 @@ UNKNOWN = {
 }
 
 WRONG = {
-    "args.save_interval=often": "args.save_interval='often' must be a whole number or null",
-    "args.train_iters=1.5": "args.train_iters=1.5 must be a whole number or null",
+    "args.save_interval=often": "args.save_interval='often' must be a whole number from 1 to 1e+09 or null",
+    "args.train_iters=1.5": "args.train_iters=1.5 must be a whole number from 1 to 1e+09 or null",
     "args.wandb=1": "args.wandb=1 must be true or false",
     "args.mode=sft": "args.mode='sft' must be one of pretrain, finetune, inference",
     "args.valid_data=[1]": r"args.valid_data=[1] must be a list of text each",
@@ -89,19 +89,19 @@ WRONG = {
     f"{EMBEDDER}.ucg_rate=2": "ucg_rate=2 must be from 0 to 1",
     f"{EMBEDDER}.input_key=txt2": "input_key=txt2: captions are called txt",
     "data.params.fps=fast": "data.params.fps='fast' must be a whole number",
-    "data.params.video_size=480": "data.params.video_size=480 must be a list of a whole number each",
+    "data.params.video_size=480": "data.params.video_size=480 must be a list of a whole number from 1",
     "data.params.data_dir=x": "data.params.data_dir is set by the trainer itself; remove it",
     "model.conditioner_config.params=7": "conditioner_config.params=7 must be a mapping",
     "model.conditioner_config={target: torch.nn.Identity}": "use sgm.modules.GeneralConditioner",
     "model.network_wrapper=my.Wrapper": "the network is called directly; remove it",
     f"{MODEL}.modules=7": f"{MODEL}.modules=7 must be a mapping",
     f"{MODEL}.modules.pos_embed_config.target=x": "Basic3DPositionEmbeddingMixin or dit_video",
-    f"{MODEL}.transformer_args.max_sequence_length=0": "max_sequence_length=0 must be above 0",
-    f"{MODEL}.num_layers=0": f"{MODEL}.num_layers=0 must be above 0",
-    f"{MODEL}.modules.pos_embed_config.params.height_interpolation=0": "must be above 0",
+    f"{MODEL}.transformer_args.max_sequence_length=0": "max_sequence_length=0 must be a whole number from 1",
+    f"{MODEL}.num_layers=0": f"{MODEL}.num_layers=0 must be a whole number from 1 to 1000",
+    f"{MODEL}.modules.pos_embed_config.params.height_interpolation=0": "must be a number from 0.001",
     f"{VAE}.encoder_config.params=7": "encoder_config.params=7 must be a mapping",
     f"{VAE}.encoder_config.params.ch=96": "ch=96 and decoder_config.params.ch=128 must be equal",
-    f"{VAE}.encoder_config.params.ch_mult=[1,-2,2,4]": "params.ch_mult=-2 must be above 0",
+    f"{VAE}.encoder_config.params.ch_mult=[1,-2,2,4]": "params.ch_mult=[1, -2, 2, 4] must be a list of a whole number from 1 to 16",
     "model.denoiser_config.params.scaling_config=7": "given as target and params",
     "model.denoiser_config.params.scaling_config={target: null}": "must be a mapping with target",
     "model.sampler_config.params.num_steps={target: torch.nn.Identity}": "a whole number",
@@ -167,7 +167,7 @@ def test_the_file_is_named(tmp_path, sat_configs):
 
 
 FILES = {
-    "args: [1": "bad.yaml line 2: not valid YAML",
+    "args: [1": "bad.yaml line 1: not valid YAML",
     "5": "bad.yaml: cannot be read",
     "- args": "holds a list; sections model, data, args, deepspeed are expected",
     "args: {seed: 1, seed: 2}": "duplicate key",

@@ -113,3 +113,23 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
         with pytest.raises(ValueError, match=match):
             Trainer(load_config([base], words))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["output layer", "modulation"])
+def test_a_base_that_gives_adapters_no_gradient_is_refused(
+    base: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A base of zeros where the adapters' gradient comes through, as fresh weights have it."""
+    plain = build_transformer(model_section("5b", tmp_path))
+    randomize(plain, seed=1)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            is_zero = name == "output.weight" if what == "output layer" else ".modulation." in name
+            if is_zero:
+                parameter.zero_()
+    save_as_sat(plain, tmp_path / "zero")
+    words = [f"args.load={tmp_path / 'zero'}", f"args.save={tmp_path / 'runs'}"]
+    with pytest.raises(ValueError, match=rf"zero: the .*{what} is zero, so LoRA gets no gradient"):
+        Trainer(load_config([base], words))
+    Trainer(load_config([base], [*words, "args.force_train=true"]))
+    assert any("LoRA gets no gradient at first" in r.message for r in caplog.records)

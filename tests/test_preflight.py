@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from cogfast.config import Config, load_config
+from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.load import load_transformer
 from cogfast.train.preflight import check_sample, check_train
 from cogfast.train.trial_build import warn_of_different_schedules
+from tests.test_lora import save_as_sat
+from tests.tiny_run import model_section, write_clips, write_config
+from tests.tiny_transformers import randomize
 
 
 @pytest.fixture
@@ -80,14 +85,14 @@ REFUSED = {
     "args.train_data=[]": "args.train_data is empty; name a folder of videos",
     "args.train_data_weights=[1,2]": "names 2 weights for 1 of args.train_data; give each source one",
     "args.train_data_weights=[0]": "must be 0 or more, one of them above; 1 reads a source once",
-    "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be 0 or more; 0 noises the",
+    "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be a whole number from 0 to",
     "args.cached_noised_images=2": "but args.latent_cache is not set; name one that `cogfast cache`",
     "args.cached_noised_images=2 args.latent_cache=cache": (
         "=2 is of image-to-video, but model.noised_image_input=false; set it to 0"
     ),
     "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
     "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
-    "args.train_iters=0": "args.train_iters=0 must be 1 or more",
+    "args.epochs=0": "args.epochs=0 must be a whole number from 1 to 1e+09 or null",
     "args.model_parallel_size=4": (
         "command line: args.model_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
         "6, 10, 15, 30"
@@ -102,7 +107,7 @@ REFUSED = {
         "args.model_parallel_size=3 processes, which does not divide them"
     ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
-    "args.replica_check_interval=0": "args.replica_check_interval=0 must be 1 or more",
+    "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
     "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
         "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
     ),
@@ -110,7 +115,7 @@ REFUSED = {
     "deepspeed.fp16.enabled=true": (
         "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
     ),
-    "deepspeed.train_micro_batch_size_per_gpu=0": "args.batch_size=0 must be 1 or more",
+    "deepspeed.train_micro_batch_size_per_gpu=0": "_per_gpu=0 must be a whole number from 1 to",
     "deepspeed.train_batch_size=15": (
         "deepspeed.train_batch_size=15 does not fit 8 data-parallel ranks: "
         "train_micro_batch_size_per_gpu=2 x gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
@@ -121,7 +126,9 @@ REFUSED = {
     "data.params.video_size=[480]": r"video_size=[480] must be [rows, columns], e.g. [480, 720]",
     "data.params.video_size=[480,721]": "rows must be a multiple of 16 and columns of 16",
     "data.params.video_size=[720,480]": (
-        "data.params.video_size=[720, 480]: the model's position table is for [480, 720] only"
+        "data.params.video_size=[720, 480]: the model's position table is for [480, 720] only; use "
+        "that, or change latent_height and latent_width of model.network_config.params to 90 and 60: the "
+        "table is computed, so the weights load"
     ),
     "model.noised_image_input=true": (
         "model.noised_image_input=true does not fit in_channels=16 and out_channels=16"
@@ -143,8 +150,8 @@ REFUSED = {
     "args.split=": "args.split='' must be shares for training, validation, test: 9,1,0",
     "args.split=0,1": "args.split='0,1' must be shares for training",
     "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "need a text enc",
-    "args.eval_iters=0": "command line: args.eval_iters=0 must be 1 or more",
-    "args.keep_last=-1": "command line: args.keep_last=-1 must be 0 or more",
+    "args.eval_iters=0": "command line: args.eval_iters=0 must be a whole number from 1",
+    "args.keep_last=-1": "command line: args.keep_last=-1 must be a whole number from 0",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
     "model.input_key=jpg": "model.input_key=jpg: batches call their videos mp4; use mp4",
     **{
@@ -155,7 +162,7 @@ REFUSED = {
     + 201 * "x": "xxx... must be a folder's name, of at most 200 bytes; see",
     "args={wandb: true, experiment_name: 'a:b'}": "args.experiment_name='a:b': W&B takes no : in names",
     "args={wandb: true, wandb_project_name: a/b#}": "wandb_project_name='a/b#': W&B takes no # / in",
-    "args.num_workers=-1": "command line: args.num_workers=-1 must be 0 or more",
+    "args.num_workers=-1": "command line: args.num_workers=-1 must be a whole number from 0",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
     ),
@@ -170,7 +177,7 @@ REFUSED = {
     "model.sampler_config.params.num_steps=0": (
         "model.sampler_config: num_steps=0 must be from 1 to 1000; use 50"
     ),
-    "model.denoiser_config.params.num_idx=0": "model.denoiser_config: denoiser_config num_idx=0",
+    "model.denoiser_config.params.num_idx=0": "num_idx=0 must be a whole number from 2 to 100000",
     "deepspeed.optimizer.params.betas=[0.9,2]": (
         "deepspeed.optimizer: FusedEmaAdam betas=[0.9, 2] must be in [0, 1)"
     ),
@@ -187,6 +194,7 @@ def _words(text: str) -> list[str]:
 def test_train_refuses(config, word):
     with pytest.raises(ValueError) as raised:
         check_train(config("cogvideox_2b", *_words(word)), world_size=8)
+    assert len(str(raised.value)) <= 400
     assert REFUSED[word] in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -334,3 +342,47 @@ def test_different_noise_schedules_are_told(config, caplog):
     warn_of_different_schedules(config("cogvideox_2b", f"model.denoiser_config.{shift}"))
     told = [record.message.split()[0] for record in caplog.records]
     assert told == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]
+
+
+def test_all_missing_paths_are_reported_together(config) -> None:
+    """One start names every path that is not there, each with the file that says it."""
+    lost = {
+        "args.load": "lost/base",
+        "args.train_data": "lost/clips",
+        "args.valid_data": "lost/valid",
+        "args.resume": "lost/run",
+        "args.load_lora": "lost/lora",
+        "model.first_stage_config.params.ckpt_path": "lost/vae.pt",
+        "model.conditioner_config.params.emb_models[0].params.model_dir": "lost/t5",
+    }
+    words = [f"{key}=[{path}]" if "_data" in key else f"{key}={path}" for key, path in lost.items()]
+    checked = config("cogvideox_2b", *words)
+    with pytest.raises(ValueError) as raised:
+        check_train(checked, world_size=8)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(lost)
+    for path in lost.values():
+        (line,) = [line for line in lines if path in line]
+        assert line.startswith("command line: ") and len(line) <= 400
+
+
+def test_2b_at_another_size_loads_its_weights(tmp_path) -> None:
+    """Its table is computed: the refusal names the two keys, and with them the weights load."""
+    plain = build_transformer(model_section("2b", tmp_path))
+    randomize(plain, seed=3)
+    save_as_sat(plain, tmp_path / "base")
+    params = "model.network_config.params"
+    data = write_clips(tmp_path / "data", num_clips=1)
+    base = write_config(tmp_path / "base.yaml", data, "2b", load=str(tmp_path / "base"))
+    larger = ["data.params.video_size=[32,48]"]
+    with pytest.raises(ValueError, match=r"latent_width of .* to 4 and 6: the table is computed"):
+        check_train(load_config([base], larger))
+    checked = load_config([base], [*larger, f"{params}.latent_width=6"])
+    check_train(checked)
+    found = build_transformer(checked.model)
+    table = found.position_table.weight.clone()
+    report = load_transformer(found, tmp_path / "base")
+    assert report.ignored and torch.equal(found.position_table.weight, table)
+    for name, value in plain.named_parameters():
+        if name != "position_table.weight":
+            assert torch.equal(found.get_parameter(name), value), name

@@ -61,7 +61,7 @@ def test_patch_size_as_number_or_list(network):
     number = transformer_arguments(params)["patch_size"]
     assert transformer_arguments(params | {"patch_size": [1, 2, 2]})["patch_size"] == number
     with pytest.raises(
-        ValueError, match=r"patch_size=\[2, 2\] must be a whole number or a list of"
+        ValueError, match=r"patch_size=\[2, 2\] must be a whole number from 1 to 64 or a list of"
     ):
         transformer_arguments(params | {"patch_size": [2, 2]})
 
@@ -125,7 +125,7 @@ BAD = {
     ),
     "modules.lora_config.params.rank": (4, "unknown key net.modules.lora_config.params.rank"),
     "modules.lora_config.params.qlora": (True, "qlora=true: only false works"),
-    "modules.lora_config.params.r": (0, "params.r=0 must be above 0"),
+    "modules.lora_config.params.r": (0, "params.r=0 must be a whole number from 1 to 4096"),
 }
 
 

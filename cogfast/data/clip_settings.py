@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from cogfast.data.clip_transform import FrameSelection
 from cogfast.data.dali_reader import VideoBackend, check_backend
 from cogfast.data.video_reader import ReaderName
+from cogfast.json_files import Range
 
 ShortClips = Literal["skip", "pad"]
+# What data.params may say; what a model takes of it is checked against the model.
+Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
+FramesPerSecond = Annotated[int, Range(1, 1000)]
+NumFrames = Annotated[int, Range(1, 10**5)]
+SkippedFrames = Annotated[float, Range(0, 10**6)]
+Mebibytes = Annotated[int, Range(0, 2**24)]
 
 
 class Bucket(NamedTuple):

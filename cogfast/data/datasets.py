@@ -23,7 +23,15 @@ from torch.utils.data import Dataset
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip import named_bytes, read_clip, read_image
 from cogfast.data.clip_list import ClipList, join
-from cogfast.data.clip_settings import ClipSettings, ShortClips
+from cogfast.data.clip_settings import (
+    ClipSettings,
+    FramesPerSecond,
+    Mebibytes,
+    NumFrames,
+    ShortClips,
+    Side,
+    SkippedFrames,
+)
 from cogfast.data.clip_transform import FrameSelection
 from cogfast.data.dali_reader import VideoBackend, on_readers_device
 from cogfast.data.global_order import GlobalOrder
@@ -48,7 +56,7 @@ from cogfast.data.tar_shards import read_member
 
 logger = logging.getLogger(__name__)
 
-Buckets = list[list[int]]
+Buckets = list[list[Side]]
 _LONGEST_EPOCH = 2**27  # samples: its order takes 1 GiB
 
 
@@ -189,15 +197,15 @@ class ListedVideos(CaptionedVideos, ABC):
     def __init__(
         self,
         data_dir: DataDir,
-        video_size: Sequence[int],
-        fps: int,
-        max_num_frames: int,
-        skip_frms_num: float = 0.0,
+        video_size: Sequence[Side],
+        fps: FramesPerSecond,
+        max_num_frames: NumFrames,
+        skip_frms_num: SkippedFrames = 0.0,
         frame_selection: FrameSelection = "timestamp",
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
         video_backend: VideoBackend = "auto",
-        keep_decoded_mib: int = 0,
+        keep_decoded_mib: Mebibytes = 0,
         buckets: Buckets | None = None,
     ) -> None:
         settings = ClipSettings(
@@ -276,15 +284,15 @@ class VideoList(ListedVideos):
     def __init__(
         self,
         data_dir: DataDir,
-        video_size: Sequence[int],
-        fps: int,
-        max_num_frames: int,
-        skip_frms_num: float = 0.0,
+        video_size: Sequence[Side],
+        fps: FramesPerSecond,
+        max_num_frames: NumFrames,
+        skip_frms_num: SkippedFrames = 0.0,
         frame_selection: FrameSelection = "timestamp",
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
         video_backend: VideoBackend = "auto",
-        keep_decoded_mib: int = 0,
+        keep_decoded_mib: Mebibytes = 0,
         buckets: Buckets | None = None,
         caption_column: str = "prompts.txt",
         video_column: str = "videos.txt",

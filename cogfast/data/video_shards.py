@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cogfast.data.clip_list import ClipList, join
-from cogfast.data.clip_settings import ShortClips
+from cogfast.data.clip_settings import (
+    FramesPerSecond,
+    Mebibytes,
+    NumFrames,
+    ShortClips,
+    Side,
+    SkippedFrames,
+)
 from cogfast.data.clip_transform import FrameSelection
 from cogfast.data.dali_reader import VideoBackend
 from cogfast.data.datasets import Buckets, ListedVideos
@@ -25,15 +32,15 @@ class VideoShards(ListedVideos):
     def __init__(
         self,
         data_dir: DataDir,
-        video_size: Sequence[int],
-        fps: int,
-        max_num_frames: int,
-        skip_frms_num: float = 0.0,
+        video_size: Sequence[Side],
+        fps: FramesPerSecond,
+        max_num_frames: NumFrames,
+        skip_frms_num: SkippedFrames = 0.0,
         frame_selection: FrameSelection = "timestamp",
         short_clips: ShortClips | None = None,
         allow_empty_captions: bool = False,
         video_backend: VideoBackend = "auto",
-        keep_decoded_mib: int = 0,
+        keep_decoded_mib: Mebibytes = 0,
         buckets: Buckets | None = None,
         caption_key: str = "caption",
         image_key: str | None = None,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cogfast.diffusion.noise_schedule import DeviceTable
+from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class DiscreteDenoiser:
     """
 
     def __init__(
-        self, scaling: VideoScaling, discretization: Schedule, num_idx: int = 1000
+        self, scaling: VideoScaling, discretization: Schedule, num_idx: NumTimesteps = 1000
     ) -> None:
         if num_idx != discretization.num_timesteps:
             raise ValueError(

@@ -7,12 +7,15 @@ and how the estimates that come out are put together. A thresholding tames what 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.json_files import Range
+
+Scale = Annotated[float, Range(-(10**4), 10**4)]
 
 
 class Thresholding(Protocol):
@@ -63,7 +66,7 @@ class DynamicThresholdingV1:
     scale_factor: the VAE's; the clamp works on unscaled latents.
     """
 
-    def __init__(self, scale_factor: float) -> None:
+    def __init__(self, scale_factor: Annotated[float, Range(1e-6, 10**6)]) -> None:
         self.scale_factor = scale_factor
 
     def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
@@ -110,7 +113,7 @@ class VanillaCFG:
 
     batch_factor = 2
 
-    def __init__(self, scale: float, dyn_thresh: Thresholding | None = None) -> None:
+    def __init__(self, scale: Scale, dyn_thresh: Thresholding | None = None) -> None:
         self.scale = scale
         self.thresholding = dyn_thresh or NoDynamicThresholding()
 
@@ -140,9 +143,9 @@ class DynamicCFG:
 
     def __init__(
         self,
-        scale: float,
-        exp: float,
-        num_steps: int,
+        scale: Scale,
+        exp: Annotated[float, Range(0, 100)],
+        num_steps: Annotated[int, Range(1, 10**5)],
         dyn_thresh: Thresholding | None = None,
         ramp: Literal["timestep", "step"] = "timestep",
     ) -> None:

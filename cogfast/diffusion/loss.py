@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
+from cogfast.json_files import Range
 from cogfast.slot_random import SlotRandom
 
 
@@ -34,9 +35,9 @@ class VideoDiffusionLoss:
         self,
         sigma_sampler: DiscreteSampling,
         type: Literal["l2", "l1"] = "l2",
-        offset_noise_level: float = 0.0,
-        min_snr_value: float | None = None,
-        fixed_frames: int = 0,
+        offset_noise_level: Annotated[float, Range(0, 100)] = 0.0,
+        min_snr_value: Annotated[float, Range(0, 10**6)] | None = None,
+        fixed_frames: Annotated[int, Range(0, 10**5)] = 0,
     ) -> None:
         if type not in ("l2", "l1"):
             raise ValueError(f"loss_fn_config type={type!r} must be 'l2' or 'l1'; use 'l2'")

@@ -10,11 +10,16 @@ timestep keeps exactly no signal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from cogfast.json_files import Range
+
+Beta = Annotated[float, Range(1e-8, 0.999)]
+NumTimesteps = Annotated[int, Range(2, 10**5)]
 
 # sat: SAT's table of num_steps entries. Others: diffusers' spacings of the whole table.
 TimestepSpacing = Literal["sat", "trailing", "leading", "linspace"]
@@ -59,10 +64,10 @@ class ZeroSNRDDPMDiscretization:
 
     def __init__(
         self,
-        linear_start: float = 0.00085,
-        linear_end: float = 0.0120,
-        num_timesteps: int = 1000,
-        shift_scale: float = 1.0,
+        linear_start: Beta = 0.00085,
+        linear_end: Beta = 0.0120,
+        num_timesteps: NumTimesteps = 1000,
+        shift_scale: Annotated[float, Range(0, 1000)] = 1.0,
         keep_start: bool = False,
         post_shift: bool = False,
     ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from torch import Tensor
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network
 from cogfast.diffusion.guidance import Guider, IdentityGuider
 from cogfast.diffusion.noise_schedule import TimestepSpacing, ZeroSNRDDPMDiscretization
+from cogfast.json_files import Range
 
+NumSteps = Annotated[int, Range(0, 10**5)]
+FixedFrames = Annotated[int, Range(0, 10**5)]
 NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T, h, w]
 
 
@@ -53,9 +57,9 @@ class VideoDDIMSampler:
     def __init__(
         self,
         discretization: ZeroSNRDDPMDiscretization,
-        num_steps: int,
+        num_steps: NumSteps,
         guider: Guider | None = None,
-        fixed_frames: int = 0,
+        fixed_frames: FixedFrames = 0,
         sdedit: bool = False,
         timestep_spacing: TimestepSpacing = "sat",
         set_alpha_to_one: bool = True,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from cogfast.diffusion.denoiser import Schedule
-from cogfast.diffusion.noise_schedule import DeviceTable
+from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
+from cogfast.json_files import Range
 from cogfast.slot_random import SlotRandom
 
 
@@ -25,9 +27,9 @@ class DiscreteSampling:
     def __init__(
         self,
         discretization: Schedule,
-        num_idx: int = 1000,
+        num_idx: NumTimesteps = 1000,
         uniform_sampling: bool = False,
-        group_num: int | None = None,
+        group_num: Annotated[int, Range(0, 10**6)] | None = None,
     ) -> None:
         if num_idx != discretization.num_timesteps:
             raise ValueError(

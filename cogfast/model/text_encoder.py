@@ -15,6 +15,9 @@ from cogfast.json_files import InsideName, Range, brief, read_json
 
 logger = logging.getLogger(__name__)
 
+NumTokens = Annotated[int, Range(1, 4096)]
+_MOST_WEIGHTS = 2**26  # of the encoder that reads bytes
+
 # Any one of these lets transformers build T5's tokenizer.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
 _TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
@@ -33,7 +36,7 @@ class T5TextEncoder(nn.Module):
         self,
         model_dir: str,
         device: str | torch.device | None = None,
-        max_length: int = 77,
+        max_length: NumTokens = 77,
         freeze: bool = True,
         cache_dir: str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -85,17 +88,23 @@ class ByteTextEncoder(nn.Module):
 
     def __init__(
         self,
-        max_length: int = 32,
-        d_model: int = 64,
-        d_kv: int = 16,
-        d_ff: int = 256,
-        num_layers: int = 2,
-        num_heads: int = 4,
-        seed: int = 0,
+        max_length: NumTokens = 32,
+        d_model: Annotated[int, Range(1, 4096)] = 64,
+        d_kv: Annotated[int, Range(1, 256)] = 16,
+        d_ff: Annotated[int, Range(1, 16384)] = 256,
+        num_layers: Annotated[int, Range(1, 24)] = 2,
+        num_heads: Annotated[int, Range(1, 64)] = 4,
+        seed: Annotated[int, Range(0, 2**63 - 1)] = 0,
     ) -> None:
         super().__init__()
         from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
+        size = num_layers * d_model * (3 * d_ff + 4 * d_kv * num_heads)
+        if size > _MOST_WEIGHTS:
+            raise ValueError(
+                f"ByteTextEncoder of {size} weights: it is a toy of {_MOST_WEIGHTS} at most; use a "
+                "smaller d_model, d_ff or num_layers"
+            )
         self.max_length = max_length
         self.is_cut_told = False
         self.width = d_model

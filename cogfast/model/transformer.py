@@ -45,6 +45,7 @@ _MOST = {
     "max_sequence_length": 2**20,
 }
 _MOST_TOKENS = 2**22  # 1.5's tables of 300x300 latent pixels and 81 frames have 472,500
+_MOST_PRODUCT = 10**10  # num_layers * hidden_size**2; 5B's is 4e8
 _MOST_TABLE = 2**27  # 2B's has 34 million
 
 
@@ -123,6 +124,11 @@ class TransformerConfig:
             most = _MOST.get(name, 2**16)
             if not 1 <= size <= most:
                 raise ValueError(f"{name}={brief(str(size))} must be from 1 to {most}; correct it")
+        if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
+            raise ValueError(
+                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} are a network of "
+                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use up to 1e+11"
+            )
         grid, table = self.grid, 0
         if self.position == "sincos" or self.learnable_position:
             table = (grid.num_tokens + self.text_length) * self.hidden_size

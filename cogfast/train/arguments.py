@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.json_files import Range
 from cogfast.train.memory_plan import PolicyChoice
 
 if TYPE_CHECKING:
     from cogfast.config import Config
 
 Precision = Literal["bf16", "fp16", "fp32"]
+Count = Annotated[int, Range(1, 10**9)]  # of steps or the like
+Batch = Annotated[int, Range(1, 10**5)]
+Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,21 +31,23 @@ class TrainArguments:
     save: str | None = None  # folder that run folders are made in; none: runs
     resume: str | None = None  # auto, latest, or a run or checkpoint folder
     accept_changes: bool = False  # resume though keys that decide what is trained are other ones
-    seed: int = 1234
-    train_iters: int | None = None
-    epochs: int | None = None
-    exit_interval: int | None = None  # stop at a multiple of this many steps
+    seed: Annotated[int, Range(-(2**62), 2**62)] = 1234
+    train_iters: Count | None = None
+    epochs: Count | None = None
+    exit_interval: Count | None = None  # stop at a multiple of this many steps
     max_hours: float | None = None  # since the process began: save at the next step, and end
-    save_interval: int | None = 5000  # null: only at the end
+    save_interval: Count | None = 5000  # null: only at the end
     verify_checkpoints: bool = True  # compare the checksums of a checkpoint that is resumed from
-    keep_last: int = 2  # the newest checkpoints that are kept; 0 keeps all
-    log_interval: int = 20
+    keep_last: Annotated[int, Range(0, 10**6)] = 2  # newest checkpoints that are kept; 0 keeps all
+    log_interval: Count = 20
     summary_dir: str | None = None  # TensorBoard's, a folder per run in it; none: the run's own
     wandb: bool = False
     wandb_project_name: str = "default_project"
     deterministic: bool = False  # bitwise repeatable on a GPU, slower
-    profiling: int | None = None  # steps done when a profile begins (SAT's key); none or -1: never
-    profiling_steps: int = 3  # how many steps it covers
+    profiling: Annotated[int, Range(-1, 10**9)] | None = (
+        None  # steps done when a profile begins (SAT's key); none or -1: never
+    )
+    profiling_steps: Annotated[int, Range(1, 1000)] = 3  # how many steps it covers
     profiling_blocks: bool = False  # a range for every block, too
 
     # data
@@ -52,20 +58,28 @@ class TrainArguments:
     latent_cache: str | None = None  # folder that `cogfast cache` fills, to train from
     # of image-to-video: noised first frames that it holds encoded, per clip, of which each step draws
     # one; 0: the frame itself, which each step noises anew and encodes
-    cached_noised_images: int = 0
-    num_workers: int = 1
-    prefetch_factor: int = 4  # batches that each worker decodes ahead
-    device_prefetch: int = 1  # batches copied to a GPU while it works on another
-    decode_timeout: float = 120.0  # seconds that reading one sample may take, 0 for ever
+    cached_noised_images: Annotated[int, Range(0, 1024)] = 0
+    num_workers: Annotated[int, Range(0, 256)] = 1
+    prefetch_factor: Annotated[int, Range(1, 1024)] = 4  # batches that each worker decodes ahead
+    device_prefetch: Annotated[int, Range(0, 64)] = (
+        1  # batches copied to a GPU while it works on another
+    )
+    decode_timeout: Annotated[float, Range(0, 10**6)] = (
+        120.0  # seconds that reading one sample may take, 0 for ever
+    )
     check_videos: bool = True  # read the headers of all videos before training
     max_bad_fraction: float = 0.05  # share of unreadable samples at which the run ends
 
     # the step
-    batch_size: int = 1  # samples per rank and micro-batch, or videos per prompt
-    gradient_accumulation_steps: int = 1
-    model_parallel_size: int = 1  # ranks that share a model (tensor parallelism)
+    batch_size: Batch = 1  # samples per rank and micro-batch, or videos per prompt
+    gradient_accumulation_steps: Batch = 1
+    model_parallel_size: Annotated[int, Range(0, 1024)] = (
+        1  # ranks that share a model (tensor parallelism)
+    )
     sequence_parallel: bool = False  # each of them has rows of its own between the linears
-    replica_check_interval: int | None = 1000  # steps between looks whether they drift; null: never
+    replica_check_interval: Count | None = (
+        1000  # steps between looks whether they drift; null: never
+    )
     kernels: Literal["triton", "torch"] = "triton"  # torch: plain PyTorch in their place
     compile: bool = False  # each block by torch.compile
     # auto: on a GPU the fastest at the run's shape, measured once and kept in the checkpoint
@@ -78,41 +92,49 @@ class TrainArguments:
     force_train: bool = False  # train even where the weights of args.load lack some
     bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
     fp16: bool = False
-    zero_stage: int = 2
-    max_nonfinite_steps: int = 20  # steps in a row that may be skipped for a non-finite loss
+    zero_stage: Annotated[int, Range(0, 3)] = 2
+    max_nonfinite_steps: Count = 20  # steps in a row that may be skipped for a non-finite loss
 
     # learning rate
-    lr: float = 1.0e-4  # lr and weight_decay count where deepspeed.optimizer has none
+    lr: Annotated[float, Range(0, 1000)] = (
+        1.0e-4  # lr and weight_decay count where deepspeed.optimizer has none
+    )
     weight_decay: float = 0.01
     lr_schedule: Literal["sat", "constant", "cosine", "linear"] = "sat"
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Count | None = None
     lr_decay_ratio: float = 0.1
     warmup: float = 0.01  # share of all steps
-    warmup_steps: int | None = None  # set, it replaces warmup
+    warmup_steps: Annotated[int, Range(0, 10**9)] | None = None  # set, it replaces warmup
     min_lr_ratio: float = 0.0  # the schedule's end over its peak, for lr_schedule other than sat
 
     # evaluation
-    eval_interval: int | None = None  # none: no evaluation
-    eval_iters: int = 1  # batches per evaluation
-    eval_batch_size: int | None = None  # none: batch_size
+    eval_interval: Count | None = None  # none: no evaluation
+    eval_iters: Count = 1  # batches per evaluation
+    eval_batch_size: Batch | None = None  # none: batch_size
     strict_eval: bool = False  # all of valid_data instead of eval_iters batches
     only_log_video_latents: bool = False  # sample latents, do not decode them
     eval_prompts: list[str] = field(default_factory=list)  # none: captions of valid_data
-    eval_num_samples: int = 1  # videos that are sampled at an evaluation
-    eval_sampling_steps: int | None = None  # none: the sampler's own
+    eval_num_samples: Annotated[int, Range(0, 10**4)] = (
+        1  # videos that are sampled at an evaluation
+    )
+    eval_sampling_steps: Count | None = None  # none: the sampler's own
     eval_with_ema: bool = True
-    eval_timestep_bands: int = 4  # parts of the schedule with a held-out loss of their own
+    eval_timestep_bands: Annotated[int, Range(1, 1000)] = (
+        4  # parts of the schedule with a held-out loss of their own
+    )
 
     # sampling
     force_inference: bool = False  # sample even where the weights lack some, or there are none
     input_type: Literal["cli", "txt"] = "cli"
     input_file: str = "input.txt"  # a prompt, or prompt@@image, per line
     output_dir: str = "samples"
-    latent_channels: int | None = None  # none: the network's out_channels
-    sampling_image_size: list[int] | None = None  # rows, columns; none: as trained
-    sampling_num_frames: int | None = None  # latent frames; none: as trained
-    sampling_fps: int | None = None  # none: the training data's, or SAT's 8
+    latent_channels: Size | None = None  # none: the network's out_channels
+    sampling_image_size: list[Size] | None = None  # rows, columns; none: as trained
+    sampling_num_frames: Size | None = None  # latent frames; none: as trained
+    sampling_fps: Annotated[int, Range(1, 1000)] | None = (
+        None  # none: the training data's, or SAT's 8
+    )
     only_save_latents: bool = False
     vae_memory_gib: float | None = None  # that decoding may take; none: what is free
 

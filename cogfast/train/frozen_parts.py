@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cogfast.config import Config, refuse, resolve
+from cogfast.value_check import cut
 
 _IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders
 # Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
@@ -31,16 +32,30 @@ def check_frozen_parts(config: Config, text_length: int) -> None:
         key = f"{_FIRST_STAGE}.params.ckpt_path"
         text = f"{key} is missing: a random autoencoder makes noise of every video; name 3d-vae.pt"
         refuse(config, key, text)
-    for name in ("ckpt_path", "path"):
-        if params.get(name) is not None and not Path(params[name]).exists():
-            key = f"{_FIRST_STAGE}.params.{name}"
-            refuse(config, key, f"{key}={params[name]} does not exist; name the autoencoder's")
     node = config.model.get("conditioner_config")
     entries = [] if node is None else node.params.emb_models
     if not entries or is_none(entries[0]):
         raise ValueError(f"{_ENCODERS} is missing or empty; captions need a text encoder")
     for i, entry in enumerate(entries):
         _check_text_encoder(config, entry, f"{_ENCODERS}.{i}.params", text_length)
+
+
+def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, text) for each file or folder of the frozen parts that is not there."""
+    node = config.model.get("first_stage_config")
+    params = {} if is_none(node) else node.get("params") or {}
+    for name in ("ckpt_path", "path"):
+        path, key = params.get(name), f"{_FIRST_STAGE}.params.{name}"
+        if path is not None and not Path(path).exists():
+            yield key, f"{key}={cut(path, 160)} does not exist; name the autoencoder's"
+    node = config.model.get("conditioner_config")
+    entries = [] if node is None else node.params.emb_models
+    for i, entry in enumerate(entry for entry in entries if not is_none(entry)):
+        params, key = entry.get("params") or {}, f"{_ENCODERS}.{i}.params.model_dir"
+        folder = params.get("model_dir")
+        is_cached = params.get("cache_dir") is not None  # by a hub name
+        if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
+            yield key, f"{key}={cut(folder, 160)} is no folder; name one that holds T5"
 
 
 def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length: int) -> None:
@@ -58,8 +73,3 @@ def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length:
             f"{key}={length}{by_default} does not fit text_length={text_length} of the model's "
             "pos_embed_config; make them equal (226 for CogVideoX 1.0, 224 for 1.5)",
         )
-    folder = arguments.get("model_dir")
-    is_cached = arguments.get("cache_dir") is not None  # by a hub name
-    if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
-        key = f"{where}.model_dir"
-        refuse(config, key, f"{key}={folder} is no folder; name one that holds T5")

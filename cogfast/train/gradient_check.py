@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import DiffusionTransformer
+
+
+def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
+    """Why no adapter would get a gradient, or None: what follows the adapters multiplies by 0."""
+    # sync: once, before the first step
+    if transformer.config.lora_rank is None:
+        return None
+    if not transformer.output.weight.any():
+        return "the output layer is zero"
+    gates = [p for block in transformer.blocks for p in block.modulation.parameters()]
+    return None if any(p.any() for p in gates) else "the blocks' modulation is zero"
 
 
 class GradientCheck:

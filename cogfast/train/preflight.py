@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.config import Config, refuse, resolve
+from cogfast.config import Config, find_origin, refuse, resolve
 from cogfast.data.clip_settings import checked_buckets
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
 from cogfast.data.tar_shards import shards_of
@@ -24,22 +24,13 @@ from cogfast.sat_names import transformer_arguments
 from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.attention_choice import check_attention
 from cogfast.train.compilers import check_compilers
-from cogfast.train.frozen_parts import PLACEHOLDER, check_frozen_parts, is_none
+from cogfast.train.frozen_parts import PLACEHOLDER, check_frozen_parts, is_none, missing_frozen
 from cogfast.train.mesh_check import check_global_batch, check_mesh
 from cogfast.train.trial_build import try_diffusion, try_training_parts
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
+from cogfast.value_check import Problems, cut
 
 _PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
-_LEAST = {  # of numbers of args
-    1: (
-        *("train_iters", "epochs", "log_interval", "save_interval", "exit_interval"),
-        *("eval_interval", "eval_iters", "eval_batch_size", "eval_timestep_bands"),
-        *("eval_sampling_steps", "max_nonfinite_steps", "prefetch_factor", "profiling_steps"),
-        "replica_check_interval",
-    ),
-    0: (*("keep_last", "eval_num_samples", "num_workers", "decode_timeout", "device_prefetch"),),
-    -1: ("profiling",),
-}
 _MOST_NAME_BYTES = 200  # of the 255 that a folder's name may have; date and time come behind
 _NETWORK = "model.network_config.params"
 
@@ -70,6 +61,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     _check_placeholders(config)
+    _check_paths(config, args)
     _check_names(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
@@ -93,14 +85,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
     try_training_parts(config, args)
-    _check_load(config, args)
-    if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
-        refuse(
-            config,
-            "args.resume",
-            f"args.resume={args.resume} not found: refusing to start from scratch; use a run's "
-            "folder, or auto to start afresh where there is none",
-        )
+    _check_adapters(config, args)
 
 
 def check_cache(config: Config) -> None:
@@ -114,6 +99,7 @@ def check_cache(config: Config) -> None:
             "args.latent_cache is missing; name the folder that the latents go into: "
             "args.latent_cache=PATH"
         )
+    _check_paths(config, args)
     _check_precision(config, args)
     network = _network(config)
     _check_image_input(config, model, network)
@@ -131,7 +117,8 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
                 "args.load is missing; name the weights to sample with, or a run folder; "
                 "args.force_inference=true samples with random ones"
             )
-        _check_load(config, args)
+        _refuse_missing(config, _missing_load(args))
+        _check_adapters(config, args)
     _check_precision(config, args)
     check_compilers(config, args, is_training=False)
     try_diffusion(config)
@@ -191,11 +178,43 @@ def _check_placeholders(config: Config) -> None:
                 )
 
 
-def _check_load(config: Config, args: TrainArguments) -> None:
-    if args.load is not None and not (args.load and Path(args.load).exists()):
-        refuse(
-            config, "args.load", f"args.load={args.load} does not exist; name the weights' folder"
+def _check_paths(config: Config, args: TrainArguments) -> None:
+    """All files and folders that are named and not there, reported together."""
+    missing = list(_missing_load(args))
+    target, _ = resolve(config.data, config.allow_import)
+    if target in _PIXEL_DATA:
+        used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
+        for name in used:
+            for source in getattr(args, name):
+                missing += _missing_source(target, source, f"args.{name}")
+        missing += missing_frozen(config)
+    if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
+        text = (
+            f"args.resume={cut(args.resume, 160)} not found: refusing to start from scratch; use a run's "
+            "folder, or auto to start afresh where there is none"
         )
+        missing.append(("args.resume", text))
+    _refuse_missing(config, missing)
+
+
+def _refuse_missing(config: Config, missing: Iterable[tuple[str, str]]) -> None:
+    lines = [f"{find_origin(config.origins, key)}: {text}" for key, text in missing]
+    if lines:
+        raise Problems("\n".join(lines))
+
+
+def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
+    if args.load is not None and not (args.load and Path(args.load).exists()):
+        yield (
+            "args.load",
+            f"args.load={cut(args.load, 160)} does not exist; name the weights' folder",
+        )
+    if args.load_lora is not None and not (args.load_lora and Path(args.load_lora).exists()):
+        text = f"args.load_lora: {cut(args.load_lora, 160)}: no such file or folder of LoRA weights"
+        yield "args.load_lora", text
+
+
+def _check_adapters(config: Config, args: TrainArguments) -> None:
     if args.load_lora is not None:
         try:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
@@ -211,11 +230,6 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
             "set one of them to null",
         )
-    for least, names in _LEAST.items():
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and value < least:
-                refuse(config, f"args.{name}", f"args.{name}={value} must be {least} or more")
     if args.max_hours is not None and args.max_hours <= 0:
         text = f"args.max_hours={args.max_hours} must be more than 0; null sets no limit"
         refuse(config, "args.max_hours", text)
@@ -333,11 +347,7 @@ def _check_pixel_data(
         )
     if not args.train_data:
         refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
-    used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
-    target, params = resolve(config.data, config.allow_import)
-    for name in used:
-        for source in getattr(args, name):
-            _check_source(config, target, source, f"args.{name}")
+    params = resolve(config.data, config.allow_import)[1]
     check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
     check_size(config, network, *params["video_size"], key="data.params.video_size")
     for i, bucket in enumerate(checked_buckets(params.get("buckets")) or ()):
@@ -347,19 +357,20 @@ def _check_pixel_data(
     check_frozen_parts(config, network["text_length"])
 
 
-def _check_source(config: Config, target: Callable, source: str, key: str) -> None:
-    """A folder, manifest or shards that args.train_data or args.valid_data name are there."""
+def _missing_source(target: Callable, source: str, key: str) -> Iterator[tuple[str, str]]:
+    """Of a folder, manifest or shards that args.train_data or args.valid_data name."""
     if target is VideoShards:
-        local = () if "://" in source or ";" in source else shards_of(source)
+        try:
+            local = () if "://" in source or ";" in source else shards_of(source)
+        except ValueError as error:
+            yield key, f"{key}: {error}"
+            return
         gone = next((shard for shard in local if not Path(shard).is_file()), None)
         if gone is not None:
-            text = (
-                f"{key}={source}: there is no file {gone}; name shards that are there, many of them"
-            )
-            refuse(config, key, text + " as s-{000..099}.tar, or their folder")
-        is_there = True
-    else:
-        is_there = Path(source).is_file() if target is VideoManifest else Path(source).is_dir()
+            text = f"{key}={cut(source, 160)}: there is no file {cut(str(gone), 160)}; name shards that are "
+            yield key, text + "there, many of them as s-{000..099}.tar, or their folder"
+        return
+    is_there = Path(source).is_file() if target is VideoManifest else Path(source).is_dir()
     if not source or not is_there:
         what = "file" if target is VideoManifest else "folder"
-        refuse(config, key, f"{key}: no {what} {source or repr(source)}; name your data")
+        yield key, f"{key}: no {what} {cut(source, 160) or repr(source)}; name your data"

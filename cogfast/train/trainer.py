@@ -33,7 +33,7 @@ from cogfast.train.checkpoint_writer import CheckpointWriter
 from cogfast.train.data_survey import record_bad, survey_datasets
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.generate import DEFAULT_FPS, LatentSize
-from cogfast.train.gradient_check import GradientCheck
+from cogfast.train.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.learning_rate import build_learning_rate
 from cogfast.train.metrics import Metrics
 from cogfast.train.model_parallel_unit import ModelParallelUnit
@@ -90,6 +90,12 @@ class Trainer:
         transformer = assemble_transformer(
             config, args, self.groups, allow_missing=args.force_train
         )
+        reason = lora_cannot_learn(transformer)
+        if reason is not None:
+            text = f"args.load={args.load}: {reason}, so LoRA gets no gradient at first"
+            if not args.force_train:
+                raise ValueError(f"{text}; name a trained base, or set args.force_train=true")
+            logger.warning("%s", text)
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
         self.diffusion = assemble_diffusion(config)

@@ -233,11 +233,13 @@ def check_size(config: Config, network: dict[str, Any], height: int, width: int,
 def _size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
     patch: PatchSize = network["patch_size"]
     held = tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
-    has_one_size = network["position"] == "sincos" or network["learnable_position"]
-    if network.get("rotary_positions") == "pipeline" and patch.t == 1 and not has_one_size:
+    one_size = "computed" if network["position"] == "sincos" else None
+    if network["position"] != "sincos" and network["learnable_position"]:
+        one_size = "learned"
+    if network.get("rotary_positions") == "pipeline" and patch.t == 1 and one_size is None:
         held = None  # any size is rescaled to the table's
     try:
-        check_video_size(height, width, patch, key, held, has_one_size)
+        check_video_size(height, width, patch, key, held, one_size)
     except ValueError as error:
         return str(error)
     return None
