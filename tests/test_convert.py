@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import random
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.torch_files import write_torch_file
 from cogfast.model.weights.vae import to_sat as vae_to_sat
 from cogfast.sat_names import transformer_arguments
+from tests.test_lora import save_as_sat
 from tests.test_transformer_diffusers import run_diffusers
 from tests.test_weights_load import write_run
 from tests.tiny_run import ROOT
@@ -435,3 +438,32 @@ def test_a_dtype_has_either_name() -> None:
         assert parse_convert(["a", "b", "--to", "sat", "--dtype", word])["dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="--dtype: invalid choice: 'int8'"):
         parse_convert(["a", "b", "--to", "sat", "--dtype", "int8"])
+
+
+def test_a_flipped_bit_of_our_folder_is_refused(tmp_path: Path, caplog) -> None:
+    """Anywhere, in conversion and where a model loads; folders of the first format load."""
+    transformer = tiny("5b", num_layers=1)
+    save_as_sat(transformer, tmp_path / "sat")
+    convert(tmp_path / "sat", tmp_path / "ours", "cogfast")
+    names = sorted(p.name for p in (tmp_path / "ours").iterdir())
+    assert names == ["checksums.json", "config.json", "weights.safetensors"]
+    draw = random.Random(0)
+    for name in names:
+        file = tmp_path / "ours" / name
+        whole = file.read_bytes()
+        for place in (0, len(whole) - 2, *(draw.randrange(len(whole)) for _ in range(6))):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << draw.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises(
+                ValueError, match=r"ours.*; (copy|use|convert|read|set|leave)"
+            ) as error:
+                load_transformer(tiny("5b", num_layers=1), tmp_path / "ours")
+            assert "\n" not in str(error.value)
+        file.write_bytes(whole)
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    (tmp_path / "ours/config.json").write_text(json.dumps(config | {"format": "cogfast-weights-1"}))
+    (tmp_path / "ours/checksums.json").unlink()
+    with caplog.at_level(logging.INFO):
+        load_transformer(transformer, tmp_path / "ours")
+    assert "written by an earlier cogfast, without checksums to verify" in caplog.text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cogfast.files import ChecksumFile
+from cogfast.files import ChecksumFile, DamageError, check_checksum
 from cogfast.json_files import InsideName, brief, read_json
 from cogfast.model.weights.tensor_stream import Outgoing
 
@@ -24,13 +25,14 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFiles:
-    """The tensors of the *.safetensors files of a folder, or of one file.
+    """The tensors of the *.safetensors files of a folder, or of one file. checksums: of the files, by
+    name, each verified before the first tensor is read from it; None: they have none.
 
     ValueError for a file that is damaged, missing from the folder's index or in it without its
     tensors.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checksums: Mapping[str, str] | None = None) -> None:
         from safetensors import SafetensorError, safe_open
 
         index = None if path.is_file() else _index_of(path)
@@ -54,6 +56,10 @@ class SafetensorsFiles:
                     )
                 self._file_of[key] = file
         _check_index(path, index or {}, self._file_of)
+        names = {} if checksums is None else checksums
+        self._unverified = {
+            f: names.get(f.name, "not known") for f in paths if checksums is not None
+        }
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -71,11 +77,22 @@ class SafetensorsFiles:
         return _DTYPES[found]
 
     def read(self, name: str) -> Tensor:
-        return self._open[self._file_of[name]].get_tensor(name)
+        return self._verified(name).get_tensor(name)
 
     def read_range(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        found = self._open[self._file_of[name]].get_slice(name)
+        found = self._verified(name).get_slice(name)
         return found[(slice(None),) * dim + (slice(start, stop),)]
+
+    def _verified(self, name: str) -> Any:
+        """The open file of a tensor."""
+        file = self._file_of[name]
+        checksum = self._unverified.pop(file, None)
+        if checksum is not None:
+            try:
+                check_checksum(file, checksum)
+            except DamageError as error:
+                raise ValueError(f"{file.parent}: {error}; copy the folder again") from None
+        return self._open[file]
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:
@@ -128,17 +145,18 @@ def plan_files(
 
 def write_safetensors_folder(
     folder: Path, stem: str, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
-) -> None:
-    """<stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index."""
+) -> dict[str, str]:
+    """<stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index. Returns the
+    checksums of the files with tensors, by name."""
     files = plan_files(tensors, stem, most_bytes)
-    for name, held in files.items():
-        write_safetensors(folder / name, held)
+    checksums = {name: write_safetensors(folder / name, held) for name, held in files.items()}
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(t.nbytes for t in tensors)},
             "weight_map": {t.name: name for name, held in files.items() for t in held},
         }
         write_json(folder / f"{stem}.safetensors.index.json", index)
+    return checksums
 
 
 def write_safetensors(

@@ -71,6 +71,11 @@ def sat_name(our_name: str) -> str:
     return PREFIX + name
 
 
+def is_known(our_name: str) -> bool:
+    """Whether a model of the family may have a parameter of that name."""
+    return _translate(our_name, _TO_SAT) is not None
+
+
 def from_sat_name(key: str) -> str | None:
     """Our name of SAT's key, with or without SAT's prefix; None for a key that is not ours."""
     return _translate(key.removeprefix(PREFIX), _FROM_SAT)
