@@ -351,12 +351,14 @@ _LIMITS = {
         "frozen": (106, 32),
         "first": (114, 49_280),
         "last": (64, 32_768),
+        "alone": (64, 32_832),
     },
     3072: {
         "whole": (128, 131_200),
         "frozen": (128, 32),
         "first": (114, 98_432),
         "last": (64, 65_536),
+        "alone": (97, 65_664),
     },
 }
 _FP32_LIMITS = {1920: (128, 65_664), 3072: (128, 131_200)}
@@ -374,16 +376,18 @@ def compile_cases() -> list[CompileCase]:
 def _compile_case(
     width: int, variant: str, dtype: str, max_registers: int, max_shared_bytes: int
 ) -> CompileCase:
-    has_residual, has_norm = variant != "first", variant != "last"
+    # alone: behind the blocks, where nothing but the norm's output is used
+    has_residual, has_norm = variant not in ("first", "alone"), variant != "last"
     has_branch_sums = variant in ("whole", "last")
-    pointers = ["dout_ptr", "dhidden_ptr", "dbranch_ptr"]
+    pointers = ["dhidden_ptr", "dbranch_ptr"]
+    pointers += ["dout_ptr"] if variant != "alone" else []
     pointers += ["dn_ptr", "out_ptr", "weight_ptr", "scale_ptr"] if has_norm else []
     pointers += ["branch_ptr"] if has_branch_sums else []
     pointers += ["gate_ptr"] if has_residual else []
     statistics = ["partial_ptr"] + (["mean_ptr", "rstd_ptr"] if has_norm else [])
     integers = ("num_rows", "num_text", "num_text_programs", "stride_batch", "stride_segment")
     arguments = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(statistics, "*fp32")
-    may_lack = ("dn_ptr", "out_ptr", "branch_ptr", "mean_ptr", "rstd_ptr", "weight_ptr")
+    may_lack = ("dout_ptr", "dn_ptr", "out_ptr", "branch_ptr", "mean_ptr", "rstd_ptr", "weight_ptr")
     lacking = [k for k in (*may_lack, "scale_ptr", "gate_ptr") if k not in arguments]
     launch = choose_launch(width, 4 if dtype == "fp32" else 2, variant != "frozen")
     return CompileCase(
@@ -394,7 +398,7 @@ def _compile_case(
             **dict.fromkeys(lacking),
             "M": width,
             "BLOCK": triton.next_power_of_2(width),
-            "HAS_NORM_SUMS": variant in ("whole", "first"),
+            "HAS_NORM_SUMS": variant in ("whole", "first", "alone"),
             "HAS_BRANCH_SUM": has_branch_sums,
             "NUM_STAGES": launch.num_stages,
         },
