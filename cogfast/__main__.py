@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import numbers
 import os
@@ -22,7 +21,12 @@ from cogfast.stop_signals import (
     settle_signals,
     write_last_line,
 )
-from cogfast.train.process_watch import watch_launcher
+from cogfast.train.process_watch import (
+    OTHER_RANK,
+    is_of_another_rank,
+    tell_torchrun,
+    watch_launcher,
+)
 from cogfast.value_check import Problems, one_line, printable
 
 _USAGE = """\
@@ -42,6 +46,7 @@ _KEPT = {
     "sample": "; the videos that are finished are kept in the output folder",
     "convert": "; the target is not written, and nothing is left of the attempt",
 }
+_LONGEST_CAUSE = 200  # characters of a library's message
 _UNWIND_SECONDS = 5.0  # time that a command has to remove what it wrote by half
 _GRACE_SECONDS = 3  # time that torchrun has to stop this rank after rank 0 failed the same way
 
@@ -164,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if status == 0 and signals.received and not signals.is_done:
         number = signals.received[0]
         reason = f"ended by {name_of(number)}"
-        _tell_torchrun(reason)
+        tell_torchrun(reason)
         write_last_line(last_line(reason))
         end_by(number)
     settle_signals()
@@ -186,11 +191,11 @@ def _run(words: list[str]) -> int:
         _VERBS[words[0]]([word for word in words[1:] if word != "--traceback"])
     except Exception as error:
         is_ours = isinstance(error, (ValueError, RuntimeError)) and _is_ours(error)
-        is_lost = _is_of_another_rank(error)
+        is_lost = is_of_another_rank(error)
         is_line = (is_ours or is_lost) and "--traceback" not in words
         if is_lost:
             time.sleep(_GRACE_SECONDS)
-        _tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
+        tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
         if not is_line:
             raise
         _report(error)
@@ -253,27 +258,11 @@ def _is_ours(error: BaseException) -> bool:
     return name == "__main__" or name.partition(".")[0] == "cogfast"
 
 
-def _is_of_another_rank(error: Exception) -> bool:
-    """Whether the cause is a rank that failed: its own error is the one to be seen."""
-    kind = type(error)
-    is_torchs = kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist")
-    return is_torchs or kind.__name__ == "OtherRankError" or "gloo/transport" in str(error)
-
-
-def _tell_torchrun(text: str) -> None:
-    """Give torchrun what it prints last, when all ranks have ended: the first error of any."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with open(file, "w") as out:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, out)
-
-
 def _line(error: Exception) -> str:
     line = printable(one_line(str(error)))
     if _is_ours(error):
         return line
-    return f"another rank is gone, whose own output, on its machine, says why ({line})"
+    return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]})"
 
 
 def _report(error: ValueError | RuntimeError) -> None:

@@ -28,4 +28,4 @@ pip install --quiet setuptools wheel ninja
 # DeepSpeed is built from source, against the torch that is there, without its compiled ops.
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
 pip install --quiet --no-build-isolation --editable '.[test]'
-echo "setup: .venv is ready"
+echo "setup: .venv is ready; put cogfast on the path: source .venv/bin/activate"

@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from cogfast.train.process_watch import is_of_another_rank
 from tests.tiny_run import ROOT
 
 WAITING = """
@@ -129,3 +132,42 @@ def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) 
     launcher.kill()
     assert launcher.stdout.read() == ""  # to its end, when the rank has closed it, too
     assert (tmp_path / "errors").read_text() == "cogfast: rank 3 ends: torchrun is gone\n"
+
+
+LOST = {
+    "closed": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [10.0.0.2]:1",
+    "closed, without its place": "Connection closed by peer [10.0.0.2]:28102",
+    "reset": "[../pair.cc:537] Read error [127.0.0.1]:26025: Connection reset by peer.",
+    "late": "[../unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    "late pair": "Application timeout caused pair closure",
+    "of a step": "[enforce fail at /pytorch/third_party/gloo/gloo/allreduce.cc:12] ptr != nullptr",
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_broken_connection_is_of_another_rank(case: str) -> None:
+    """Also where a library raised another error of it, or met it while it cleaned up."""
+    error = RuntimeError(LOST[case])
+    assert is_of_another_rank(error)
+    wrapped = RuntimeError("cannot reduce the gradients")
+    wrapped.__cause__ = error
+    assert is_of_another_rank(wrapped)
+    try:
+        try:
+            raise error
+        finally:
+            {}["a handle that is gone"]
+    except KeyError as met:
+        assert is_of_another_rank(met)
+
+
+def test_errors_of_this_rank_are_its_own() -> None:
+    import torch.distributed as dist
+
+    assert is_of_another_rank(dist.DistBackendError("NCCL error: remote process exited"))
+    own = (
+        RuntimeError("CUDA out of memory"),
+        OSError(32, "Broken pipe"),
+        ValueError("closed by peer.mp4 is no video"),
+    )
+    assert not any(map(is_of_another_rank, own))

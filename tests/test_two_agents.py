@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cogfast.config import load_config
+from cogfast.train.process_watch import OTHER_RANK
 from cogfast.train.trainer import Trainer
 from tests.kills import SECONDS_TO_END, newest_step
 from tests.tiny_run import ROOT, losses, run_folder, wait_for, write_clips, write_config
@@ -38,7 +39,9 @@ def meeting_point(how: str, machine: int, port: int) -> list[str]:
     }[how]
 
 
-def start_machines(how: str, words: list[str], folder: Path) -> list[subprocess.Popen]:
+def start_machines(
+    how: str, words: list[str], folder: Path, processes: int = 2
+) -> list[subprocess.Popen]:
     """A torchrun for each of two machines; what one says is in folder/<machine>.log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -47,7 +50,7 @@ def start_machines(how: str, words: list[str], folder: Path) -> list[subprocess.
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
-                *("--nproc_per_node=2", *meeting_point(how, machine, port)),
+                *(f"--nproc_per_node={processes}", *meeting_point(how, machine, port)),
                 *("-m", "cogfast", "train", *words, "--seed", "1", "--resume", "auto"),
             ],
             cwd=ROOT,
@@ -69,6 +72,31 @@ def wait_for_step(save: Path, step: int, machines: list[subprocess.Popen], logs:
     wait_for(is_there, machines[0])
 
 
+def lose_the_second(machines: list[subprocess.Popen], logs: Path) -> None:
+    """Kill one machine: the ranks of the other end and say, last of all, that a rank failed."""
+    trees = [psutil.Process(machine.pid).children(recursive=True) for machine in machines]
+    for process in (psutil.Process(machines[1].pid), *trees[1]):
+        process.kill()
+    _, alive = psutil.wait_procs(trees[0], timeout=SECONDS_TO_END)
+    assert not alive, f"{alive} stayed behind"
+    assert machines[0].wait(timeout=SECONDS_TO_END) != 0
+    machines[1].wait()
+    log = (logs / "0.log").read_text()
+    assert OTHER_RANK in log.rpartition("Root Cause")[2], log
+    assert "cogfast/train/" not in log, "a traceback"
+
+
+@pytest.mark.slow
+def test_a_lost_machine_is_named(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), save_interval=1)
+    save = tmp_path / "runs"
+    words = ["--base", str(base), f"args.save={save}", "args.train_iters=100000"]
+    two = ["deepspeed.train_micro_batch_size_per_gpu=2"]
+    machines = start_machines("static", [*words, *two], tmp_path, processes=1)
+    wait_for_step(save, 2, machines, tmp_path)
+    lose_the_second(machines, tmp_path)
+
+
 @pytest.mark.soak
 def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
     """Met in one way with dp 4, and in the other with dp 2 x tp 2: to the last step, with the losses
@@ -85,15 +113,7 @@ def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
 
     machines = start_machines("static", [*words, *COPIES], tmp_path)
     wait_for_step(save, 4, machines, tmp_path)
-    trees = [psutil.Process(machine.pid).children(recursive=True) for machine in machines]
-    for process in (psutil.Process(machines[1].pid), *trees[1]):
-        process.kill()
-    _, alive = psutil.wait_procs(trees[0], timeout=SECONDS_TO_END)
-    assert not alive, f"{alive} stayed behind"
-    assert machines[0].wait(timeout=SECONDS_TO_END) != 0
-    machines[1].wait()
-    log = (tmp_path / "0.log").read_text()
-    assert "another rank is gone, whose own output" in log.rpartition("Root Cause")[2], log
+    lose_the_second(machines, tmp_path)
 
     stopped = newest_step(save)
     assert 4 <= stopped < STEPS, "the run was over before machine 1 was gone"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import os
 import sys
 import traceback
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from cogfast.data.dali_reader import DaliReader
 from cogfast.data.threaded_reads import ThreadedReads
 from cogfast.data.worker_signals import heed_parent_only, signals_withheld
+
+logger = logging.getLogger(__name__)
 
 _M_ARENA_MAX = -8  # of glibc's mallopt
 
@@ -62,20 +67,24 @@ class ReadingProcesses:
         self, reads: Reads, keys: Iterable, num_workers: int, prefetch_factor: int
     ) -> None:
         method = start_method()
-        loader = DataLoader(
-            reads,
-            batch_size=None,  # of a key is read what belongs together
-            sampler=keys,
-            collate_fn=_as_is,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            pin_memory=torch.cuda.is_available(),
-            multiprocessing_context=method if num_workers else None,
-            worker_init_fn=_start_worker if num_workers else None,
-        )
-        self._name, self._keys = reads.name, iter(keys)
-        with signals_withheld(method):
-            self._results = iter(loader)  # starts the processes
+        _check_cores(num_workers)
+        with warnings.catch_warnings():
+            # Of num_workers: torch gives it at both calls below, in every process.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            loader = DataLoader(
+                reads,
+                batch_size=None,  # of a key is read what belongs together
+                sampler=keys,
+                collate_fn=_as_is,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                pin_memory=torch.cuda.is_available(),
+                multiprocessing_context=method if num_workers else None,
+                worker_init_fn=_start_worker if num_workers else None,
+            )
+            self._name, self._keys = reads.name, iter(keys)
+            with signals_withheld(method):
+                self._results = iter(loader)  # starts the processes
 
     def __iter__(self) -> ReadingProcesses:
         return self
@@ -100,6 +109,15 @@ class ReadingProcesses:
 
     def close(self) -> None:
         self._results = None  # torch's iterator joins its processes when it is dropped
+
+
+def _check_cores(num_workers: int) -> None:
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if num_workers > num_cores:
+        logger.info(
+            "args.num_workers=%d reading processes share %d cores; use at most %d where reading is slow",
+            *(num_workers, num_cores, num_cores),
+        )
 
 
 def _start_worker(worker: int) -> None:

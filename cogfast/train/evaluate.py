@@ -31,6 +31,7 @@ from cogfast.train.encode import Encoder, in_unit_range
 from cogfast.train.generate import EvaluationStopped, LatentSize, Prompt, VideoMaker, write_samples
 from cogfast.train.model_batches import ModelBatches
 from cogfast.train.process_groups import OtherRankError, ProcessGroups, StopRequest
+from cogfast.train.process_watch import is_of_another_rank
 from cogfast.train.zero_engine import ZeroEngine
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,9 @@ class Evaluator:
             logger.info("%s at step %d: %s; training goes on", what, step, error)
         except (OSError, WriteError) as error:  # a full disk
             logger.warning("%s at step %d failed (%s); training continues", what, step, error)
-        except Exception:
+        except Exception as error:
+            if is_of_another_rank(error):  # a rank is gone: no other can go on
+                raise
             logger.exception("%s at step %d failed; training goes on", what, step)
         if self.groups.device.type == "cuda":
             gc.collect()  # sync: once per evaluation

@@ -9,8 +9,11 @@ Nothing heavy is imported with this file: ranks watch their torchrun while they 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import platform
+import re
 import sys
 import threading
 import time
@@ -27,6 +30,41 @@ _GRACE = 10.0  # seconds that a rank has to fail by itself, with what it has to 
 _SILENCE = 60.0  # seconds without a word from any rank of a machine: power or network is gone
 _GONE = "cogfast/gone"
 _LAUNCHER_WATCH = "launcher watch"  # its thread's name
+
+
+# What a rank says whose run ends because of another one.
+OTHER_RANK = "another rank failed; see its own output for the cause"
+# In what gloo says when a connection breaks, in whichever call; NCCL's errors have types.
+_LOST_CONNECTION = re.compile(
+    r"gloo/|closed by peer|reset by peer|broken pipe|timeout caused pair closure|"
+    r"timed out waiting \d+ ?ms for (recv|send) operation",
+    re.IGNORECASE,
+)
+
+
+def is_of_another_rank(error: BaseException) -> bool:
+    """Whether the cause is a rank that failed: its own error is the one to be seen.
+
+    A library may have wrapped the error, or met it while it cleaned up after another one.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        kind = type(seen)
+        is_torchs = kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist")
+        is_lost = isinstance(seen, RuntimeError) and _LOST_CONNECTION.search(str(seen)) is not None
+        if is_torchs or is_lost or kind.__name__ == "OtherRankError":
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
+
+
+def tell_torchrun(text: str) -> None:
+    """Give torchrun what it prints last, when all ranks have ended: the first error of any."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(file, "w") as out:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, out)
 
 
 def watch_launcher() -> None:
@@ -93,6 +131,8 @@ class ProcessWatch:
 
 
 def _end(rank: int | str, reason: str) -> None:
+    with contextlib.suppress(OSError):  # the folder went with torchrun, or the disk is full
+        tell_torchrun(f"{OTHER_RANK} ({reason})")
     sys.stderr.write(f"cogfast: rank {rank} ends: {reason}\n")
     sys.stderr.flush()
     os._exit(1)  # the main thread is in a collective, which nothing else interrupts
