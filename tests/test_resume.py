@@ -20,7 +20,7 @@ from cogfast.model.weights.run_checkpoint import newest_checkpoint, read_manifes
 from cogfast.train import checkpoint_writer
 from cogfast.train.trainer import Trainer
 from tests.kills import Kill, assert_same_run, run_with_kills
-from tests.tiny_run import ROOT, losses, run, run_folder, start, wait_for, write_clips, write_config
+from tests.tiny_run import ROOT, losses, run, run_folder, wait_for, write_clips, write_config
 
 STEPS = 40
 SAVE_EVERY = 4
@@ -40,24 +40,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(base: Path, save: Path, *overrides: str) -> list[str]:
     return ["train", "--base", str(base), f"args.save={save}", *overrides]
-
-
-@pytest.mark.slow
-def test_a_run_told_to_stop_goes_on_bitwise(tmp_path: Path, base: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(words(base, whole)).returncode == 0
-
-    process = start(words(base, cut))
-    wait_for(lambda: list(cut.glob("*/checkpoints/latest")), process)
-    process.terminate()
-    output, _ = process.communicate(timeout=60)
-    stopped = int(newest_checkpoint(run_folder(cut)).name)
-    assert 0 < stopped < STEPS, "the run was over before the signal came"
-    assert process.returncode == 0, output
-    assert f"stopped at step {stopped}" in output
-    done = run([*words(base, cut), "--resume", "latest"])
-    assert done.returncode == 0, done.stdout
-    assert_same_run(whole, cut, STEPS)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cogfast.data.read_ahead import ReadingProcesses, Reads
 from cogfast.stop_signals import STOP_SIGNALS
 from tests.video_files import sat_folder
 
@@ -93,3 +94,25 @@ def _is_running(pid: int) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+
+
+class Numbers(Reads):
+    """Reads a key as itself."""
+
+    def __getitem__(self, key: int) -> int:
+        return key
+
+    def name(self, key: int) -> str:
+        return str(key)
+
+
+def test_more_readers_than_cores_are_named_once(caplog, recwarn, monkeypatch):
+    """torch warns of them twice in every process."""
+    caplog.set_level("INFO", logger="cogfast")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    reading = ReadingProcesses(Numbers(), range(3), num_workers=2, prefetch_factor=1)
+    assert list(reading) == [0, 1, 2]
+    reading.close()
+    assert [w for w in recwarn if "DataLoader" in str(w.message)] == []
+    (line,) = caplog.messages
+    assert line.startswith("args.num_workers=2 reading processes share 1 cores; use at most 1")
