@@ -135,8 +135,8 @@ def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) 
 
 
 LOST = {
-    "closed": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [10.0.0.2]:1",
-    "closed, without its place": "Connection closed by peer [10.0.0.2]:28102",
+    "closed": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:1",
+    "closed, without its place": "Connection closed by peer [127.0.0.1]:28102",
     "reset": "[../pair.cc:537] Read error [127.0.0.1]:26025: Connection reset by peer.",
     "late": "[../unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
     "late pair": "Application timeout caused pair closure",
