@@ -1,0 +1,207 @@
+"""Damaged and odd media files for the examination: each kind makes a file named like an mp4 clip.
+
+A clip is 9 frames at 8 per second; frame i is grey of level 20 + 20 * i, so that what was read can be
+told from what should have been.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+NUM_FRAMES, FPS, SIDE = 9, 8, 32
+LEVELS = [20 + 20 * i for i in range(NUM_FRAMES)]
+_KEY = "00112233445566778899aabbccddeeff"
+
+
+def encode(
+    path: Path,
+    kind: str = "mp4",
+    codec: str = "libx264",
+    pixels: str = "yuv420p",
+    size: tuple[int, int] = (SIDE, SIDE),
+    ticks: Sequence[int] = range(NUM_FRAMES),
+    rate: Fraction = Fraction(FPS),
+    options: dict[str, str] | None = None,
+    **flags: str,
+) -> None:
+    """A clip whose frame i is shown at tick ticks[i] of 1/rate seconds."""
+    with av.open(str(path), "w", format=kind, options=flags) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = size[1], size[0], pixels
+        stream.options = options or ({"crf": "12"} if codec == "libx264" else {})
+        for i, tick in enumerate(ticks):
+            grey = np.full((*size, 3), LEVELS[i % NUM_FRAMES], np.uint8)
+            frame = av.VideoFrame.from_ndarray(grey, format="rgb24").reformat(format=pixels)
+            frame.pts, frame.time_base = tick, 1 / rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def made(*arguments: object, **named: object) -> Callable[[Path], None]:
+    return lambda path: encode(path, *arguments, **named)
+
+
+def patched(change: Callable[[bytearray], None], **named: str) -> Callable[[Path], None]:
+    """A clip with bytes changed after it was written."""
+
+    def make(path: Path) -> None:
+        encode(path, **named)
+        data = bytearray(path.read_bytes())
+        change(data)
+        path.write_bytes(data)
+
+    return make
+
+
+def cut(share: float, **named: str) -> Callable[[Path], None]:
+    def keep(data: bytearray) -> None:
+        del data[int(share * len(data)) :]
+
+    return patched(keep, **named)
+
+
+def _box(data: bytearray, name: bytes) -> int:
+    """Where the content of an mp4 box begins."""
+    return data.index(name) + 4
+
+
+def put(name: bytes, offset: int, number: int) -> Callable[[bytearray], None]:
+    """Write a 32-bit number into a box."""
+    return lambda data: struct.pack_into(">I", data, _box(data, name) + offset, number)
+
+
+def renamed(name: bytes, other: bytes) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[:] = data.replace(name, other)
+
+    return change
+
+
+def _all_times(delta: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        start = _box(data, b"stts")
+        for i in range(int.from_bytes(data[start + 4 : start + 8], "big")):
+            struct.pack_into(">I", data, start + 12 + 8 * i, delta)
+
+    return change
+
+
+def _noise(data: bytearray) -> None:
+    start = _box(data, b"mdat")
+    end = data.index(b"moov") - 4
+    data[start:end] = np.random.default_rng(0).bytes(end - start)
+
+
+def _rotated(data: bytearray) -> None:
+    """The matrix of the track: a quarter of a turn."""
+    start = _box(data, b"tkhd") + 40
+    struct.pack_into(">9i", data, start, 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+
+
+def _audio(path: Path) -> None:
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def _changes_size(path: Path) -> None:
+    """A recording whose frames become smaller midway."""
+    parts = []
+    for number, side in enumerate((32, 16)):
+        encode(path, "mpegts", size=(side, side), ticks=range(9 * number, 9 * number + 9))
+        parts.append(path.read_bytes())
+    path.write_bytes(b"".join(parts))
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def _written(data: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(data)
+
+
+def _picture(path: Path) -> None:
+    Image.new("RGB", (48, 32)).save(path, "png")
+
+
+_FAST = {"movflags": "faststart"}
+# Read as if nothing were odd: the nine levels come out.
+READ: dict[str, Callable[[Path], None]] = {
+    "index at the start": made(movflags="faststart"),
+    "fragmented": made(movflags="frag_keyframe+empty_moov"),
+    "with an edit list": made(options={"crf": "12", "x264-params": "bframes=3:keyint=9"}),
+    "Matroska": made("matroska"),
+    "WebM": made("webm", "libvpx-vp9"),
+    "AVI": made("avi", "mpeg4"),
+    "MPEG-TS": made("mpegts"),
+    "Flash video": made("flv"),
+    "1 x 1 pixel": made("matroska", "ffv1", size=(1, 1)),
+    "odd sizes": made("matroska", "ffv1", size=(33, 47)),
+    "a width of 16,384": made("matroska", "ffv1", size=(16, 16384)),
+    "rotated": patched(_rotated),
+    "interlaced": made(options={"crf": "12", "x264-params": "tff=1"}),
+    "alpha": made("mov", "png", "rgba"),
+    "alpha of VP9": made("webm", "libvpx-vp9", "yuva420p"),
+    "10 bits": made(pixels="yuv420p10le"),
+    "12 bits": made("matroska", "ffv1", "yuv420p12le"),
+    "grey": made("matroska", "ffv1", "gray"),
+    "rgb24": made("mov", "png", "rgb24"),
+    "4:1:1": made("matroska", "ffv1", "yuv411p"),
+    "4:4:4": made(pixels="yuv444p"),
+    "full range": made("avi", "mjpeg", "yuvj420p"),
+    "negative times": made("matroska", ticks=range(-3, 6)),
+    "a variable rate": made(ticks=[8 * i + i % 2 for i in range(12)], rate=Fraction(64)),
+    "much behind it": lambda path: (encode(path), os.truncate(path, 2**26))[0],
+}
+# Recorded as bad, each with a reason.
+BAD: dict[str, Callable[[Path], None]] = {
+    **{f"cut at {share:.0%}": cut(share) for share in (0.05, 0.3, 0.6, 0.9)},
+    **{f"cut at {share:.0%}, index first": cut(share, **_FAST) for share in (0.3, 0.8, 0.97)},
+    "zero bytes": _written(b""),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": _loop,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "text": _written(b"no video\n" * 99),
+    "a picture": _picture,
+    "audio alone": _audio,
+    "one frame": made(ticks=[0]),
+    "all at one time": patched(_all_times(0)),
+    "a rate of a million": patched(_all_times(1)),
+    "a duration of years": patched(_all_times(2**31 - 1)),
+    "a clock of 0 ticks": patched(put(b"mdhd", 12, 0)),
+    "a clock of 4 billion ticks": patched(put(b"mdhd", 12, 2**32 - 1)),
+    "4 billion frames in the index": patched(put(b"stsz", 8, 2**32 - 1)),
+    "an unknown codec": patched(renamed(b"avc1", b"zzzz")),
+    "encrypted": made(
+        encryption_scheme="cenc-aes-ctr", encryption_key=_KEY, encryption_kid=_KEY
+    ),
+    "marked as encrypted": patched(renamed(b"avc1", b"encv")),
+    "noise behind a header": patched(_noise),
+    "noise": _written(np.random.default_rng(1).bytes(5000)),
+    "a list of parts": _written(b"ffconcat version 1.0\nfile 0.mp4\n"),
+    "a playlist": _written(b"#EXTM3U\n#EXTINF:9,\n0.mp4\n#EXT-X-ENDLIST\n"),
+    "a session description": _written(b"v=0\nm=video 5004 RTP/AVP 96\nc=IN IP4 127.0.0.1\n"),
+    "EPS": _written(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"),
+}  # fmt: skip
+# Whole enough to be read, or no sample at all; none of these may end a run.
+EITHER: dict[str, Callable[[Path], None]] = {
+    "4 billion frames in the times": patched(put(b"stts", 8, 2**32 - 1)),
+    "cut at 99%": cut(0.99),
+    "a folder": lambda path: path.mkdir(),
+    "65,535 x 65,535 in the header": patched(put(b"avc1", 24, 2**32 - 1)),
+    "a size that changes": _changes_size,
+    "GIF": made("gif", "gif", "rgb8"),
+}
