@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.model.weights.run import open_run
@@ -22,6 +24,7 @@ from cogfast.model.weights.run_checkpoint import (
 )
 from cogfast.train.metrics import _history_until
 from cogfast.train.trainer import Trainer
+from tests.hostile import faults, run_case
 from tests.tiny_run import losses, run_folder, write_clips, write_config
 
 UMASK = 0o027
@@ -238,3 +241,86 @@ def test_a_wrong_manifest_is_refused(good: Path, tmp_path: Path, what: str) -> N
     write_manifest(checkpoint, manifest)
     with pytest.raises(ValueError, match=f"{match}.*--resume {run}/checkpoints/00000002$"):
         read_manifest(checkpoint, RESUMABLE)
+
+
+def damage(run: Path, draw: random.Random) -> str:
+    """Damage something in a run's folder; returns what was done."""
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    needed = [p for p in files if p.suffix in (".json", ".safetensors", ".yaml", ".jsonl")]
+    path = draw.choice([*needed, run / "checkpoints" / "latest"])
+    content = path.read_bytes()
+    how = draw.choice(list(DAMAGES))
+    path.unlink()
+    changed = DAMAGES[how](content, draw)
+    if changed is not None:
+        path.write_bytes(changed)
+    elif how == "a folder":
+        path.mkdir()
+    elif how == "a pipe":
+        os.mkfifo(path)
+    elif how == "another file":
+        shutil.copy(draw.choice([other for other in files if other != path]), path)
+    return f"{path.relative_to(run)}: {how}"
+
+
+def _flipped(content: bytes, draw: random.Random) -> bytes:
+    damaged = bytearray(content)
+    damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    return bytes(damaged)
+
+
+def _huge_number(content: bytes, draw: random.Random) -> bytes:
+    places = [m.span() for m in re.finditer(rb"\d+", content)]
+    start, end = draw.choice(places) if places else (0, 0)
+    return content[:start] + draw.choice([b"9" * 30, b"-1", b"1e999", b"2e9"]) + content[end:]
+
+
+# What becomes of a file's bytes; None: no file.
+DAMAGES = {
+    "a flipped bit": _flipped,
+    "a huge number": _huge_number,
+    "cut short": lambda content, draw: content[: draw.randrange(len(content))],
+    "missing": lambda content, draw: None,
+    "another file": lambda content, draw: None,
+    "a folder": lambda content, draw: None,
+    "a pipe": lambda content, draw: None,
+    "no text": lambda content, draw: draw.randbytes(50),
+    "other JSON": lambda content, draw: draw.choice([b"[]", b"null", b"{}", b'"x"', b"[[[[" * 999]),
+    "a path": lambda content, draw: draw.choice([b"../../x", b"/etc/passwd", b"00000099"]),
+    "hostile YAML": lambda content, draw: (
+        b"a: &a [x]\nmodel: !!python/object/apply:os.system [ls]\n"
+    ),
+}
+
+
+def examine(base: Path, good: Path, folder: Path, seed: int, number: int) -> None:
+    """Damaged run folders are used, or refused in one line: nothing else is done."""
+    found = []
+    for case in range(number):
+        draw = random.Random(f"{seed}/{case}")
+        root = folder / str(case) / "root"
+        root.mkdir(parents=True)
+        run = copy_of(good, root)
+        what = damage(run, draw)
+        words = draw.choice(
+            [
+                ["train", "--base", str(base), f"args.resume={run}", "args.train_iters=5"],
+                ["convert", str(run), str(root / "out"), "--to", "cogfast"],
+                ["sample", str(run), "--prompt", "a", "--out", str(root / "out")],
+            ]
+        )
+        words += ["model.sampler_config.params.num_steps=1"] if words[0] == "sample" else []
+        outcome = run_case(lambda words=words: main(words), root)
+        found += [f"case {case} ({words[0]}, {what}): {fault}" for fault in faults(outcome)]
+        shutil.rmtree(root.parent)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+def test_damaged_run_folders(base: Path, good: Path, tmp_path: Path) -> None:
+    examine(base, good, tmp_path, seed=0, number=12)
+
+
+@pytest.mark.soak
+def test_300_damaged_run_folders(base: Path, good: Path, tmp_path: Path) -> None:
+    examine(base, good, tmp_path, seed=1, number=300)

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from cogfast.config import Config
+from cogfast.files import set_aside
 from cogfast.model.weights.run_checkpoint import find_run_checkpoint, newest_checkpoint
 from cogfast.train.process_groups import ProcessGroups
 
@@ -141,7 +144,11 @@ def _write_description(
 ) -> None:
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     first = folder / "training_config.yaml"
-    changed = _changed_keys(first.read_text(), config_text) if first.is_file() else []
+    try:
+        changed = _changed_keys(first.read_text(), config_text) if first.is_file() else []
+    except (ValueError, YAMLError, OmegaConfBaseException, RecursionError):
+        logger.warning("%s is damaged: it is now %s", first, set_aside(first).name)
+        changed = []
     if changed:
         logger.warning("the configuration is not the one before: %s", "; ".join(changed))
     if changed or not first.is_file():

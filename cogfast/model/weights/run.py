@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from cogfast.files import DamageError
+from cogfast.json_files import read_limited
 from cogfast.model.weights.run_checkpoint import read_manifest, refusal, verify_files
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
+_MOST_BYTES_OF_CONFIG = 1 << 20
 _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
 
 
@@ -213,10 +215,18 @@ def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     from cogfast.sat_names import transformer_arguments  # its table is the factory's
 
-    return transformer_arguments(OmegaConf.load(path).model.network_config.params)
+    fix = "copy it again, or name a checkpoint that was copied without it"
+    try:
+        text = read_limited(path, _MOST_BYTES_OF_CONFIG, fix)
+        params = OmegaConf.create(text.decode()).model.network_config.params
+    except (UnicodeDecodeError, YAMLError, OmegaConfBaseException, AttributeError, RecursionError):
+        raise ValueError(f"{path}: damaged, it has no network; {fix}") from None
+    return transformer_arguments(params)
 
 
 def _trained_size(manifest: dict) -> dict[str, Any]:

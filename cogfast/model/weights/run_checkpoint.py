@@ -191,7 +191,7 @@ def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
             raise DamageError(f"its manifest.json says format {found}, not {FORMAT}")
         manifest = parse_json(text, schema, "manifest.json", "it is damaged")
     except ValueError as error:
-        raise DamageError(str(error)) from None
+        raise DamageError(str(error).replace(str(file), file.name)) from None
     if manifest["format"] == FORMAT and not (seal and "checksums" in manifest):
         raise DamageError("its manifest.json has no checksums")
     _check_consistent(manifest)
