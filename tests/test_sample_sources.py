@@ -344,6 +344,7 @@ def test_a_sat_folder_with_adapters_alone(
         f"model.first_stage_config.params.ckpt_path={base}",
         f"model.conditioner_config.params.emb_models[0].params.model_dir={base}",
         "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler",
+        "model.sampler_config.params.timestep_spacing=trailing",  # as the pipeline's
     )
     # SAT's files do not say alpha; its default is 1
     alpha = "model.network_config.params.modules.lora_config.params.lora_alpha=3"
