@@ -396,7 +396,7 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
         "matrix": torch.randn(5, 7).bfloat16(),
         "number": torch.tensor(3.0),
         "half": torch.randn(3, 1, 2).half(),
-        "int": torch.arange(6),
+        "double": torch.arange(6, dtype=torch.float64),
     }
     tensors = [
         tensor_stream.Outgoing(k, tuple(v.shape), v.dtype, lambda v=v: v) for k, v in state.items()
