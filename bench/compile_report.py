@@ -1,16 +1,15 @@
-"""What the kernels become on a GPU, without one: python -m bench.compile_report [--arch 90 80 100].
+"""Compile the kernels without a GPU and count: python -m bench.compile_report [--arch 90 80 100].
 
-Compiles the compile_cases() of every file of kernels and prints, per kernel and architecture: registers per
-thread, bytes spilled, shared memory, programs that fit on a multiprocessor, 16-byte and all accesses
-of global memory, accesses of shared memory, barriers and instructions, counted in the machine code.
-Where a case breaks a limit of its own (they hold for sm_90, that nothing spills everywhere) the line
-ends with OVER and what, and the exit status is 1.
+Compiles the cases of bench/kernel_ops/compile_cases.py and prints, per case and architecture:
+registers per thread, bytes spilled, shared memory, programs that fit on a multiprocessor, 16-byte
+and all accesses of global memory, accesses of shared memory, barriers and instructions, counted in
+the machine code. A case over one of its limits ends with OVER and the limit, and the exit status is
+1. Limits hold on sm_90; no architecture may spill registers.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
@@ -22,23 +21,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cogfast.kernels.argument_checks import CompileCase
+from bench.kernel_ops.compile_cases import CASES, CompileCase
 
-KERNELS = Path(__file__).resolve().parents[1] / "cogfast" / "kernels"
-# Files that may have kernels; a file without compile_cases() of its own has none.
-NAMES = [
-    ".".join(path.relative_to(KERNELS).with_suffix("").parts)
-    for path in sorted(KERNELS.rglob("[!_]*.py"))
-]
-FILES = {name: f"cogfast.kernels.{name}" for name in NAMES}
 ARCHES = (90, 80, 100)
 _NUM_PROCESSES = 2
-_LIMITED_ARCH = 90  # the limits beside the kernels are written for it
-# Of a multiprocessor: bytes of shared memory for programs, warps. Registers are 65,536 everywhere,
-# handed out to a warp in units of 256; a program takes 1 KB of shared memory for the system.
+_LIMITED_ARCH = 90  # the architecture of the limits in CompileCase
+# Per multiprocessor: bytes of shared memory for programs, and warps. Every architecture has 65,536
+# registers, allocated to a warp in units of 256; the system takes 1 KB of shared memory per
+# program.
 _MULTIPROCESSOR = {80: (164 * 1024, 64), 90: (228 * 1024, 64), 100: (228 * 1024, 64)}
 _REGISTERS, _REGISTER_UNIT, _SYSTEM_SHARED_BYTES, _MOST_PROGRAMS = 65_536, 256, 1024, 32
 
@@ -51,14 +42,8 @@ _TMA = ("UBLKCP", "UTMALDG", "UTMASTG", "UTMAREDG")
 _ATOMIC = ("ATOM", "ATOMG", "RED", "REDG")
 
 
-def cases_of(module: str) -> list[CompileCase]:
-    """The compile_cases() of a file; none of one that has none of its own."""
-    make = vars(importlib.import_module(module)).get("compile_cases")
-    return make() if make is not None and make.__module__ == module else []
-
-
 def compile_case(case: CompileCase, arch: int) -> Figures:
-    """Compile for sm_<arch> as a launch with these arguments would be, and count."""
+    """Compile for sm_<arch> as a launch with these arguments would, and count."""
     from triton import compile as compile_source
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -80,7 +65,7 @@ def compile_case(case: CompileCase, arch: int) -> Figures:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = compile_source(source, target=GPUTarget("cuda", arch, 32), options=options)
     figures = read_machine_code(compiled.asm["cubin"])
-    if arch >= 90 and figures["static_shared_bytes"]:  # cuobjdump counts the system's share there
+    if arch >= 90 and figures["static_shared_bytes"]:  # cuobjdump includes the system's share
         figures["static_shared_bytes"] -= _SYSTEM_SHARED_BYTES
     figures["dynamic_shared_bytes"] = compiled.metadata.shared
     figures["shared_bytes"] = figures["static_shared_bytes"] + compiled.metadata.shared
@@ -96,8 +81,8 @@ def read_machine_code(cubin: bytes) -> Figures:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
     def ask(tool: str, option: str) -> str:
-        words = [str(tools / tool), option, file.name]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        command = [str(tools / tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -115,7 +100,10 @@ def read_machine_code(cubin: bytes) -> Figures:
 
 
 def count_instructions(code: str) -> dict[str, int]:
-    """Instructions of nvdisasm's listing by kind; wide: 16 bytes (sm_100 also has 32) a thread."""
+    """Instructions of nvdisasm's listing by kind.
+
+    wide: accesses of at least 16 bytes per thread (sm_100 also has 32).
+    """
     instructions = [name.split(".") for name in _INSTRUCTION.findall(code)]
     kinds, wide = Counter(), Counter()
     for kind, *modifiers in instructions:
@@ -155,7 +143,7 @@ def count_resident(figures: Mapping[str, int], num_warps: int, arch: int) -> int
 
 
 def find_over(case: CompileCase, arch: int, figures: Mapping[str, int]) -> list[str]:
-    """The limits of a case that the figures break, as `registers 48 > 40`."""
+    """Limits of a case that the figures exceed, such as `registers 48 > 40`."""
     limits = {"stack_bytes": 0, "local_bytes": 0, "local_accesses": 0}
     if arch == _LIMITED_ARCH:
         limits |= {"registers": case.max_registers, "shared_bytes": case.max_shared_bytes}
@@ -172,27 +160,25 @@ def find_over(case: CompileCase, arch: int, figures: Mapping[str, int]) -> list[
     ]
 
 
-def _report_case(job: tuple[str, str, int, int]) -> Figures:
-    """A row: file, case, arch, the figures and `over`; in a process of the pool."""
-    name, module, index, arch = job
-    case = cases_of(module)[index]
-    row = {"file": name, "case": case.name, "arch": arch}
+def _report_case(job: tuple[str, int, int]) -> Figures:
+    """Compute a row of the report in a process of the pool: op, case, arch, figures and `over`."""
+    op, index, arch = job
+    case = CASES[op]()[index]
+    row = {"op": op, "case": case.name, "arch": arch}
     try:
         figures = compile_case(case, arch)
-    except Exception as error:  # whatever it is, the other kernels are still compiled
-        # the last line says what, the others show the kernel's source
+    except Exception as error:  # one kernel's error must not stop the others
+        # Triton's error shows the kernel's source; its last line names the error.
         lines = str(error).strip().splitlines() or [""]
         return {**row, "over": [f"does not compile: {type(error).__name__}: {lines[-1].strip()}"]}
     return {**row, **figures, "over": find_over(case, arch, figures)}
 
 
-def report(names: Sequence[str], arches: Sequence[int]) -> list[Figures]:
-    """A row for every case of the files and every architecture."""
-    jobs = []
-    for name in names:
-        num_cases = len(cases_of(FILES[name]))
-        jobs += [(name, FILES[name], i, arch) for i in range(num_cases) for arch in arches]
-    # a fork has torch and triton imported already
+def report(ops: Sequence[str], arches: Sequence[int]) -> list[Figures]:
+    """A row for every case of the ops and every architecture."""
+    # Cases hold kernels, which cannot be pickled: a process gets the case's index.
+    jobs = [(op, i, arch) for op in ops for i in range(len(CASES[op]())) for arch in arches]
+    # A forked process has torch and triton imported already.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_NUM_PROCESSES, mp_context=context) as pool:
         return list(pool.map(_report_case, jobs))
@@ -213,11 +199,11 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[Figures]) -> str:
-    """The rows for the screen; `LDG 7/9 (2)`: 7 of 9 loads take 16 bytes, 2 of the 9 are cp.async."""
+    """Format rows as a table; `LDG 7/9 (2)`: 7 of 9 loads take 16 bytes, 2 are cp.async."""
     cells = [["case", "sm", "warps", "spill", "LDG 16B/all (async)", "STG", *_COLUMNS.values(), ""]]
     for row in rows:
         over = f"OVER: {', '.join(row['over'])}" if row["over"] else ""
-        name = f"{row['file']} {row['case']}"
+        name = f"{row['op']} {row['case']}"
         if "registers" not in row:
             cells.append([name, str(row["arch"]), *[""] * (len(cells[0]) - 3), over])
             continue
@@ -231,14 +217,14 @@ def table(rows: Sequence[Figures]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
     )
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=[_LIMITED_ARCH])
-    parser.add_argument("--op", nargs="+", choices=FILES, default=list(FILES), metavar="FILE")
+    parser.add_argument("--op", nargs="+", choices=CASES, default=list(CASES), metavar="OP")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     import triton
 
     rows = report(arguments.op, arguments.arch)
@@ -254,8 +240,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        # an interpreted kernel cannot be compiled, and Triton has read this when it was imported
+        # An interpreted kernel cannot be compiled, and Triton reads the variable at import.
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        words = [sys.executable, "-m", "bench.compile_report", *sys.argv[1:]]
-        os.execve(sys.executable, words, environment)
+        command = [sys.executable, "-m", "bench.compile_report", *sys.argv[1:]]
+        os.execve(sys.executable, command, environment)
     sys.exit(main())

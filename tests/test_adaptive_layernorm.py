@@ -1,5 +1,5 @@
-"""Gated residual, LayerNorm and modulation: kernels and CPU ops against float64 formulas written per
-row, every gradient; what the public functions refuse; compiled equals eager."""
+"""Gated residual, LayerNorm and modulation: kernels and CPU ops against float64 formulas, for
+outputs and every gradient; errors of the public functions; compiled equals eager."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch.utils.checkpoint import checkpoint
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels.adaptive_layernorm import (
     adaptive_layernorm,
+    backward_op,
+    forward_cpu,
     forward_op,
     gated_residual,
-    launch_forward,
     residual_adaptive_layernorm,
 )
-from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
-from cogfast.kernels.argument_checks import HAS_TRITON
-from cogfast.kernels.gpu.adaptive_layernorm_backward import (
+from cogfast.kernels.gpu.adaptive_layernorm import (
     Backward,
     BackwardLaunch,
-    backward_op,
     launch_backward,
+    launch_forward,
     split_programs,
 )
+from cogfast.kernels.gpu.launch import HAS_TRITON
 
 EPS = 1e-5
 NAMES = ("hidden", "branch", "branch_bias", "gate", "weight", "bias", "shift", "scale")
-# batch, text rows, video rows, width
+# Batch, text rows, video rows, width.
 SHAPES = {
     "no-text": (1, 0, 5, 32),
     "no-video": (1, 4, 0, 16),
     "one": (2, 1, 6, 64),  # two modulations
     "prime": (3, 7, 13, 48),  # masked columns, more batches than programs for their segments
-    "odd": (1, 3, 8, 29),  # columns that no 16-byte access fits
+    "odd": (1, 3, 8, 29),  # a width without 16-byte alignment
     "caption": (1, 226, 19, 8),  # the caption's production length
     "wide": (1, 2, 9, 300),  # several blocks of columns in the second stage
 }
 ROWS = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-# which of residual, branch bias, norm, norm weights
+# Whether there are a residual, a branch bias, a norm, norm weights.
 VARIANTS = {
     "whole": (True, True, True, True),
     "no-bias": (True, False, True, True),
@@ -62,7 +62,8 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def make_inputs(shape: tuple[int, ...], kind: tuple[bool, ...]) -> dict[str, Tensor | None]:
-    """Float64, by NAMES; what the variant lacks is None. Modulation as views of one tensor."""
+    """Draw float64 inputs by NAMES, None for what the variant lacks; modulation as views of one
+    tensor."""
     b, text, video, m = shape
     has_residual, has_branch_bias, has_norm, has_affine = kind
     modulation = draw(b, 2, 6, m, seed=1).unbind(2)
@@ -81,7 +82,7 @@ def make_inputs(shape: tuple[int, ...], kind: tuple[bool, ...]) -> dict[str, Ten
 
 
 def formula(inputs: dict[str, Tensor | None], num_text: int) -> tuple[Tensor, Tensor | None]:
-    """h' and n, the vector of every row picked by its index."""
+    """Return h' and n; each row's modulation is picked by its index."""
     x, y, y_bias, gate, weight, bias, shift, scale = (inputs[name] for name in NAMES)
     of_row = [1] * num_text + [0] * (x.shape[1] - num_text)
     if y is not None:
@@ -97,7 +98,7 @@ def formula(inputs: dict[str, Tensor | None], num_text: int) -> tuple[Tensor, Te
 def expected(
     inputs: dict[str, Tensor | None], num_text: int, has_dout: bool = True
 ) -> tuple[list[Tensor | None], dict[str, Tensor], list[Tensor | None]]:
-    """Outputs h' and n, their cotangents, and float64 gradients by NAMES."""
+    """Return outputs h' and n, their cotangents, and float64 gradients by NAMES."""
     leaves = {k: None if v is None else v.clone().requires_grad_() for k, v in inputs.items()}
     outputs = formula(leaves, num_text)
     cotangents = [None if x is None else draw(*x.shape, seed=9 + i) for i, x in enumerate(outputs)]
@@ -110,7 +111,7 @@ def expected(
 
 
 def close(got: Tensor, want: Tensor, what: str, relative: float = 2e-6) -> None:
-    """Error against the largest value, as sums over rows lose what they cancel."""
+    """Compare the error with the largest value, because sums over rows cancel."""
     assert got.shape == want.shape, what
     scale = max(1.0, want.abs().max().item())
     error = (got.double() - want).abs().max().item()
@@ -118,7 +119,7 @@ def close(got: Tensor, want: Tensor, what: str, relative: float = 2e-6) -> None:
 
 
 def single(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Keeps strides, so that views of one modulation stay what they are."""
+    """Cast and keep strides, so that views of one modulation stay views of one layout."""
     return None if x is None else x.to(dtype)
 
 
@@ -152,9 +153,9 @@ def test_forward(forward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> Non
 
 
 def run_backward(backward, shape, kind, has_dout=True, frozen=(), dtype=torch.float32):
-    """The eight gradients by name, and what float64 says of them."""
+    """Return the eight gradients by name, and their float64 values."""
     inputs, num_text = make_inputs(shape, kind), shape[1]
-    if dtype != torch.float32:  # the values that the kernel sees are the formula's too
+    if dtype != torch.float32:  # the formula gets the rounded values that the kernel gets
         inputs = {k: None if v is None else v.to(dtype).double() for k, v in inputs.items()}
     (out, n), want, (dout, dn) = expected(inputs, num_text, has_dout)
     cast = {k: single(v, dtype) for k, v in inputs.items()}
@@ -186,7 +187,7 @@ def run_backward(backward, shape, kind, has_dout=True, frozen=(), dtype=torch.fl
 @pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
 def test_backward(backward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
     got, want = run_backward(backward, shape, kind)
-    if not kind[2]:  # the gradient of hidden is what came in
+    if not kind[2]:  # the gradient of hidden is the one that arrived
         assert got.pop("hidden").numel() == 0
     for name, x in got.items():
         if want[name] is None:
@@ -243,15 +244,17 @@ def test_any_number_of_programs_gives_the_gradients(programs: int | None) -> Non
 @triton_only
 @pytest.mark.parametrize("kind", ["whole", "first", "last"])
 def test_kernels_in_bf16(kind: str) -> None:
-    """Within one unit in the last place of what float64 makes of the same bf16 inputs; Triton's
-    interpreter cuts digits off where a GPU rounds."""
+    """Compare with float64 results of the same bf16 inputs: one unit in the last place.
+
+    Triton's interpreter truncates where a GPU rounds.
+    """
     inputs, num_text = make_inputs(SHAPES["one"], VARIANTS[kind]), 1
     inputs = {k: single(v, torch.bfloat16) for k, v in inputs.items()}
     out, n, _, _ = launch_forward(*inputs.values(), num_text, EPS)
     exact, _ = formula({k: single(v, torch.float64) for k, v in inputs.items()}, num_text)
     if kind != "first":
         torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=1e-6)
-    if kind != "last":  # of h' as it was rounded
+    if kind != "last":  # n is computed from the rounded h'
         rounded = dict.fromkeys(NAMES) | {
             "hidden": single(inputs["hidden"] if kind == "first" else out, torch.float64),
             **{k: single(inputs[k], torch.float64) for k in ("weight", "bias", "shift", "scale")},
@@ -280,7 +283,7 @@ def test_norm_weights_and_modulation_of_their_own_dtypes() -> None:
 
 @triton_only
 def test_rows_and_modulation_of_any_strides() -> None:
-    """Gradients arrive expanded or transposed, and rows may be part of something larger."""
+    """Gradients arrive expanded or transposed, and rows may be part of a larger tensor."""
     shape = SHAPES["one"]
     inputs = {k: single(v) for k, v in make_inputs(shape, VARIANTS["whole"]).items()}
     padded = {k: torch.cat([v, v], dim=-1)[..., : shape[3]] for k, v in inputs.items()}
@@ -314,14 +317,14 @@ def test_every_row_has_one_program_of_its_segment(rows: tuple[int, int], num_pro
     for count, programs in zip(rows, (text, video), strict=True):
         assert programs <= count
     busiest = max(-(-count // n) for count, n in zip(rows, (text, video), strict=True) if n)
-    # one program more for the short segment than its share costs the long one this much
+    # Bound: the shorter segment may get one program more than its share.
     assert busiest <= -(-sum(rows) // max(num_programs - 1, 1))
 
 
 def call(
     inputs: dict[str, Tensor | None], num_text: int, suffix: str = ""
 ) -> tuple[Tensor, Tensor | None]:
-    """The public function for what is given, or its reference -> h', n."""
+    """Call the public function for the given inputs, or its reference; return h' and n."""
     rows = [inputs[name] for name in NAMES[1:4]]
     norms = [inputs[name] for name in NAMES[4:]]
     if inputs["branch"] is None:
@@ -374,7 +377,7 @@ def test_one_output_alone(kind: str, used: int) -> None:
 
 
 def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch) -> None:
-    """LoRA: only hidden and branch want gradients, and the backward is asked for nothing else."""
+    """LoRA: only hidden and branch need gradients, and backward is asked for nothing else."""
     asked = []
     real = norm.backward_op
     monkeypatch.setattr(norm, "backward_op", lambda *x: asked.append(Backward(*x)) or real(*x))
@@ -388,7 +391,7 @@ def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch) -> None:
 
 
 def test_gated_residual_hands_its_gradient_on() -> None:
-    """No copy: what comes in for h' goes out for hidden."""
+    """The gradient of h' becomes the gradient of hidden without a copy."""
     inputs = {k: single(v) for k, v in make_inputs(SHAPES["one"], VARIANTS["last"]).items()}
     seen = []
     before = inputs["hidden"].requires_grad_() * 1
@@ -406,7 +409,7 @@ def test_gated_residual_hands_its_gradient_on() -> None:
 def test_low_precision_is_no_worse_than_the_reference(
     shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: str
 ) -> None:
-    """At most twice the error of the reference in that dtype, plus one unit in the last place of the
+    """Allow twice the reference's error in that dtype, plus one unit in the last place of the
     largest value."""
     inputs = make_inputs(shape, VARIANTS[kind])
     inputs = {k: None if v is None else v.to(device, dtype) for k, v in inputs.items()}
@@ -442,7 +445,7 @@ def test_opcheck(kind: str) -> None:
 
 
 class TwoHalves(nn.Module):
-    """The three functions as a block chains them."""
+    """Chain the three functions as a block does."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -1,4 +1,5 @@
-"""args.attention_backend: what is refused, what auto measures and takes, what a checkpoint keeps."""
+"""args.attention_backend: names that are refused, what auto measures and chooses, what a checkpoint
+stores."""
 
 from __future__ import annotations
 
@@ -12,20 +13,12 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.kernels import attention_backends, flash_attention
+from cogfast.kernels import attention_backends, attention_timing, flash_attention
 from cogfast.kernels.attention_backends import BACKENDS
+from cogfast.kernels.attention_timing import Measured, fastest, find_error, measure
 from cogfast.model.weights.run_checkpoint import newest_checkpoint, read_manifest
-from cogfast.train import attention_choice
 from cogfast.train.arguments import TrainArguments
-from cogfast.train.attention_choice import (
-    Measured,
-    check_attention,
-    choose_for_training,
-    fastest,
-    measure,
-    run_shape,
-    wrong_by,
-)
+from cogfast.train.attention_choice import check_attention, choose_for_training, run_shape
 from cogfast.train.process_groups import ProcessGroups
 from cogfast.train.trainer import Trainer
 from tests.tiny_run import losses, run_folder, write_clips, write_config
@@ -42,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_resolved():
-    """What a test makes a backend do must not stay known to the next one."""
+    """Forget the resolved backends: a test may have changed what can run."""
     yield
     flash_attention._runnable.cache_clear()
 
@@ -112,7 +105,7 @@ def test_the_look_at_some_rows_sees_all_of_them() -> None:
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
     dout = torch.randn(SHAPE, generator=generator)
-    assert wrong_by("flash", qkv, dout) is None
+    assert find_error("flash", qkv, dout) is None
     for row in (0, -1):
 
         def forward(q: Tensor, k: Tensor, v: Tensor, row: int = row) -> tuple[Tensor, Tensor]:
@@ -122,11 +115,11 @@ def test_the_look_at_some_rows_sees_all_of_them() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=forward))
-            assert wrong_by("flash", qkv, dout).startswith("out is wrong")
+            assert find_error("flash", qkv, dout).startswith("out is wrong")
 
 
 class Bench:
-    """Stands in for the measuring of a GPU: a table of times, and what was asked."""
+    """Replace the measurements on a GPU by a table of times, and record what was asked."""
 
     def __init__(self, times: dict[str, float]) -> None:
         self.times, self.asked = times, []
@@ -140,7 +133,7 @@ class Bench:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
-    """choose_for_training as a machine with an H100 sees it, with a table of times."""
+    """Call choose_for_training as on a machine with an H100, with a table of times."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -148,7 +141,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
 
     def choose(times: dict[str, float], *words: str, stored: str | None = None):
         bench = Bench(times)
-        monkeypatch.setattr(attention_choice, "measure", bench)
+        monkeypatch.setattr(attention_timing, "measure", bench)
         config = load_config([base], ["args.bf16=true", *words])
         args = TrainArguments.from_config(config)
         model = trainer_model(config)
@@ -169,7 +162,7 @@ def test_auto_measures_once_and_takes_the_fastest(on_gpu, caplog) -> None:
     caplog.set_level(logging.INFO)
     name, bench = on_gpu({"cudnn": 3.0, "flash": 2.0, "efficient": 9.0})
     assert name == "flash"
-    # 4 samples of 3 latent frames of 4 x 4, patches of 2 x 2, and 8 text rows
+    # 4 samples of 3 latent frames of 4 x 4 in patches of 2 x 2, and 8 text rows.
     assert set(bench.asked) == {
         (n, (4, 3 * 4 + 8, 2, 16), torch.bfloat16) for n in BACKENDS if n != "math"
     }
@@ -189,7 +182,9 @@ def test_the_checkpoints_choice_is_kept(on_gpu, caplog) -> None:
 
 
 @pytest.mark.parametrize(("stored", "reason"), [("fa3", "no flash_attn"), ("fa9", "no such")])
-def test_a_choice_that_cannot_run_is_made_anew(on_gpu, caplog, stored: str, reason: str) -> None:
+def test_a_stored_choice_that_cannot_run_is_replaced(
+    on_gpu, caplog, stored: str, reason: str
+) -> None:
     name, bench = on_gpu({"cudnn": 3.0}, stored=stored)
     assert name == "cudnn" and bench.asked
     assert f"the checkpoint's {stored} cannot run here" in caplog.text and reason in caplog.text
@@ -205,7 +200,7 @@ def test_a_name_is_taken_as_it_is(on_gpu, caplog) -> None:
 def test_the_shape_is_that_of_the_runs_attention(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the op is given in a real step; the clips are half as high as the model's table."""
+    """The op gets this shape in a real step; the clips are half as high as the model's table."""
     seen = set()
 
     def spy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +218,7 @@ def test_the_shape_is_that_of_the_runs_attention(
 def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """math and flash round differently, so a run that changed over in the middle would show."""
+    """math and flash round differently, so a run that changed its backend would show it."""
     caplog.set_level(logging.INFO)
 
     def train(save: Path, *words: str) -> Trainer:
@@ -287,7 +282,7 @@ def test_a_name_that_cannot_run_says_what_can(
 def test_a_deterministic_run_may_not_name_cudnn(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told before torch is asked to be deterministic, and before any GPU work."""
+    """The error comes before torch is set to be deterministic and before any GPU work."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)

@@ -1,5 +1,5 @@
-"""What the GPU backends hand to their libraries, seen without a GPU: PyTorch's operators on tensors
-without data, and stand-ins with the parameters of flash-attn 2.8.3, 3 and 4.0.0b36."""
+"""Arguments that the GPU backends pass to their libraries, checked without a GPU: PyTorch's
+operators on meta tensors, and stand-ins with the parameters of flash-attn 2.8.3, 3 and 4.0.0b36."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels import attention_backends
-from cogfast.kernels.attention_backends import BACKENDS
-from cogfast.kernels.plain_attention import plain_backward, plain_forward
+from cogfast.kernels.attention_backends import BACKENDS, plain_backward, plain_forward
 
 SHAPE = (2, 37, 3, 16)
 
 
 def draw(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k dense, v a part of packed qkv, a cotangent."""
+    """Draw dense q and k, v as a part of packed qkv, and a cotangent."""
     generator = torch.Generator().manual_seed(0)
     b, s, h, d = SHAPE
     rand = lambda *size: torch.randn(size, generator=generator).to(device, dtype)
@@ -40,7 +39,7 @@ def test_torchs_operators_take_what_they_are_given(name: str, dtype: torch.dtype
 
 
 def test_efficients_backward_gets_whole_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel reads 32 rows of lse at a time; those that are not there weigh exp(-inf)."""
+    """Its kernel reads 32 rows of lse at a time; padded rows have the weight exp(-inf)."""
     given = {}
 
     def backward(*arguments):
@@ -73,7 +72,7 @@ BACKWARD = {
     "fa4": "q k v out dout lse =softmax_scale =causal =softcap =window_size_left =window_size_right "
     "=deterministic =dq =dk =dv",
 }
-# what version 3 registers, without what stands at its default
+# The schemas that version 3 registers, without arguments that keep their default.
 FA3_FORWARD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor? q_v = None, "
     "Tensor(out!)? out = None, float? softmax_scale = None, bool is_causal = False, "
@@ -88,7 +87,7 @@ FA3_BACKWARD = (
 
 
 def bind(parameters: str, arguments: tuple, named: dict) -> dict[str, object]:
-    """The arguments by name, as Python gives them to a function of those parameters."""
+    """Bind arguments to parameters as Python does, and return them by name."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature(
         inspect.Parameter(p.lstrip("="), kind, default=None if "=" in p else inspect._empty)
@@ -99,7 +98,8 @@ def bind(parameters: str, arguments: tuple, named: dict) -> dict[str, object]:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict]]:
-    """Stand-ins that compute in plain arithmetic; the arguments of the last calls, by name."""
+    """Install stand-ins that compute in plain arithmetic; yield the arguments of the last calls by
+    name."""
     calls: dict[str, dict] = {}
 
     def forward(name: str, *arguments: Tensor, **named: object) -> tuple:
@@ -143,7 +143,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict]]:
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_flash_attn_packages(given: dict, name: str, is_deterministic: bool) -> None:
-    torch.use_deterministic_algorithms(is_deterministic)  # the fixture of every test sets it back
+    torch.use_deterministic_algorithms(is_deterministic)  # a fixture of all tests resets it
     q, k, v, dout = draw()
     out, lse = BACKENDS[name].forward(q, k, v)
     gradients = BACKENDS[name].backward(dout, q, k, v, out, lse)
@@ -152,10 +152,10 @@ def test_flash_attn_packages(given: dict, name: str, is_deterministic: bool) -> 
     plain = plain_backward(dout, q, k, v, out, lse)
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
     for way in ("forward", "backward"):
-        assert given[way]["v"].data_ptr() == v.data_ptr()  # no copy of the part of packed qkv
+        assert given[way]["v"].data_ptr() == v.data_ptr()  # v was not copied
         assert given[way]["v"].stride() == v.stride()
         assert given[way]["softmax_scale"] == 16**-0.5
-    # an argument at its default is left out of what an operator's implementation is given
+    # The dispatcher leaves out arguments that have their default value.
     assert given["backward"].get("deterministic", False) is is_deterministic
     assert not given["forward"].get("causal") and not given["forward"].get("is_causal")
     if name == "fa2":

@@ -1,4 +1,4 @@
-"""bench.ops at small sizes on the CPU: what is counted, what is refused, who is compared with."""
+"""bench.ops at small sizes on the CPU: byte counts, refusals and the peers it compares with."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAIN, ROTARY = TINY_SHAPES
 
 
 def small_set(settings: Settings) -> list:
-    """A block's ops with rotation, the update with clipping and copy."""
+    """Return a block's ops with rotation, and the update with clipping and copy."""
     adam = optimizer_benches(settings)[2]
     return [adam, *(OpBench(settings, op, ROTARY) for op in OPS)]
 
@@ -99,8 +99,10 @@ def test_rates_follow_from_bytes_and_times(measured) -> None:
 def test_every_peer_is_timed_or_says_why_not(measured) -> None:
     reasons = {
         "needs a GPU": {
-            *("Liger LayerNorm", "apex FusedLayerNorm"),
-            *("DeepSpeed FusedAdam + lerp", "apex FusedAdam + lerp"),
+            "Liger LayerNorm",
+            "apex FusedLayerNorm",
+            "DeepSpeed FusedAdam + lerp",
+            "apex FusedAdam + lerp",
         }
     }
     for row in measured.rows:
@@ -125,7 +127,7 @@ def test_bars_are_marked_with_the_goals(measured) -> None:
 
 
 def test_bytes_of_the_shapes_that_count() -> None:
-    """As performance is planned: 273, 437 MB for the fused norm, a unit of 277 MB at 1.5-5B."""
+    """The planned sizes: 273 and 437 MB for the fused norm, a unit of 277 MB at 1.5-5B."""
     of_2b, of_5b, of_15 = (bytes_of(RESIDUAL_NORM, "forward", shape) for shape in SHAPES)
     assert (of_2b, of_5b) == (4 * 17776 * 1920 * 2, 4 * 17776 * 3072 * 2)
     assert of_15 == 4 * 45104 * 3072 * 2
@@ -135,7 +137,7 @@ def test_bytes_of_the_shapes_that_count() -> None:
 
 
 def bent(function, change):
-    """The op with its outputs changed."""
+    """Return the op with its outputs changed."""
     return lambda *arguments, **words: change(function(*arguments, **words))
 
 
@@ -260,7 +262,7 @@ def package(monkeypatch, name: str, **contents) -> None:
 
 
 class _ForeignNorm(nn.LayerNorm):
-    """Takes the arguments of Liger's and of apex's."""
+    """Take the arguments of Liger's and apex's norms."""
 
     def __init__(self, width: int, eps: float, bias: bool = True) -> None:
         super().__init__(width, eps=eps, bias=bias)
@@ -303,8 +305,8 @@ def test_the_sweep_tells_the_best_next_to_what_is_used(monkeypatch) -> None:
     right = OpBench.check
 
     def check(self, at_small_shapes: bool = True) -> list[str]:
-        """As if gelu's forward with a tile of two rows were wrong."""
-        launcher = gelu.launch_gelu
+        """Report gelu's forward with a tile of two rows as wrong."""
+        launcher = gelu.launch_forward
         checked.append(launcher)
         launch = launcher.keywords["launch"] if hasattr(launcher, "keywords") else None
         wrong = ["wrong"] if launch is not None and launch.rows == 2 else []
@@ -314,18 +316,18 @@ def test_the_sweep_tells_the_best_next_to_what_is_used(monkeypatch) -> None:
     outcome = launch_sweep.sweep_launches(TINY)
     assert outcome.problems == []
     forward, backward, adam = outcome.rows
-    num_wrong = sum(launch.rows == 2 for launch in gelu.FORWARD_CANDIDATES)
+    num_wrong = sum(launch.rows == 2 for launch in launch_sweep.GELU_FORWARD)
     assert len(forward["candidates_that_fail"]) == num_wrong > 0
-    assert len(forward["candidates_ms"]) == len(gelu.FORWARD_CANDIDATES) - num_wrong
-    assert len(backward["candidates_ms"]) == len(gelu.BACKWARD_CANDIDATES)
-    assert set(adam["candidates_ms"]) == {str(x) for x in launch_sweep.ADAM_CANDIDATES}
+    assert len(forward["candidates_ms"]) == len(launch_sweep.GELU_FORWARD) - num_wrong
+    assert len(backward["candidates_ms"]) == len(launch_sweep.GELU_BACKWARD)
+    assert set(adam["candidates_ms"]) == {str(x) for x in launch_sweep.ADAM}
     for row in outcome.rows:
         assert (
             row["best_ms"]
             == row["candidates_ms"][row["best"]]
             == min(row["candidates_ms"].values())
         )
-    assert not hasattr(gelu.launch_gelu, "keywords"), "the launcher is back"
+    assert not hasattr(gelu.launch_forward, "keywords"), "the launcher is restored"
 
 
 def read_names(function: ast.FunctionDef) -> set[str]:
@@ -336,11 +338,11 @@ def test_what_the_sweep_swaps_is_looked_up_at_every_launch() -> None:
     swaps = [
         swap for choice in CHOICES for swap in choice.swaps(choice.candidates(SHAPES[0].width)[0])
     ]
-    swaps += launch_sweep.swaps_of_adam(launch_sweep.ADAM_CANDIDATES[0])
+    swaps += launch_sweep.swaps_of_adam(launch_sweep.ADAM[0])
     for module, name, _ in swaps:
         tree = ast.parse(inspect.getsource(module))
         bodies = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != name]
-        users = [f.name for f in bodies if name in read_names(f) and f.name != "compile_cases"]
+        users = [f.name for f in bodies if name in read_names(f)]
         assert users, f"{module.__name__}.{name} is bound when the module is imported"
     before = [vars(module)[name] for module, name, _ in swaps]
     with taking(swaps[:1]):
@@ -355,7 +357,7 @@ def test_what_the_sweep_swaps_is_looked_up_at_every_launch() -> None:
 )
 def test_pytest_benchmark_keeps_the_same_figures(tmp_path: Path) -> None:
     out = tmp_path / "ops.json"
-    # xdist's mark on its workers would keep pytest-benchmark from measuring
+    # pytest-benchmark does not measure in a worker of xdist, which it recognizes by these variables.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:xdist", "-rs"]

@@ -1,4 +1,4 @@
-"""One block as torch.compile sees it, and on both kinds of kernels: the same numbers."""
+"""One block under torch.compile and on both choices of kernels: the same numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRID = TokenGrid(2, 3, 4)
 
 
 def make_block(**options: bool) -> Block:
-    """A block whose every weight is drawn: PyTorch's defaults leave norms at one and zero."""
+    """Make a block with random weights: by default PyTorch sets norms to one and zero."""
     torch.manual_seed(1)
     block = Block(WIDTH, HEADS, CONDITIONING, kernels=choose_kernels(), **options)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def draw_inputs() -> tuple[Tensor, Tensor, int, Rotation]:
 
 
 def run(block: torch.nn.Module, *inputs) -> list[Tensor]:
-    """The output and every gradient: of hidden, of the conditioning, of each parameter."""
+    """Return the output and every gradient: of hidden, of the conditioning, of each parameter."""
     hidden, conditioning = (x.clone().requires_grad_() for x in inputs[:2])
     block.zero_grad()
     out = block(hidden * 1.0, conditioning, *inputs[2:])
@@ -60,7 +60,8 @@ def run(block: torch.nn.Module, *inputs) -> list[Tensor]:
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
-        # the floor: without rotation a shift of all keys changes nothing, its gradient is rounding
+        # The floor: without rotation the key bias changes nothing, and its gradient is rounding
+        # error.
         tolerance = 1e-6 + 4e-6 * b.abs().max().item()
         torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=0)
 
@@ -82,7 +83,7 @@ def test_a_compiled_block_gives_the_eager_numbers(has_lora: bool) -> None:
     assert_same(run(block, *inputs), want)
 
 
-# has a rotation, head norms, weights of the norms
+# Whether there are a rotation, head norms, weights of the norms.
 VARIANTS = {
     "5b": (True, True, True),
     "2b": (False, True, True),
@@ -108,15 +109,21 @@ def test_kernels_give_the_numbers_of_plain_pytorch(where: str, variant: str) -> 
 
 @pytest.mark.slow  # a hundred compilations
 def test_every_launch_compiles() -> None:
-    """Arguments that are 1, or multiples of 16, become constants and hints on a GPU, which the
-    interpreter does not show."""
+    """On a GPU arguments that are 1 or multiples of 16 become constants and hints; the interpreter
+    does not show that."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     words = [sys.executable, "-m", "tests.triton_on_cpu"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {
-        *("_fwd_kernel", "_bwd_kernel", "_sum_kernel"),
-        *("qk_norm_rope3d_fwd_kernel", "qk_norm_rope3d_bwd_kernel"),
-        *("_gelu_fwd_kernel", "_gelu_bwd_kernel", "_gelu_dbias_kernel"),
-        *("_factors_kernel", "_ema_adam_kernel"),
+        "adaptive_layernorm_fwd_kernel",
+        "adaptive_layernorm_bwd_kernel",
+        "adaptive_layernorm_sum_kernel",
+        "qk_norm_rope3d_fwd_kernel",
+        "qk_norm_rope3d_bwd_kernel",
+        "gelu_fwd_kernel",
+        "gelu_bwd_kernel",
+        "gelu_dbias_kernel",
+        "ema_adam_factors_kernel",
+        "ema_adam_kernel",
     }

@@ -1,4 +1,5 @@
-"""args.kernels and args.compile: the same training on each, and what they need of the machine."""
+"""args.kernels and args.compile: training gives the same numbers on each choice; what each needs
+installed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch._dynamo
 from safetensors.torch import load_file
 
 from cogfast.config import load_config
-from cogfast.kernels import argument_checks as launch
+from cogfast.kernels.gpu import launch
 from cogfast.train import compilers
 from cogfast.train.preflight import check_sample, check_train
 from cogfast.train.trainer import Trainer
@@ -24,9 +25,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, data: Path, **args: object) -> tuple[list[float], list[str]]:
-    """The numbers of every line of metrics.jsonl, in order, and the parameters' names."""
+    """Train; return the numbers of every line of metrics.jsonl, in order, and the parameters'
+    names."""
     base = write_config(
-        *(folder / "base.yaml", data),
+        folder / "base.yaml",
+        data,
         train_iters=4,
         valid_data=[str(data)],
         eval_interval=2,
@@ -46,18 +49,20 @@ def train(folder: Path, data: Path, **args: object) -> tuple[list[float], list[s
 
 
 def sampled(folder: Path) -> torch.Tensor:
-    """The latents of the last evaluation."""
+    """Return the latents of the last evaluation."""
     (file,) = (run_folder(folder / "runs") / "samples" / "step-00000004").glob("*.safetensors")
     (latents,) = load_file(file).values()
     return latents
 
 
 @pytest.mark.slow  # Inductor compiles C++
-@torch._dynamo.config.patch(recompile_limit=1)  # a run sets its own
+@torch._dynamo.config.patch(recompile_limit=1)  # a run raises the limit
 def test_training_is_the_same_on_every_choice(tmp_path: Path, data: Path) -> None:
-    """Losses, gradient norms, held-out losses and samples of one run, three ways. The compiled run
-    recomputes activations, and meets another batch size, one sample beside its guidance copy, and
-    no gradients while it evaluates."""
+    """Compare losses, gradient norms, held-out losses and samples of one run, three ways.
+
+    The compiled run recomputes activations and, while it evaluates, meets another batch size, one
+    sample beside its guidance copy, and no gradients.
+    """
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()

@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that need not be there: the limits beside them hold, and can fail."""
+"""Kernels compiled for GPUs that are not there: their limits hold, and a broken limit is reported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.compile_report import FILES, cases_of, count_instructions, count_resident
+from bench.compile_report import count_instructions, count_resident
+from bench.kernel_ops.compile_cases import CASES
 from tests.tiny_run import ROOT
 
-# Kernels whose figures are known, and limits that they keep or break.
+# Kernels with known figures, and limits that they keep or break.
 TOY = '''
 from dataclasses import replace
 
-from cogfast.kernels.argument_checks import CompileCase, jit, tl
+from bench.kernel_ops.compile_cases import CompileCase
+from cogfast.kernels.gpu.launch import jit, tl
 
 
 @jit
@@ -90,15 +92,17 @@ def compile_cases():
 
 
 def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, dict, str]:
-    """Exit status, rows by (file, case, arch) and what was printed, of a child that may compile.
+    """Run the report in a child process; return its exit status, its rows by (op, case, arch) and
+    its output.
 
-    Triton keeps what it has compiled, by source and version, in the user's cache."""
+    Triton caches compiled kernels by source and version in the user's cache.
+    """
     start = ["-c", code] if code else ["-m", "bench.compile_report"]
     out = folder / "report.json"
     done = subprocess.run(
         [sys.executable, *start, *words, "--out", str(out)],
         cwd=ROOT,
-        # TRITON_INTERPRET is set in tests: the program must get rid of it itself
+        # Tests set TRITON_INTERPRET: the program must remove it.
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
@@ -106,7 +110,7 @@ def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, d
     )
     assert out.is_file(), done.stdout[-2000:] + done.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
-    return done.returncode, {(r["file"], r["case"], r["arch"]): r for r in rows}, done.stdout
+    return done.returncode, {(r["op"], r["case"], r["arch"]): r for r in rows}, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -116,25 +120,25 @@ def toy(tmp_path_factory) -> tuple[int, dict, str]:
     code = (
         "import os, sys; os.environ.pop('TRITON_INTERPRET', None)\n"
         "from bench import compile_report\n"
-        "compile_report.FILES['toy'] = 'toy_kernels'\n"
+        "import toy_kernels\n"
+        "compile_report.CASES['toy'] = toy_kernels.compile_cases\n"
         "sys.exit(compile_report.main())"
     )
     return run(["--op", "toy", "--arch", "90", "80"], folder, code)
 
 
-def test_a_broken_limit_is_told(toy) -> None:
+def test_a_broken_limit_is_reported(toy) -> None:
     status, rows, printed = toy
     assert status == 1
     over = {case: row["over"] for (_, case, arch), row in rows.items() if arch == 90}
     assert over["wide"] == over["shared"] == over["ragged, not held"] == []
-    # 8 elements a thread, one by one
+    # 8 accesses of one element per thread.
     assert over["ragged"] == ["narrow_loads 8 > 0", "narrow_stores 8 > 0"]
     registers = rows["toy", "few registers", 90]["registers"]
     assert over["few registers"] == [f"registers {registers} > 8"]
     shared = rows["toy", "shared", 90]["shared_bytes"]
-    assert (
-        over["little shared"] == [f"shared_bytes {shared} > 4"] and shared == 16
-    )  # a float32 a warp
+    assert over["little shared"] == [f"shared_bytes {shared} > 4"]
+    assert shared == 16  # a float32 of each warp
     assert [text.split()[0] for text in over["spills"]] == ["stack_bytes", "local_accesses"]
     (text,) = over["no argument"]
     assert text.startswith("does not compile: ValueError: missing ['factor', 'num', 'x_ptr'")
@@ -178,8 +182,8 @@ def test_instructions_are_counted_by_kind() -> None:
         /*00c0*/                   NOP;
 """
     counts = count_instructions(listing)
-    told = {key: value for key, value in counts.items() if value}
-    assert told == {
+    nonzero = {key: value for key, value in counts.items() if value}
+    assert nonzero == {
         **{"wide_loads": 2, "loads": 4, "async_loads": 2, "wide_stores": 1, "stores": 2, "tma": 1},
         **{"barriers": 1, "atomics": 1, "instructions": 12},
     }
@@ -189,7 +193,7 @@ def test_instructions_are_counted_by_kind() -> None:
     ("registers", "num_warps", "shared", "arch", "resident"),
     [
         (64, 8, 0, 90, 4),  # 65,536 registers / (64 * 256)
-        (65, 8, 0, 90, 3),  # 72 are handed out
+        (65, 8, 0, 90, 3),  # 72 are allocated
         (32, 8, 0, 90, 8),  # 64 warps
         (16, 1, 0, 90, 32),  # programs
         (32, 4, 100 * 1024, 90, 2),  # 2 of 101 KB in 228
@@ -204,7 +208,7 @@ def test_programs_per_multiprocessor(registers, num_warps, shared, arch, residen
 def check_all(arches: list[str], folder: Path) -> None:
     status, rows, printed = run(["--arch", *arches], folder)
     assert status == 0, printed
-    expected = {(name, case.name) for name, module in FILES.items() for case in cases_of(module)}
+    expected = {(op, case.name) for op, make in CASES.items() for case in make()}
     assert {(name, case) for name, case, _ in rows} == expected
     assert len(rows) == len(arches) * len(expected), "two cases of one name"
     for row in rows.values():

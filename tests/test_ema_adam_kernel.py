@@ -1,5 +1,5 @@
-"""FusedEmaAdam's Triton kernels: many tensors of all kinds in one launch, the table of their
-addresses, and offsets that 32 bits do not hold."""
+"""FusedEmaAdam's Triton kernels: many tensors in one launch, the table of their addresses, and
+offsets beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use
 
 
 def unaligned(x: Tensor, offset: int) -> Tensor:
-    """x at an address `offset` elements past a multiple of 16 bytes."""
+    """Copy x to an address `offset` elements past a multiple of 16 bytes."""
     storage = torch.full((x.numel() + offset + 16,), 1234.0, dtype=x.dtype)
     skipped = -(storage.data_ptr() // x.element_size()) % 16
     view = storage[skipped + offset :][: x.numel()] if skipped + offset <= 16 else None
@@ -54,7 +54,7 @@ def draw_streams(
 
 
 def expected_of(t: AdamStreams, scale: float = 1.0) -> list[Tensor]:
-    """p, m, v, shadow in float64, of OPTIONS."""
+    """Return p, m, v, shadow after one update with OPTIONS, in float64."""
     step = t.step.item() + 1
     p, m, v, shadow = (x.double() for x in (t.p, t.m, t.v, t.shadow))
     decay = min(0.99, (1 + step) / (10 + step))
@@ -65,11 +65,11 @@ def expected_of(t: AdamStreams, scale: float = 1.0) -> list[Tensor]:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    # One rounding of numbers up to 4.
+    # One rounding error of numbers up to 4.
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=3e-7)
 
 
-# One element, a prime, a whole block, one more, several; empty tensors take no program.
+# One element, none, a prime, a full block, one more, several blocks; empty tensors take no program.
 LENGTHS = [1, 0, 1021, BLOCK, BLOCK + 1, 3 * BLOCK + 8]
 
 
@@ -80,7 +80,7 @@ LENGTHS = [1, 0, 1021, BLOCK, BLOCK + 1, 3 * BLOCK + 8]
     ids=["fp32", "fp32-copy", "bf16-copy", "fp16-copy"],
 )
 def test_many_tensors_in_one_launch(g_dtype: torch.dtype, has_copy: bool, offset: int) -> None:
-    """Every tensor with its own count; neighbours in memory stay as they are."""
+    """Every tensor has its own count; neighbours in memory are not written."""
     streams = draw_streams(LENGTHS, g_dtype, has_copy, offset)
     expected = [expected_of(t, scale=0.5) for t in streams]
     table = TensorTable()
@@ -113,7 +113,7 @@ def test_found_inf_leaves_every_bit(flag: float | bool) -> None:
 
 
 def test_more_tensors_than_a_program_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ema_adam_kernel, "_STEP_BLOCK", 4)
+    monkeypatch.setattr(ema_adam_kernel, "STEP_BLOCK", 4)
     streams = draw_streams([3] * 9, torch.float32, has_copy=False)
     expected = [expected_of(t) for t in streams]
     table = TensorTable()
@@ -124,7 +124,7 @@ def test_more_tensors_than_a_program_counts(monkeypatch: pytest.MonkeyPatch) -> 
             close(actual, e)
 
 
-def test_table_is_made_anew_only_when_a_tensor_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_rebuilt_only_when_a_tensor_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     uploads: list[Tensor] = []
     upload = ema_adam_kernel._upload
     monkeypatch.setattr(
@@ -139,7 +139,7 @@ def test_table_is_made_anew_only_when_a_tensor_has_moved(monkeypatch: pytest.Mon
     assert [x.tolist() for x in uploads[:1]] == [[1, 1]] and len(uploads) == 2
     optimizer.step()
     assert len(uploads) == 2
-    held, params[1].grad = params[1].grad, torch.randn(7)  # elsewhere in memory
+    held, params[1].grad = params[1].grad, torch.randn(7)  # at another address
     optimizer.step()
     assert len(uploads) == 3, "addresses, not the map of blocks"
     params[0].grad = None
@@ -169,7 +169,7 @@ def test_mixed_parameters_take_one_launch_for_each_kind(monkeypatch: pytest.Monk
 
 
 def test_blocks_of_tensors_beyond_32_bits() -> None:
-    """5B's flat partition at one process has 5.57e9 elements: its blocks and all after it."""
+    """The flat partition of 5B at one process has 5.57e9 elements."""
     n = 5_570_000_000
     counts, first = blocks_of([3, n, 0, BLOCK, n])
     assert counts == [1, 5_439_454, 0, 1, 5_439_454]
@@ -178,7 +178,7 @@ def test_blocks_of_tensors_beyond_32_bits() -> None:
 
 
 def test_elements_beyond_32_bits(tmp_path: Path) -> None:
-    """The last blocks of a tensor of 2^31 + 1,500 elements, in files that are nearly all hole."""
+    """Update the last blocks of a tensor of 2^31 + 1,500 elements, in sparse files."""
     n = 2**31 + 1500
     first_block = 2**31 // BLOCK - 1  # the last that 32 bits hold
     start = first_block * BLOCK
@@ -199,7 +199,7 @@ def test_elements_beyond_32_bits(tmp_path: Path) -> None:
     table = TensorTable()
     table.hold([whole])
     assert table.num_blocks == first_block + 3
-    # The interpreter runs only these: the launch begins that much earlier in the tensor's count.
+    # The interpreter runs only these three blocks: program 0 is moved to the first of them.
     table.num_blocks = 3
     table.table[0, ema_adam_kernel._FIRST_BLOCK.value] = -first_block
     launch_ema_adam(table, **HYPER, **OPTIONS)
@@ -272,7 +272,7 @@ def test_on_a_gpu(kernels: str, offset: int) -> None:
 
 @gpu
 def test_steps_do_not_wait_and_fit_a_cuda_graph() -> None:
-    """The learning rate, the clip factor and the flag change between replays of one graph."""
+    """Learning rate, clip factor and flag change between replays of one graph."""
     params = [torch.randn(n, device="cuda", requires_grad=True) for n in (1000, 77)]
     twins = [p.detach().double().cpu() for p in params]
     for p in params:
@@ -283,7 +283,7 @@ def test_steps_do_not_wait_and_fit_a_cuda_graph() -> None:
     optimizer.param_groups[0]["lr"] = lr
     optimizer.gradient_scale = torch.ones((), device="cuda")
     optimizer.found_inf = torch.ones((), device="cuda")
-    optimizer.step()  # makes the state and the table, changes nothing
+    optimizer.step()  # creates the state and the table, changes nothing
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     optimizer.step()

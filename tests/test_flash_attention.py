@@ -1,4 +1,4 @@
-"""flash_attention and its backends against float64 formulas, its op under compile and checkpoint."""
+"""flash_attention and its backends against float64 formulas; its op under compile and checkpoint."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cogfast.kernels import attention_backends, plain_attention
-from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, why_not
+from cogfast.kernels import attention_backends
+from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, reason_unavailable
 from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_CPU = ("math", "flash")
-# one row; a prime number of rows and an odd width; two samples, and rows beyond a block of 32 or 64
+# One row; a prime number of rows and an odd width; two samples, and rows beyond a block of 32 or
+# 64.
 SHAPES = {"one": (1, 1, 2, 8), "prime": (1, 37, 1, 5), "two": (2, 67, 3, 16)}
 OP, OP_BACKWARD = torch.ops.cogfast.flash_attention, torch.ops.cogfast.flash_attention_backward
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k dense and v a part of packed qkv, as the model gives them, and a cotangent."""
+    """Draw dense q and k, v as a part of packed qkv as in the model, and a cotangent."""
     generator = torch.Generator().manual_seed(sum(shape))
     b, s, h, d = shape
     rand = lambda *size: torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
@@ -38,7 +39,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Ten
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, S, H, D] and lse [B, H, S], in float64."""
+    """Return out [B, S, H, D] and lse [B, H, S] in float64."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
     return torch.einsum("bhij,bjhd->bihd", weights, v), scores.exp().sum(-1).log()
@@ -52,7 +53,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]
 
 
 def raw(backend: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """What the two ops give, called as they are."""
+    """Call the two ops directly."""
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = OP(q, k, v, backend)
     gradients = OP_BACKWARD(dout, q, k, v, out, lse, backend)
@@ -82,7 +83,7 @@ def test_op_in_float64(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", [None, *ON_CPU])
 def test_half_precision(backend: str | None, dtype: torch.dtype) -> None:
-    """Twice the error of plain arithmetic in that dtype, and a quarter of its spacing."""
+    """Allow twice the error of plain arithmetic in that dtype, plus a quarter of its spacing."""
     *qkv, dout = draw((2, 130, 2, 64), dtype)
     want = expected(*qkv, dout)
     floor = torch.finfo(dtype).eps / 4
@@ -113,7 +114,7 @@ def test_autograd(backend: str | None, shape: tuple[int, ...]) -> None:
 
 
 def test_a_broadcast_cotangent_and_a_frozen_input() -> None:
-    """The gradient of a sum is one number, expanded; an input may want none."""
+    """The gradient of a sum is one expanded number; an input may need no gradient."""
     q, k, v, _ = draw((1, 20, 2, 8), torch.float32)
     k.requires_grad_(False)
     dq, dv = torch.autograd.grad(flash_attention(q, k, v, "flash").sum(), (q, v))
@@ -123,8 +124,8 @@ def test_a_broadcast_cotangent_and_a_frozen_input() -> None:
 
 
 def test_math_takes_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 x 3 heads of 67 rows, four at a time and then two."""
-    monkeypatch.setattr(plain_attention, "_MAX_SCORES", 4 * 67**2 + 1)
+    """2 x 3 heads of 67 rows are taken as four and two."""
+    monkeypatch.setattr(attention_backends, "_MAX_SCORES", 4 * 67**2 + 1)
     inputs = draw(SHAPES["two"], torch.float32)
     want = expected(*inputs)
     for name, value in raw("math", *inputs).items():
@@ -137,7 +138,7 @@ def test_opcheck(backend: str) -> None:
     torch.library.opcheck(OP, (*qkv, backend))
     q, k, v = (x.detach() for x in qkv)
     out, lse = OP(q, k, v, backend)
-    # its own gradient does not exist
+    # The backward op has no gradient of its own to check.
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(OP_BACKWARD, (dout, q, k, v, out, lse, backend), test_utils=checks)
 
@@ -146,7 +147,7 @@ def test_opcheck(backend: str) -> None:
     ("dtype", "compiler"), [(torch.float32, "inductor"), (torch.bfloat16, "aot_eager")], ids=str
 )
 def test_compiled(dtype: torch.dtype, compiler: str) -> None:
-    """One graph, with the numbers of the eager one."""
+    """One graph gives the numbers of eager mode."""
     q, k, v, dout = draw((2, 24, 2, 16), dtype)
     run = lambda q, k, v: flash_attention(2 * q, k, v)
     compiled = torch.compile(run, fullgraph=True, backend=compiler)
@@ -158,7 +159,7 @@ def test_compiled(dtype: torch.dtype, compiler: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of the two ops."""
+    """Record the calls of the two ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_checkpointing_can_keep_out_and_lse() -> None:
-    """Recomputed is the product around the op, not the op."""
+    """The functions around the op are recomputed, not the op."""
     q, k, v, dout = draw((1, 16, 2, 8), torch.float32)
 
     def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -237,7 +238,7 @@ H100 = {"capability": (9, 0), "cudnn": 91900, "modules": ()}
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
-    """Makes why_not see a GPU of that kind and packages of those names, without either."""
+    """Make reason_unavailable see a GPU of that kind and packages of those names, without either."""
 
     def pretend(capability: tuple[int, int], cudnn: int, modules: tuple[str, ...]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -281,34 +282,37 @@ def test_what_runs_on_a_gpu(gpu, machine: dict, dtype: torch.dtype, width: int, 
     assert attention_backends.default_backend(GPU, dtype, width) == runs[0]
 
 
-def test_why_not_on_a_gpu(gpu) -> None:
+def test_reasons_on_a_gpu(gpu) -> None:
     gpu(**{**H100, "capability": (8, 6)})
-    assert why_not("fa3", GPU, BF16, 64) == "it needs a GPU of compute capability 9.0, this is 8.6"
-    assert why_not("flash", GPU, FP32, 64) == "it takes bfloat16, float16, not float32"
+    assert (
+        reason_unavailable("fa3", GPU, BF16, 64)
+        == "it needs a GPU of compute capability 9.0, this is 8.6"
+    )
+    assert reason_unavailable("flash", GPU, FP32, 64) == "it takes bfloat16, float16, not float32"
     wanted = "it takes head widths that are multiples of 8 up to 128, not 192"
-    assert why_not("cudnn", GPU, BF16, 192) == wanted
-    assert "flash_attn_interface does not import" in why_not("fa2", GPU, BF16, 64)
+    assert reason_unavailable("cudnn", GPU, BF16, 192) == wanted
+    assert "flash_attn_interface does not import" in reason_unavailable("fa2", GPU, BF16, 64)
     gpu(**{**H100, "cudnn": 91400})
-    assert why_not("cudnn", GPU, BF16, 64) == "cuDNN 91400 is older than 9.15.1 (91501)"
+    assert reason_unavailable("cudnn", GPU, BF16, 64) == "cuDNN 91400 is older than 9.15.1 (91501)"
 
 
 def test_deterministic_runs_do_without_cudnn(gpu) -> None:
     gpu(**{**H100, "modules": ("flash_attn.cute.interface",)})
-    torch.use_deterministic_algorithms(True)  # the fixture of every test sets it back
-    assert "do not repeat bit for bit" in why_not("cudnn", GPU, BF16, 64)
+    torch.use_deterministic_algorithms(True)  # a fixture of all tests resets it
+    assert "do not repeat bit for bit" in reason_unavailable("cudnn", GPU, BF16, 64)
     assert backends_that_run(GPU, BF16, 64) == ["flash", "efficient", "fa4", "math"]
     gpu(**{**H100, "capability": (12, 0), "modules": ("flash_attn.cute.interface",)})
-    assert "do not repeat bit for bit" in why_not("fa4", GPU, BF16, 64)
+    assert "do not repeat bit for bit" in reason_unavailable("fa4", GPU, BF16, 64)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
-    """Off-block rows and two samples; twice the error of plain arithmetic, and a floor."""
-    reason = why_not(backend, GPU, dtype, 64)
+    """Off-block rows and two samples; allow twice the error of plain arithmetic, plus a floor."""
+    reason = reason_unavailable(backend, GPU, dtype, 64)
     if reason is not None:
-        pytest.skip(reason)  # the backend is not installed, or refuses this dtype: see why_not
+        pytest.skip(reason)  # the backend is not installed, or does not support this dtype
     *qk, v, dout = (x.detach().cuda() for x in draw((2, 333, 3, 64), dtype))
     qkv = [*qk, torch.stack([v] * 3, dim=2)[:, :, 2]]  # packed, as the model has it
     want = expected(*qkv, dout)

@@ -1,4 +1,4 @@
-"""FusedEmaAdam against the stored float64 numbers, its own counters, skips and passes over memory."""
+"""FusedEmaAdam against stored float64 numbers; its counters, skipped steps and passes over memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NAMES = {"p": None, "m": "exp_avg", "v": "exp_avg_sq", "shadow": "shadow"}
 
 @pytest.fixture(params=["cpu", "torch", "triton"])
 def build(request):
-    """FusedEmaAdam(...) whose CPU tensors are updated by what runs there, by what runs on a GPU
-    without Triton, or by the Triton kernels, interpreted."""
+    """Build a FusedEmaAdam that updates CPU tensors by its CPU code, by its code for a GPU without
+    Triton, or by the interpreted Triton kernels."""
 
     def build(*arguments, **options):
         optimizer = FusedEmaAdam(*arguments, **options)
@@ -51,7 +51,7 @@ def random_case(shapes, num_steps=5, seed=0):
 
 
 def reference(p, grads, *, num_updates=True, adam_w_mode=True, shadow=None, **hyper):
-    """Five lines of float64: p, m, v and shadow after all of `grads`."""
+    """Compute p, m, v and shadow after all of `grads` in float64."""
     p = p.detach().double().clone()
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     shadow = p.clone() if shadow is None else shadow.double().clone()
@@ -96,7 +96,7 @@ def test_equals_the_stored_float64_numbers(
 
 
 def test_flat_tensor_longer_than_a_chunk(monkeypatch):
-    """Chunks meet without a seam: 4,099 elements in chunks of 64, the last of them 3 long."""
+    """4,099 elements in chunks of 64, of which the last has 3."""
     monkeypatch.setattr("cogfast.kernels.fused_ema_adam._CPU_CHUNK", 64)
     params, grads = random_case([(4099,)])
     expected = reference(params[0], [g[0] for g in grads])
@@ -108,7 +108,7 @@ def test_flat_tensor_longer_than_a_chunk(monkeypatch):
 
 
 def test_each_parameter_counts_its_own_steps(build):
-    """A parameter without a gradient stays as it is; the others' bias correction does not change."""
+    """A parameter without a gradient is not changed, nor is the bias correction of the rest."""
     params, grads = random_case([(7, 3), (5,), (11,)])
     for step in (0, 2, 3):
         grads[step][1] = None
@@ -126,7 +126,7 @@ def test_each_parameter_counts_its_own_steps(build):
 
 
 def test_groups_stepped_one_by_one_count_once(build):
-    """DeepSpeed calls step() for each group; SAT's EMA warm-up runs twice as fast there."""
+    """DeepSpeed calls step() once per group, which makes SAT's EMA warm up twice as fast."""
     params, grads = random_case([(6,), (4,)])
     expected = [reference(p, [g[i] for g in grads]) for i, p in enumerate(params)]
     optimizer = build([{"params": [p]} for p in params], **HYPER)
@@ -250,7 +250,7 @@ def test_state_dict_round_trip_is_exact(build):
 
 
 def test_state_filled_in_by_a_resumed_run(build):
-    """The trainer writes state before the first step; counters may be plain numbers there."""
+    """The trainer writes state before the first step; its counters may be plain numbers."""
     params, grads = random_case([(6,)], num_steps=4)
     optimizer = build(params, **HYPER)
     run(optimizer, params, grads[:2])
@@ -263,7 +263,7 @@ def test_state_filled_in_by_a_resumed_run(build):
     assert torch.equal(optimizer.state[params[0]]["shadow"], other.state[q]["shadow"])
 
 
-def test_shadow_goes_on_from_a_given_one(build):
+def test_shadow_starts_from_a_given_one(build):
     params, grads = random_case([(6,)])
     start = torch.randn(6, generator=torch.Generator().manual_seed(9)).bfloat16()
     expected = reference(params[0], [g[0] for g in grads], shadow=start)
@@ -284,7 +284,7 @@ def test_both_spellings_turn_the_warm_up_off(keyword):
 
 
 def test_state_dict_carries_num_updates(build):
-    """Files with it, without it, and those of which it is the only count."""
+    """Load files with it, files without it, and files in which it is the only count."""
     params, grads = random_case([(6,), (3, 4)], num_steps=6)
     optimizer = build(params, **HYPER)
     run(optimizer, params, grads[:5])
@@ -307,7 +307,7 @@ def test_state_dict_carries_num_updates(build):
 
 
 def test_gradient_scale_and_learning_rate_as_tensors(build):
-    """A clip factor, and a learning rate that changes, both on the parameters' device."""
+    """A clip factor and a changing learning rate, both on the parameters' device."""
     params, grads = random_case([(40,), (3, 7)])
     expected = [reference(p, [0.25 * g[i] for g in grads], lr=2e-3) for i, p in enumerate(params)]
     optimizer = build(params, **HYPER)
@@ -324,7 +324,7 @@ def test_gradient_scale_and_learning_rate_as_tensors(build):
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
 def test_low_precision_copies(build, dtype):
-    """Of those parameters that have one; a skipped step leaves them, too."""
+    """Some parameters have copies; a skipped step does not change them."""
     params, grads = random_case([(40,), (3, 7), (6, 5)])
     params[2] = params[2].detach().t().requires_grad_()  # strided
     grads = [[a, b, c.t()] for a, b, c in grads]
@@ -343,7 +343,7 @@ def test_low_precision_copies(build, dtype):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_non_finite_gradients_propagate(build):
-    """Without a flag, where Adam would have NaN there is NaN, and nowhere else."""
+    """Without a flag there is NaN where Adam gives NaN, and nowhere else."""
     params, grads = random_case([(1030,)], num_steps=2)
     for index, value in ((3, float("inf")), (1000, float("nan")), (1029, -float("inf"))):
         grads[0][0][index] = value
@@ -368,7 +368,7 @@ def test_zero_betas(build):
 
 
 def test_adam_part_equals_torch(build):
-    """torch.optim.AdamW in float64 over 30 steps, with a learning rate that changes."""
+    """Compare with torch.optim.AdamW in float64 over 30 steps with a changing learning rate."""
     params, grads = random_case([(50,), (3, 7)], num_steps=30)
     twins = [p.detach().double().requires_grad_() for p in params]
     optimizer, torchs = build(params, **HYPER), torch.optim.AdamW(twins, **HYPER)
@@ -382,7 +382,7 @@ def test_adam_part_equals_torch(build):
 
 
 def test_autograd_notices_the_update(build):
-    """A product that has kept the old weights must not give gradients with the new ones."""
+    """A graph that saved the old weights must not give gradients with the new ones."""
     p = torch.ones(3, requires_grad=True)
     p.grad = torch.ones(3)
     loss = p.square().sum()
@@ -432,7 +432,7 @@ def test_sparse_gradients_are_refused():
 
 
 class _OpSizes(TorchDispatchMode):
-    """Records the elements of every tensor that an operator reads or writes, in place or new."""
+    """Record the elements of every tensor that an operator reads, writes or creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,12 +451,15 @@ class _OpSizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_tensors", [100, 1])
 def test_a_step_passes_over_each_stream_while_it_is_in_the_caches(num_tensors):
-    """Two operators per chunk and no memory of a parameter's size: torch's AdamW and a foreach EMA
-    pass over whole tensors. `python -m bench.ops` and the README have the time that this saves."""
+    """A step takes two operators per chunk and no memory of a parameter's size.
+
+    torch's AdamW and a foreach EMA pass over whole tensors. `python -m bench.ops` measures the time
+    that this saves.
+    """
     size = 2_000_000 // num_tensors
     params, (grads,) = random_case([size] * num_tensors, num_steps=1)
     optimizer = FusedEmaAdam(params, **HYPER)
-    run(optimizer, params, [grads])  # makes the state
+    run(optimizer, params, [grads])  # creates the state
     for p, g in zip(params, grads, strict=True):
         p.grad = g
     with _OpSizes() as ops:

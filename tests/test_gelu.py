@@ -1,4 +1,4 @@
-"""GELU: its kernels in the interpreter, its CPU version and its gradients against float64."""
+"""GELU: the interpreted kernels, the CPU version and the gradients against float64."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.gelu import (
-    BACKWARD_CANDIDATES,
-    BACKWARD_LAUNCH,
-    FORWARD_CANDIDATES,
-    gelu,
-    gelu_reference,
-    launch_gelu,
-    launch_gelu_backward,
-)
+from bench.kernel_ops.launch_sweep import GELU_BACKWARD, GELU_FORWARD
+from cogfast.kernels.gelu import gelu, gelu_reference
+from cogfast.kernels.gpu.gelu import BACKWARD_LAUNCH, launch_backward, launch_forward
 
-# exp2 may overflow, and numpy, which interprets it, says so.
+# exp2 may overflow; numpy, which the interpreter runs, warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 # A tile is 4 x 512, the interpreter runs 50 programs: 4 blocks of columns have 12 each.
@@ -40,7 +34,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def draw_case(
     shape: tuple[int, ...], bias_kind: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dy, x and bias, exactly representable in dtype."""
+    """Draw dy, x and bias, exactly representable in dtype."""
     dy, x = draw(*shape, seed=1, dtype=dtype), draw(*shape, seed=2, dtype=dtype)
     return dy, x, None if bias_kind == "none" else draw(shape[-1], seed=3, dtype=dtype)
 
@@ -50,7 +44,7 @@ def formula(u: Tensor) -> Tensor:
 
 
 def exact(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, dx, dbias in float64."""
+    """Return y, dx, dbias in float64."""
     x = x.double().requires_grad_()
     bias = None if bias is None else bias.double().requires_grad_()
     y = formula(x if bias is None else x + bias)
@@ -61,11 +55,11 @@ def exact(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, T
 def close(
     actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32, terms: int = 1
 ) -> None:
-    """terms: how many numbers each of `actual` is a sum of."""
+    """Compare; `terms` is how many numbers each entry of `actual` sums."""
     assert actual.dtype == dtype
     # The interpreter truncates to bf16 and fp16: one unit in the last place.
     rtol = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
-    # exp2's argument is up to 100 here, of which float32 rounds 4e-6 off.
+    # exp2's argument is up to 100 here, where float32's rounding error is 4e-6.
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=6e-6 * terms**0.5)
 
 
@@ -75,8 +69,8 @@ def test_kernels_in_float32(shape: tuple[int, ...], bias_kind: str) -> None:
     dy, x, bias = draw_case(shape, bias_kind, torch.float32)
     y, dx, dbias = exact(dy, x, bias)
     needs_dbias = bias_kind == "bias"
-    close(launch_gelu(x, bias), y)
-    got_dx, got_dbias = launch_gelu_backward(dy, x, bias, needs_dbias)
+    close(launch_forward(x, bias), y)
+    got_dx, got_dbias = launch_backward(dy, x, bias, needs_dbias)
     close(got_dx, dx)
     if needs_dbias:
         close(got_dbias, dbias, terms=shape[0] * shape[1])
@@ -88,30 +82,30 @@ def test_kernels_in_float32(shape: tuple[int, ...], bias_kind: str) -> None:
 def test_kernels_in_half_precision(dtype: torch.dtype) -> None:
     dy, x, bias = draw_case((1, 13, 520), "bias", dtype)
     y, dx, dbias = exact(dy, x, bias)
-    close(launch_gelu(x, bias), y, dtype)
-    got_dx, got_dbias = launch_gelu_backward(dy, x, bias, True)
+    close(launch_forward(x, bias), y, dtype)
+    got_dx, got_dbias = launch_backward(dy, x, bias, True)
     close(got_dx, dx, dtype)
     close(got_dbias, dbias, dtype, terms=13)
 
 
-@pytest.mark.parametrize("launch", FORWARD_CANDIDATES[1:], ids=str)
+@pytest.mark.parametrize("launch", GELU_FORWARD[1:], ids=str)
 def test_forward_candidates(launch) -> None:
     dy, x, bias = draw_case((1, 9, 1032), "bias", torch.float32)
-    close(launch_gelu(x, bias, launch), exact(dy, x, bias)[0])
+    close(launch_forward(x, bias, launch), exact(dy, x, bias)[0])
 
 
-@pytest.mark.parametrize("launch", BACKWARD_CANDIDATES[1:], ids=str)
+@pytest.mark.parametrize("launch", GELU_BACKWARD[1:], ids=str)
 def test_backward_candidates(launch) -> None:
     dy, x, bias = draw_case((1, 37, 1032), "bias", torch.float32)
-    dx, dbias = launch_gelu_backward(dy, x, bias, True, launch)
+    dx, dbias = launch_backward(dy, x, bias, True, launch)
     close(dx, exact(dy, x, bias)[1])
     close(dbias, exact(dy, x, bias)[2], terms=37)
 
 
 def test_every_program_sums_in_a_fixed_order() -> None:
-    """Two runs agree bit for bit, and rows may be fewer than a GPU has programs."""
+    """Two runs agree bit for bit, also with fewer rows than a GPU has programs."""
     dy, x, bias = draw_case((1, 7, 512), "bias", torch.float32)
-    first, second = (launch_gelu_backward(dy, x, bias, True, BACKWARD_LAUNCH) for _ in range(2))
+    first, second = (launch_backward(dy, x, bias, True, BACKWARD_LAUNCH) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -120,10 +114,10 @@ def test_large_inputs_stay_finite(on: str) -> None:
     """exp2 overflows at u = -10 and u^2 at 2e19: y is u or 0, its derivative 1 or 0."""
     u = torch.tensor([-3e38, -1e20, -1e13, -300.0, -40.0, 40.0, 300.0, 1e13, 1e20, 3e38])
     dy = torch.full_like(u, 0.5)
-    forward = launch_gelu if on == "kernel" else gelu
+    forward = launch_forward if on == "kernel" else gelu
     assert torch.equal(forward(u, None), u.clamp(min=0))
-    if on == "kernel":  # torch's own gradient is NaN from 1e13 on
-        dx, _ = launch_gelu_backward(dy, u, None, False)
+    if on == "kernel":  # torch's gradient is NaN from 1e13 on
+        dx, _ = launch_backward(dy, u, None, False)
         assert torch.equal(dx, 0.5 * (u > 0))
 
 
@@ -131,14 +125,14 @@ def test_tensors_that_are_not_contiguous() -> None:
     dy, x, bias = draw_case((24, 5), "none", torch.float32)
     dy, x = dy.t(), x.t()
     y, dx, _ = exact(dy, x, bias)
-    close(launch_gelu(x, None), y)
-    close(launch_gelu_backward(dy, x, None, False)[0], dx)
+    close(launch_forward(x, None), y)
+    close(launch_backward(dy, x, None, False)[0], dx)
 
 
 def test_no_rows() -> None:
     x, bias = torch.zeros(1, 0, 16), torch.zeros(16)
-    assert launch_gelu(x, bias).shape == (1, 0, 16)
-    dx, dbias = launch_gelu_backward(x, x, bias, True)
+    assert launch_forward(x, bias).shape == (1, 0, 16)
+    dx, dbias = launch_backward(x, x, bias, True)
     assert dx.shape == (1, 0, 16) and torch.equal(dbias, torch.zeros(16))
 
 
@@ -160,7 +154,7 @@ def test_on_a_cpu(op, shape: tuple[int, ...], bias_kind: str) -> None:
 
 
 def test_keeps_one_activation() -> None:
-    """x, which the linear made, or on a CPU the sum in its place; never both."""
+    """Autograd saves x, or on a CPU the sum in its place; never both."""
     x, bias = draw(2, 3, 8, seed=1).requires_grad_(), draw(8, seed=2).requires_grad_()
     saved: list[Tensor] = []
     for given in (bias, None):
@@ -210,7 +204,7 @@ def test_bad_arguments(x: Tensor, bias: Tensor | None, message: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 17776, 7680), (2, 1577, 12288), (1, 3, 41)], ids=str)
 def test_on_a_gpu(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """No further from float64 than twice what the reference is, in the same dtype."""
+    """Allow twice the reference's error in the same dtype, against float64."""
     dy, x, bias = (t.cuda() for t in draw_case(shape, "bias", dtype))
     want = exact(dy, x, bias)
     results = []

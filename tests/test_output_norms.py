@@ -1,5 +1,5 @@
-"""The two norms behind the blocks: their gradients in bf16 on a CPU, their kernels, and what
-torch.compile sees of them."""
+"""The two norms after the blocks: their gradients in bf16 on a CPU, their kernels, and their nodes
+under torch.compile."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
-from cogfast.kernels.adaptive_layernorm import launch_forward, layernorm
-from cogfast.kernels.argument_checks import HAS_TRITON
-from cogfast.kernels.gpu.adaptive_layernorm_backward import Backward, launch_backward
+from cogfast.kernels.adaptive_layernorm import layernorm
+from cogfast.kernels.gpu.adaptive_layernorm import Backward, launch_backward, launch_forward
+from cogfast.kernels.gpu.launch import HAS_TRITON
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.shapes import TokenGrid
 from tests.tiny_transformers import tiny
@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 def gradients(
     transformer: DiffusionTransformer, dtype: torch.dtype, grid: TokenGrid
 ) -> dict[str, Tensor]:
-    """Of unembed, from the same bf16 numbers in every dtype."""
+    """Return the gradients of unembed, from the same bf16 numbers in every dtype."""
     model = copy.deepcopy(transformer).to(torch.bfloat16).to(dtype)
     width, height, columns = model.config.hidden_size, 2 * grid.h, 2 * grid.w
     rows, vector, cotangent = (
@@ -45,8 +45,10 @@ def gradients(
 
 
 def test_gradients_in_bf16_do_not_depend_on_the_number_of_rows() -> None:
-    """Within two roundings of bf16 (2^-8 each) of float64 at 3,072 rows; nn.LayerNorm's backward,
-    which sums bf16 numbers in bf16 on a CPU, is 7e-2 to 9e-2 off here."""
+    """Allow two roundings of bf16 (2^-8 each) against float64 at 3,072 rows.
+
+    nn.LayerNorm's backward, which sums bf16 numbers in bf16 on a CPU, is 7e-2 to 9e-2 off here.
+    """
     model, grid = tiny("5b"), TokenGrid(3, 32, 32)
     exact = gradients(model, torch.float64, grid)
     for name, got in gradients(model, torch.bfloat16, grid).items():
@@ -64,8 +66,8 @@ def test_layernorm_is_that_of_pytorch_in_fp32(has_affine: bool) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
 def test_kernels_take_video_rows_alone_with_one_modulation() -> None:
-    """What unembed gives the kernels on a GPU: no text rows, and a modulation whose entry for text
-    is the video's, by a stride of 0."""
+    """Give the kernels what unembed gives them on a GPU: no text rows, and a modulation whose entry
+    for text is the video's, by a stride of 0."""
     num_batches, width = 2, 48
     rows, weight, bias = (
         draw(num_batches, 9, width, seed=0),

@@ -1,5 +1,5 @@
-"""Head norms and rotation: the kernels in the interpreter, the CPU's version and the gradients of
-both against float64 written out, and against diffusers' rotary embedding."""
+"""Head norms and rotation: interpreted kernels, CPU version and gradients against float64 formulas
+and against diffusers' rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.gpu.qk_norm_rope3d_launch import (
-    BACKWARD_CANDIDATES,
+from bench.kernel_ops.launch_sweep import QK_BACKWARD, QK_FORWARD
+from cogfast.kernels.gpu.qk_norm_rope3d import (
     BACKWARD_LAUNCH,
-    FORWARD_CANDIDATES,
     FORWARD_LAUNCH,
     QkLaunch,
     launch_backward,
@@ -28,17 +27,17 @@ from cogfast.kernels.qk_norm_rope3d import (
 from cogfast.model.positions import RotaryPositions
 from cogfast.shapes import TokenGrid
 
-# samples, text rows, (frames, rows, columns), heads, head width
+# Samples, text rows, (frames, rows, columns), heads, head width.
 SHAPES = {
-    "64": (2, 3, (2, 2, 3), 3, 64),  # as in every model; 15 rows, no multiple of a tile's 2
+    "64": (2, 3, (2, 2, 3), 3, 64),  # as in every model; 15 rows, not a multiple of a tile's 2
     "no-text": (1, 0, (1, 3, 5), 1, 16),
     "padded-width": (2, 1, (3, 1, 2), 2, 48),  # 48 entries in a tile of 64; one row of text
     "226-text": (1, 226, (1, 1, 2), 1, 16),
-    "many-heads": (1, 2, (2, 1, 1), 30, 32),  # two heads of a tile do not exist
+    "many-heads": (1, 2, (2, 1, 1), 30, 32),  # two heads of a tile are masked
     "head-tiles": (1, 1, (1, 2, 1), 24, 64),  # three tiles of 8
     "widest": (1, 1, (1, 2, 2), 2, 128),
 }
-# given: query weight, query bias, key weight, key bias; norm; rotation
+# Whether there are: query weight, query bias, key weight, key bias; norm; rotation.
 VARIANTS = {
     "all": ("abcd", True, True),
     "2B": ("abcd", True, False),
@@ -51,7 +50,7 @@ VARIANTS = {
 
 @dataclass
 class Case:
-    """Inputs in float64 that float32 holds exactly."""
+    """Inputs in float64 that float32 represents exactly."""
 
     qkv: Tensor  # [B, S, 3, H, D]
     affine: list[Tensor | None]  # 4 of [D]
@@ -68,7 +67,7 @@ class Case:
         return Rotation(table, *(len(axis) for axis in self.axes))
 
     def raw(self) -> tuple:
-        """table, num_text, t, h, w, has_norm, eps, as the launchers and ops take them."""
+        """Arguments table, num_text, t, h, w, has_norm, eps of launchers and ops."""
         rotation = self.rotation()
         if rotation is None:
             return None, self.num_text, 1, 1, 1, self.has_norm, EPS
@@ -79,7 +78,7 @@ class Case:
         return (tuple(parameters[:2]), tuple(parameters[2:])) if self.has_norm else (None, None)
 
     def to(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
-        """qkv, affine and cotangents in dtype."""
+        """Return qkv, affine parameters and cotangents in dtype."""
         affine = [None if p is None else p.to(dtype) for p in self.affine]
         return self.qkv.to(dtype), affine, [g.to(dtype) for g in self.cotangents]
 
@@ -110,7 +109,7 @@ def make(shape: tuple, variant: tuple, dtype: torch.dtype = torch.float32) -> Ca
 
 
 def formula(case: Case, which: int, x: Tensor, weight: Tensor | None, bias: Tensor | None):
-    """q (0) or k (1) of x = qkv in float64, token by token."""
+    """Return q (0) or k (1) of x = qkv in float64, token by token."""
     x = x[:, :, which]
     if case.has_norm:
         centred = x - x.mean(-1, keepdim=True)
@@ -131,7 +130,7 @@ def formula(case: Case, which: int, x: Tensor, weight: Tensor | None, bias: Tens
 
 
 def exact(case: Case) -> tuple[list[Tensor], Tensor, list[Tensor | None]]:
-    """q, k, v; the gradient of qkv; those of the affine parameters; in float64."""
+    """Return in float64: q, k, v; the gradient of qkv; those of the affine parameters."""
     qkv = case.qkv.clone().requires_grad_()
     affine = [None if p is None else p.clone().requires_grad_() for p in case.affine]
     q, k = formula(case, 0, qkv, *affine[:2]), formula(case, 1, qkv, *affine[2:])
@@ -147,14 +146,14 @@ def exact(case: Case) -> tuple[list[Tensor], Tensor, list[Tensor | None]]:
 
 
 def check(got: Tensor, want: Tensor, what: str, tolerance: float = 3e-6) -> None:
-    """Against float64, in units of the largest value."""
+    """Compare with float64, in units of the largest value."""
     assert got.shape == want.shape, what
     error = (got.double() - want).abs().max().item() / max(1.0, want.abs().max().item())
     assert error <= tolerance, f"{what}: {error}"
 
 
 def check_launchers(case: Case, dtype=torch.float32, tolerance=3e-6, launches=(None, None)) -> None:
-    """The kernels' outputs and gradients."""
+    """Check the kernels' outputs and gradients."""
     qkv, affine, cotangents = case.to(dtype)
     outputs, dqkv, grads = exact(case)
     q, k = launch_forward(qkv, *affine, *case.raw(), launch=launches[0])
@@ -186,7 +185,7 @@ def test_variants_of_the_kernels(variant: tuple) -> None:
 
 @pytest.mark.parametrize(
     "launches",
-    [*((x, None) for x in FORWARD_CANDIDATES), *((None, x) for x in BACKWARD_CANDIDATES)],
+    [*((x, None) for x in QK_FORWARD), *((None, x) for x in QK_BACKWARD)],
     ids=lambda pair: str(pair).removeprefix("(").removesuffix(")"),
 )
 def test_every_launch_gives_the_same(launches: tuple) -> None:
@@ -194,19 +193,19 @@ def test_every_launch_gives_the_same(launches: tuple) -> None:
 
 
 def test_kernels_in_bf16() -> None:
-    """One unit in the last place: the interpreter cuts off where a GPU rounds."""
+    """Allow one unit in the last place: the interpreter truncates where a GPU rounds."""
     case = make((1, 1, (1, 2, 2), 2, 64), VARIANTS["all"], torch.bfloat16)
     launches = (FORWARD_LAUNCH, BACKWARD_LAUNCH)
     check_launchers(case, torch.bfloat16, tolerance=2**-7, launches=launches)
 
 
 def test_any_strides() -> None:
-    """Gradients as attention backends leave them, and q, k, v that are not packed."""
+    """Gradients come with the strides that attention backends leave, q, k, v may be not packed."""
     case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS["all"])
     qkv, affine, (dq, dk, dv) = case.to(torch.float32)
     weights = (affine[0], affine[2])
     plain = launch_backward(dq, dk, dv, qkv, *weights, *case.raw(), True)
-    # [B, H, S, D] in memory, part of something larger, one number everywhere
+    # dq is [B, H, S, D] in memory, dk part of a larger tensor, dv below one expanded number.
     dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
     dk = torch.stack([dk, dk], 3).flatten(-2)[..., :16]
     got = launch_backward(dq, dk, dv, qkv, *weights, *case.raw(), True)
@@ -230,7 +229,7 @@ def test_any_strides() -> None:
 
 @pytest.mark.parametrize(("far_batch", "far_row"), [(2**30 + 64, 32), (0, 2**28)], ids=["B", "S"])
 def test_offsets_above_31_bits(tmp_path: Path, far_batch: int, far_row: int) -> None:
-    """Samples, or rows, that lie more than 2^31 elements apart: in a file of holes."""
+    """Samples, or rows, lie more than 2^31 elements apart, in a sparse file."""
     b, rows = (3, 3) if far_batch else (1, 10)  # strides of 31 bits, products of 32
     case = make((b, 0, (1, 1, rows), 1, 16), VARIANTS["all"], torch.bfloat16)
     qkv, affine, cotangents = case.to(torch.bfloat16)
@@ -254,7 +253,7 @@ def test_offsets_above_31_bits(tmp_path: Path, far_batch: int, far_row: int) -> 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("shape", ["64", "no-text", "226-text"])
 def test_on_the_cpu(shape: str, variant: tuple) -> None:
-    """The public function and PyTorch's own gradients of the reference, both against float64."""
+    """Compare the public function, and the reference with autograd's gradients, with float64."""
     case = make(SHAPES[shape], variant)
     outputs, dqkv, grads = exact(case)
     for op in (qk_norm_rope3d, qk_norm_rope3d_reference):
@@ -268,7 +267,7 @@ def test_on_the_cpu(shape: str, variant: tuple) -> None:
 
 
 def test_frozen_and_unused() -> None:
-    """Only what is asked for is given; an output that nobody used counts as zero."""
+    """Only the gradients asked for are computed; an unused output counts as zero."""
     case = make(SHAPES["64"], VARIANTS["all"])
     _, dqkv, grads = exact(case)
     qkv, affine, cotangents = case.to(torch.float32)
@@ -293,7 +292,7 @@ def test_without_norm_and_rotation_it_is_the_input() -> None:
 
 @pytest.mark.parametrize("op", [qk_norm_rope3d, qk_norm_rope3d_reference])
 def test_bf16_is_rounded_once(op) -> None:
-    """Inside all is float32: the result is float32's, rounded."""
+    """Everything inside is float32: the result is the rounded float32 result."""
     case = make((2, 4, (2, 3, 3), 2, 64), VARIANTS["all"], torch.bfloat16)
     outputs, dqkv, _ = exact(case)
     qkv, affine, cotangents = case.to(torch.bfloat16)
@@ -319,7 +318,7 @@ def test_ops_are_well_formed(variant: str) -> None:
 
 
 def test_compiled_is_eager() -> None:
-    """One graph, the same numbers, gradients included."""
+    """One graph gives the same numbers, gradients included."""
     case = make(SHAPES["64"], VARIANTS["all"])
     rotation = case.rotation()
 
@@ -337,7 +336,7 @@ def test_compiled_is_eager() -> None:
 
 
 def test_diffusers_rotates_alike() -> None:
-    """All angles of a grid, as the published model's other implementation applies them."""
+    """Compare all angles of a grid with diffusers' implementation of the published model."""
     embeddings = pytest.importorskip("diffusers.models.embeddings")
     t, h, w, heads, num_text = 3, 4, 6, 2, 5
     cos, sin = embeddings.get_3d_rotary_pos_embed(64, ((0, 0), (h, w)), (h, w), t)
@@ -430,7 +429,7 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", ["64", "padded-width", "226-text", "head-tiles", "widest"])
 def test_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
-    """Error at most twice the reference's in the same dtype, and a floor."""
+    """Allow twice the reference's error in the same dtype, plus a floor."""
     case = make(SHAPES[shape], VARIANTS["all"], dtype)
     outputs, dqkv, grads = exact(case)
     wanted = [*outputs, dqkv, *grads]
@@ -447,6 +446,6 @@ def test_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
     floor = 2 * torch.finfo(dtype).eps
     for ours, theirs, want in zip(*errors, wanted, strict=True):
         assert ours <= 2 * theirs + floor * want.abs().max().item()
-    # no width that the kernels do not take
+    # A width that the kernels do not support is refused.
     with pytest.raises(ValueError, match="D, its last dim, must be a multiple of 16 up to 128"):
         qk_norm_rope3d(torch.zeros(1, 1, 3, 1, 144, device="cuda"), None, None, None, 0)

@@ -1,6 +1,8 @@
-"""The ops of a block on their Triton launchers for CPU tensors: with Triton's interpreter the real
-numbers; with a stand-in driver (python -m tests.triton_on_cpu) every launch is specialised and
-compiled for sm_90 as on a GPU, and then not run."""
+"""The ops of a block on their Triton launchers for CPU tensors.
+
+Triton's interpreter computes real numbers. With a stand-in driver (python -m tests.triton_on_cpu)
+every launch is specialised and compiled for sm_90 as on a GPU, and not run.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,21 @@ import torch
 from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.gpu import adaptive_layernorm_backward
 from cogfast.kernels.qk_norm_rope3d import Rotation
 
 OPS = (
     adaptive_layernorm.forward_op,
-    adaptive_layernorm_backward.backward_op,
-    *(gelu._gelu, gelu._gelu_backward),
-    *(qk_norm_rope3d._qk_norm_rope3d, qk_norm_rope3d._qk_norm_rope3d_backward),
+    adaptive_layernorm.backward_op,
+    gelu._gelu,
+    gelu._gelu_backward,
+    qk_norm_rope3d._qk_norm_rope3d,
+    qk_norm_rope3d._qk_norm_rope3d_backward,
 )
 
 
 @contextmanager
 def launchers_on_cpu() -> Iterator[None]:
-    """CPU tensors go to what CUDA tensors go to."""
+    """Send CPU tensors to the implementation for CUDA tensors."""
     before = [op._backend_fns["cpu"] for op in OPS]
     for op in OPS:
         op._backend_fns["cpu"] = op._backend_fns["cuda"]
@@ -48,7 +51,7 @@ def block_like(
     has_weights: bool = True,
     is_frozen: bool = False,
 ) -> None:
-    """The ops of a block one after the other, forward and backward. width: of a head."""
+    """Run the ops of a block one after the other, forward and backward; `width` is that of a head."""
     kernels = choose_kernels()
     m, rows = heads * width, num_text + (7 if grid is None else grid[0] * grid[1] * grid[2])
 
@@ -72,17 +75,21 @@ def block_like(
     qkv = torch.stack([x, x, x], 2).unflatten(-1, (heads, width))
     norms = (norm(), norm()) if has_norm else (None, None)
     q, k, v = kernels.qk_norm_rope3d(qkv, *norms, rotation, num_text)
+    branch = (q + k + v).flatten(2) + branch
+    residual = (hidden, branch, draw(m), vectors[2])
     hidden, x = kernels.residual_adaptive_layernorm(
-        *(hidden, (q + k + v).flatten(2) + branch, draw(m), vectors[2]),
-        *(weight, bias, vectors[3], vectors[4], num_text, 1e-5),
+        *residual, weight, bias, vectors[3], vectors[4], num_text, 1e-5
     )
     x = kernels.gelu(x, draw(m))
     kernels.gated_residual(hidden, x, draw(m), vectors[5], num_text).sum().backward()
 
 
 def every_launch() -> None:
-    """What changes a kernel's specialisation: dtypes, widths, flags, and numbers that are 1 or
-    multiples of 16, which Triton makes constants of or marks."""
+    """Launch with everything that changes a kernel's specialisation.
+
+    Dtypes, widths and flags do, and numbers that are 1 or multiples of 16, which Triton turns into
+    constants or hints.
+    """
     kinds = [(torch.bfloat16, 30, 64, None), (torch.bfloat16, 48, 64, (2, 3, 4))]
     for dtype, heads, width, grid in kinds:
         block_like(dtype, heads, width, 1, 226, grid)
@@ -110,7 +117,7 @@ def every_launch() -> None:
         for options in ({}, {"adam_w_mode": False, "use_num_updates": False}):
             params = [torch.zeros(n, dtype=p_dtype, requires_grad=True) for n in (1, 16, 3000)]
             for p in params:
-                # torch wants the gradient to be of the parameter's dtype
+                # By default torch requires a gradient of the parameter's dtype.
                 p.grad_dtype, p.grad = None, torch.zeros(p.shape, dtype=g_dtype)
             optimizer = FusedEmaAdam(params, **options)
             if copy:

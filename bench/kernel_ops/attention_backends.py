@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
 from bench.harness.timing import num_buffer_sets, spread, time_calls, wait_for
-from cogfast.kernels.attention_backends import BACKENDS, why_not
+from cogfast.kernels.attention_backends import BACKENDS, reason_unavailable
 from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
@@ -72,7 +72,7 @@ def measure_backend(
     """A row of figures and what is wrong with them; a backend that cannot run says why instead."""
     row = {"backend": backend.name, "shape_bshd": list(shape)}
     if backend.name in BACKENDS:
-        reason = why_not(backend.name, settings.device, _DTYPE, shape[-1])
+        reason = reason_unavailable(backend.name, settings.device, _DTYPE, shape[-1])
         if reason is not None:
             return {**row, "unavailable": reason}, []
     try:

@@ -1,12 +1,12 @@
-"""Which launch configuration is the fastest: the candidates that stand beside each kernel, timed at
-the shapes that count through the public op, next to what the op takes by itself.
+"""Time other launch configurations of the kernels at the shapes that count.
 
-A candidate is compared with the reference before it is timed.
+Every candidate is timed through the public op, next to the configuration that the op uses, after
+its results have been compared with the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,18 +29,79 @@ from bench.kernel_ops.op_cases import (
     Op,
 )
 from bench.kernel_ops.optimizer_ops import sweep_bench
-from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
-from cogfast.kernels.gpu import adaptive_layernorm_backward, qk_norm_rope3d_launch
-from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
+from cogfast.kernels import gelu, qk_norm_rope3d
+from cogfast.kernels.gpu import adaptive_layernorm as norm_kernels
+from cogfast.kernels.gpu import fused_ema_adam as adam_kernels
+from cogfast.kernels.gpu.adaptive_layernorm import BackwardLaunch
+from cogfast.kernels.gpu.gelu import GeluLaunch
+from cogfast.kernels.gpu.qk_norm_rope3d import QkLaunch
 
-_LEAST_SECONDS = 15  # what the candidates of one op at one shape may take
-Swap = tuple[ModuleType, str, object]  # module, a name in it, and what it stands for meanwhile
+_LEAST_SECONDS = 15  # time that the candidates of one op at one shape may need
+Swap = tuple[ModuleType, str, object]  # module, name in it, temporary value of that name
+
+# Candidates of the adaptive LayerNorm by width M: warps of forward, launches of backward with sums
+# and, with frozen modulation and norms, without.
+NORM_WARPS = {1920: (2, 4, 8), 3072: (4, 8, 16)}
+NORM_BACKWARD = {
+    1920: (
+        BackwardLaunch(8, 5, 2),
+        BackwardLaunch(8, 4, 2),
+        BackwardLaunch(8, 3, 2),
+        BackwardLaunch(8, 5, 1),
+        BackwardLaunch(4, 4, 2),
+    ),
+    3072: (
+        BackwardLaunch(16, 5, 1),
+        BackwardLaunch(16, 4, 1),
+        BackwardLaunch(16, 3, 1),
+        BackwardLaunch(8, 4, 1),
+    ),
+}
+NORM_BACKWARD_FROZEN = {
+    1920: (BackwardLaunch(4, 1, None), BackwardLaunch(8, 1, None), BackwardLaunch(8, 4, 4)),
+    3072: (
+        BackwardLaunch(4, 1, None),
+        BackwardLaunch(8, 1, None),
+        BackwardLaunch(16, 4, 1),
+        BackwardLaunch(4, 3, 4),
+    ),
+}
+GELU_FORWARD = (
+    GeluLaunch(rows=4, columns=512, num_warps=2),
+    GeluLaunch(rows=2, columns=512, num_warps=2),
+    GeluLaunch(rows=8, columns=512, num_warps=2),
+    GeluLaunch(rows=4, columns=256, num_warps=1),
+    GeluLaunch(rows=4, columns=1024, num_warps=4),
+)
+GELU_BACKWARD = (
+    GeluLaunch(rows=4, columns=512, num_warps=2, programs=10),
+    GeluLaunch(rows=2, columns=512, num_warps=2, programs=14),
+    GeluLaunch(rows=1, columns=512, num_warps=2, programs=20),
+    GeluLaunch(rows=4, columns=256, num_warps=1, programs=24),
+    GeluLaunch(rows=4, columns=1024, num_warps=4, programs=6),
+)
+QK_FORWARD = (
+    QkLaunch(tokens=2, heads=16, num_warps=4, programs=5),
+    QkLaunch(tokens=1, heads=16, num_warps=4, programs=7),
+    QkLaunch(tokens=2, heads=16, num_warps=4, programs=1 << 20),  # one program per tile
+    QkLaunch(tokens=2, heads=32, num_warps=8, programs=2),
+)
+QK_BACKWARD = (
+    QkLaunch(tokens=2, heads=16, num_warps=4, programs=3),
+    QkLaunch(tokens=1, heads=16, num_warps=4, programs=4),
+    QkLaunch(tokens=1, heads=32, num_warps=8, programs=2),
+    QkLaunch(tokens=1, heads=8, num_warps=2, programs=8),
+)
+# FusedEmaAdam: elements of a block, and warps.
+ADAM = ((512, 4), (1024, 4), (1024, 8), (2048, 8))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What may be launched instead, for one way of some ops. candidates: of a width; swaps: make
-    the ops take a candidate."""
+    """Candidates for one direction of some ops.
+
+    candidates: the candidates at a width M. swaps: replacements that make the ops use a candidate.
+    """
 
     ops: Sequence[Op]
     way: str
@@ -49,12 +110,12 @@ class Choice:
 
 
 def _passed_on(module: ModuleType, name: str) -> Callable[[object], Sequence[Swap]]:
-    """The module's launcher `name` with another `launch`."""
+    """Replace the module's launcher `name` by one with another `launch`."""
     launcher = vars(module)[name]
     return lambda candidate: ((module, name, partial(launcher, launch=candidate)),)
 
 
-def _of_width(candidates: dict[int, Sequence[object]], width: int) -> Sequence[object]:
+def _of_width(candidates: Mapping[int, Sequence[object]], width: int) -> Sequence[object]:
     return candidates.get(width, candidates[min(candidates)])
 
 
@@ -62,50 +123,31 @@ CHOICES = (
     Choice(
         (NORM, RESIDUAL_NORM, RESIDUAL),
         "forward",
-        lambda width: _of_width(adaptive_layernorm.NUM_WARPS_CANDIDATES, width),
-        lambda warps: ((adaptive_layernorm, "choose_num_warps", lambda *_: warps),),
+        partial(_of_width, NORM_WARPS),
+        lambda num_warps: ((norm_kernels, "choose_num_warps", lambda *_: num_warps),),
     ),
     Choice(
         (NORM, RESIDUAL_NORM, RESIDUAL),
         "backward",
-        lambda width: _of_width(adaptive_layernorm_backward.LAUNCH_CANDIDATES, width),
-        lambda launch: ((adaptive_layernorm_backward, "choose_launch", lambda *_: launch),),
+        partial(_of_width, NORM_BACKWARD),
+        lambda launch: ((norm_kernels, "choose_launch", lambda *_: launch),),
     ),
     Choice(
         (RESIDUAL_NORM_FROZEN,),
         "backward",
-        lambda width: _of_width(adaptive_layernorm_backward.FROZEN_CANDIDATES, width),
-        lambda launch: ((adaptive_layernorm_backward, "choose_launch", lambda *_: launch),),
+        partial(_of_width, NORM_BACKWARD_FROZEN),
+        lambda launch: ((norm_kernels, "choose_launch", lambda *_: launch),),
     ),
-    Choice(
-        (QK,),
-        "forward",
-        lambda width: qk_norm_rope3d_launch.FORWARD_CANDIDATES,
-        _passed_on(qk_norm_rope3d, "launch_forward"),
-    ),
-    Choice(
-        (QK,),
-        "backward",
-        lambda width: qk_norm_rope3d_launch.BACKWARD_CANDIDATES,
-        _passed_on(qk_norm_rope3d, "launch_backward"),
-    ),
-    Choice(
-        (GELU,), "forward", lambda width: gelu.FORWARD_CANDIDATES, _passed_on(gelu, "launch_gelu")
-    ),
-    Choice(
-        (GELU,),
-        "backward",
-        lambda width: gelu.BACKWARD_CANDIDATES,
-        _passed_on(gelu, "launch_gelu_backward"),
-    ),
+    Choice((QK,), "forward", lambda _: QK_FORWARD, _passed_on(qk_norm_rope3d, "launch_forward")),
+    Choice((QK,), "backward", lambda _: QK_BACKWARD, _passed_on(qk_norm_rope3d, "launch_backward")),
+    Choice((GELU,), "forward", lambda _: GELU_FORWARD, _passed_on(gelu, "launch_forward")),
+    Choice((GELU,), "backward", lambda _: GELU_BACKWARD, _passed_on(gelu, "launch_backward")),
 )
-# Of FusedEmaAdam: elements of a block, and warps.
-ADAM_CANDIDATES = ((512, 4), (1024, 4), (1024, 8), (2048, 8))
 
 
 def swaps_of_adam(candidate: tuple[int, int]) -> Sequence[Swap]:
     block, num_warps = candidate
-    return ((ema_adam_kernel, "BLOCK", block), (ema_adam_kernel, "_NUM_WARPS", num_warps))
+    return ((adam_kernels, "BLOCK", block), (adam_kernels, "NUM_WARPS", num_warps))
 
 
 @contextmanager
@@ -117,7 +159,7 @@ def taking(swaps: Sequence[Swap]) -> Iterator[None]:
 
 
 def sweep_launches(settings: Settings) -> Outcome:
-    """A row for every op, shape and way: the best candidate next to what is used."""
+    """Return a row for every op, shape and direction: the best candidate and the one in use."""
     shapes = TINY_SHAPES if settings.is_tiny else SHAPES
     todo: list[tuple[Bench, str, Sequence[object], Callable]] = [
         (OpBench(settings, op, shape), choice.way, choice.candidates(shape.width), choice.swaps)
@@ -125,7 +167,7 @@ def sweep_launches(settings: Settings) -> Outcome:
         for op in choice.ops
         for shape in shapes
     ]
-    todo.append((sweep_bench(settings), "step", ADAM_CANDIDATES, swaps_of_adam))
+    todo.append((sweep_bench(settings), "step", ADAM, swaps_of_adam))
     copy = copy_rate(settings)["gb_per_s"]
     rows: list[Row] = []
     problems: list[str] = []
@@ -157,7 +199,7 @@ def _sweep(
     for candidate in candidates:
         with taking(swaps(candidate)):
             wrong = bench.check(at_small_shapes=False)
-            if wrong:  # nobody uses it, so it is no problem of the run's
+            if wrong:  # no run uses this candidate: report it, do not fail
                 failed[str(candidate)] = wrong[0]
             else:
                 timed[str(candidate)] = median(time_contestant(bench, OURS, (way,))[way])

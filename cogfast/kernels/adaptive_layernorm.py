@@ -1,39 +1,34 @@
-"""Gated residual, LayerNorm and modulation: the glue between the linears of a block.
+"""Gated residual, LayerNorm and modulation: the ops between the linears of a block.
 
     h' = h + gate * (y + b)                         gated_residual
     n  = LayerNorm(h') * (1 + scale) + shift        adaptive_layernorm
-    both at once                                    residual_adaptive_layernorm
+    both in one op                                  residual_adaptive_layernorm
     LayerNorm(h)                                    layernorm
 
-with h, y, n [B, S, M], b [M] the bias that the linear before left out, and gate, shift, scale
-[B, 2, M]: entry 0 of dim 1 belongs to the video rows, entry 1 to the `num_text` text rows that stand
-in front (the order of SAT's modulation layer).
-
-h' is rounded to the dtype of h before it is normed, so that the backward
-(adaptive_layernorm_backward.py) sees what was normed; mean and rstd are kept in float32, 8 bytes a
-row. Bytes, in units of one bf16 [B, S, M]: h, y in, h', n out = 4; without the residual 2, without
-the norm 3. One row per program and 4 warps: 48 registers at 1920 columns, 60 at 3072, so that 10 and
-8 rows are on a multiprocessor, whose memory's latency asks for two. A row's segment is an offset of
-its program's vectors, not a slice or a join. Rows are marked evict-first: what should stay in the
-cache are the vectors that all rows share. On a GPU: not measured.
+h, y, n are [B, S, M]. b [M] is the bias that the linear before left out. gate, shift and scale are
+[B, 2, M]: entry 0 of dim 1 is for video rows, entry 1 for the `num_text` text rows in front of
+them, the order of SAT's modulation layer. h' is rounded to the dtype of h before it is normed, so
+that backward sees what was normed. docs/kernels.md counts the bytes; no GPU has timed the ops yet.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.kernels.adaptive_layernorm_cpu import forward_cpu
-from cogfast.kernels.argument_checks import CompileCase, check_tensor, jit, refuse, tl, triton
-from cogfast.kernels.gpu.adaptive_layernorm_backward import backward_op, shared_strides
+from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.gpu.adaptive_layernorm import (
+    Backward,
+    empty_outputs,
+    launch_backward,
+    launch_forward,
+)
 
-NUM_WARPS_CANDIDATES = {1920: (2, 4, 8), 3072: (4, 8, 16)}  # worth timing on a GPU
 
-
-# Rows are split and joined, not sliced: the gradient of a split is one join, that of a slice is a
-# tensor of zeros, a copy and a sum.
 def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
-    """[B, S, M] -> text rows [B, L, M], video rows [B, V, M]."""
-    return x.split((num_text, x.shape[1] - num_text), dim=1)
+    """Split [B, S, M] into text rows [B, L, M] and video rows [B, V, M]."""
+    # The gradient of a split is one concatenation; that of a slice is zeros, a copy and a sum.
+    text, video = x.split((num_text, x.shape[1] - num_text), dim=1)
+    return text, video
 
 
 def adaptive_layernorm_reference(
@@ -45,10 +40,13 @@ def adaptive_layernorm_reference(
     num_text: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """hidden [B, S, M]; weight, bias [M] of the LayerNorm; shift, scale [B, 2, M] -> hidden as it
-    is and normed [B, S, M]."""
+    """Return hidden unchanged, and n [B, S, M].
+
+    hidden: [B, S, M]. weight, bias: [M], of the LayerNorm. shift, scale: [B, 2, M].
+    """
     normed = F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
     text, video = _split_rows(normed, num_text)
+    # Split, as above, so that the gradient of a modulation is one concatenation.
     scale_video, scale_text = (1 + scale).split(1, dim=1)  # [B, 1, M]
     shift_video, shift_text = shift.split(1, dim=1)
     text = torch.addcmul(shift_text, text, scale_text)
@@ -58,14 +56,14 @@ def adaptive_layernorm_reference(
 def layernorm_reference(
     hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """hidden [B, S, M]; weight, bias [M] -> [B, S, M]."""
+    """LayerNorm of hidden [B, S, M] with weight, bias [M]."""
     return F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
 
 
 def gated_residual_reference(
     hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
 ) -> Tensor:
-    """hidden, branch [B, S, M]; branch_bias [M]; gate [B, 2, M] -> [B, S, M]."""
+    """Return h' [B, S, M] from hidden, branch [B, S, M], branch_bias [M] and gate [B, 2, M]."""
     if branch_bias is not None:
         branch = branch + branch_bias
     gate_video, gate_text = gate.split(1, dim=1)  # [B, 1, M]
@@ -87,73 +85,17 @@ def residual_adaptive_layernorm_reference(
     num_text: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The two above, one after the other -> h', n."""
+    """Return h' and n [B, S, M]: gated_residual_reference, then adaptive_layernorm_reference."""
     hidden = gated_residual_reference(hidden, branch, branch_bias, gate, num_text)
     return adaptive_layernorm_reference(hidden, weight, bias, shift, scale, num_text, eps)
 
 
-@jit
-def _fwd_kernel(
-    hidden_ptr,
-    branch_ptr,
-    branch_bias_ptr,
-    gate_ptr,
-    weight_ptr,
-    bias_ptr,
-    shift_ptr,
-    scale_ptr,
-    out_ptr,
-    normed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_rows,
-    num_text,
-    eps,
-    stride_batch,
-    stride_segment,
-    M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid (S, B). No branch_ptr: no residual; no scale_ptr: no norm."""
-    row = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < M
-    vector = batch * stride_batch + tl.where(row < num_text, stride_segment, 0)
-    row = batch * num_rows + row
-    start = row * M
-
-    x = tl.load(
-        hidden_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first"
-    ).to(tl.float32)
-    if branch_ptr is not None:
-        branch = tl.load(
-            branch_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
-        if branch_bias_ptr is not None:
-            branch += tl.load(branch_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + vector + column, mask=mask, other=0.0).to(tl.float32)
-        out = (x + gate * branch).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + start + column, out, mask=mask)
-        x = out.to(tl.float32)
-
-    if scale_ptr is not None:
-        mean = tl.sum(x, axis=0) / M
-        x = tl.where(mask, x - mean, 0.0)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / M + eps)
-        x *= rstd
-        if weight_ptr is not None:
-            x *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            x += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + vector + column, mask=mask, other=0.0).to(tl.float32)
-        shift = tl.load(shift_ptr + vector + column, mask=mask, other=0.0).to(tl.float32)
-        x = x * (1.0 + scale) + shift
-        tl.store(normed_ptr + start + column, x.to(normed_ptr.dtype.element_ty), mask=mask)
-        tl.store(mean_ptr + row, mean)
-        tl.store(rstd_ptr + row, rstd)
+def _segments(num_text: int) -> tuple[tuple[int, slice], ...]:
+    """Pair each entry of a modulation with its rows: (0, video), (1, text)."""
+    return (0, slice(num_text, None)), (1, slice(num_text))
 
 
-def launch_forward(
+def forward_cpu(
     hidden: Tensor,
     branch: Tensor | None,
     branch_bias: Tensor | None,
@@ -164,59 +106,153 @@ def launch_forward(
     scale: Tensor | None,
     num_text: int,
     eps: float,
-    num_warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> h', n [B, S, M], mean, rstd [B, S]. Without branch no residual, without scale no norm."""
-    hidden = hidden.contiguous()
-    branch = None if branch is None else branch.contiguous()
-    out, normed, mean, rstd = _room(hidden, branch, scale)
-    shift, scale, gate = shared_strides(shift, scale, gate)
-    stride_batch, stride_segment, _ = (gate if scale is None else scale).stride()
-    num_batches, num_rows, width = hidden.shape
-    _fwd_kernel[(num_rows, num_batches)](
-        hidden_ptr=hidden,
-        branch_ptr=branch,
-        branch_bias_ptr=branch_bias,
-        gate_ptr=gate,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        shift_ptr=shift,
-        scale_ptr=scale,
-        out_ptr=out,
-        normed_ptr=normed,
-        mean_ptr=mean,
-        rstd_ptr=rstd,
-        num_rows=num_rows,
-        num_text=num_text,
-        eps=eps,
-        stride_batch=stride_batch,
-        stride_segment=stride_segment,
-        M=width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=num_warps or choose_num_warps(width),
+    """Compute the outputs of `empty_outputs` with PyTorch's fused functions.
+
+    Rows stay in their dtype: PyTorch computes in float32 inside and rounds what it writes, and a
+    float32 copy of bfloat16 rows would cost more than it gains. Sums and statistics are float32.
+    """
+    dtype = hidden.dtype
+    out, n, mean, rstd = (hidden.new_empty(0) for _ in range(4))
+    if branch is not None:
+        assert gate is not None, "a branch comes with its gate"
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        for segment, rows in _segments(num_text):
+            factor = gate[:, segment, None].to(dtype)  # [B, 1, M]
+            summand = branch[:, rows]
+            if branch_bias is not None:
+                summand = summand + branch_bias.to(dtype)
+            torch.addcmul(hidden[:, rows], summand, factor, out=out[:, rows])
+        hidden = out
+    if scale is not None:
+        assert shift is not None, "a scale comes with its shift"
+        # float32 vectors give float32 statistics and sums for rows of any dtype.
+        wide = torch.promote_types(dtype, torch.float32)
+        weight = torch.ones(hidden.shape[-1]) if weight is None else weight
+        bias = torch.zeros(hidden.shape[-1]) if bias is None else bias
+        weight, bias = weight.to(wide), bias.to(wide)
+        n, mean, rstd = torch.native_layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
+        # Modulate in place: the norm's result is not read again.
+        for segment, rows in _segments(num_text):
+            factor = 1 + scale[:, segment, None].to(dtype)
+            summand = shift[:, segment, None].to(dtype)
+            torch.addcmul(summand, n[:, rows], factor, out=n[:, rows])
+        mean, rstd = mean.squeeze(-1), rstd.squeeze(-1)
+    return out, n, mean, rstd
+
+
+def backward_cpu(
+    dn: Tensor | None,
+    dout: Tensor | None,
+    out: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    branch: Tensor | None,
+    branch_bias: Tensor | None,
+    gate: Tensor | None,
+    num_text: int,
+    has_norm_sums: bool,
+    has_branch_sum: bool,
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of `Backward.empty_gradients`.
+
+    With xhat = (h' - mean) * rstd and dn, dh' the gradients that arrive:
+
+        dx = dn * weight * (1 + scale)
+        dh = dh' + rstd * (dx - mean(dx) - xhat * mean(dx * xhat))      gradient of hidden
+        dy = gate * dh                                                  gradient of the branch
+
+    and, from four sums over the rows of each sample's text or video,
+
+        A = sum dn * xhat      dscale = weight * A + bias * B      dweight = sum (1 + scale) * A
+        B = sum dn             dshift = B                          dbias   = sum (1 + scale) * B
+        G = sum dh * y         dgate  = G + b * C
+        C = sum dh                                                 db      = sum gate * C
+
+    Without dn (no norm) dh is dh' itself, and only dy and the sums G and C remain.
+    """
+    rows = dout if dn is None else dn
+    assert rows is not None, "backward needs the gradient of h' or of n"
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    dhidden = dbranch = dbranch_bias = dgate = dweight = dbias = dshift = dscale = None
+
+    total = rows  # dh of the formulas
+    if dn is not None:
+        assert out is not None and mean is not None and rstd is not None and scale is not None
+        wide_scale = scale.to(wide)
+        wide_weight = None if weight is None else weight.to(wide)
+        total, a, b = _norm_backward(
+            dn, dout, out, mean, rstd, wide_weight, wide_scale, num_text, has_norm_sums
+        )
+        dhidden = total
+        if a is not None and b is not None:
+            dshift, dscale = b.to(scale.dtype), a
+            if weight is not None and bias is not None:
+                dscale = a * weight + b * bias
+                factor = 1 + wide_scale
+                dweight, dbias = ((factor * x).sum((0, 1)).to(weight.dtype) for x in (a, b))
+            dscale = dscale.to(scale.dtype)
+    if gate is not None:
+        dbranch = torch.empty_like(total, memory_format=torch.contiguous_format)
+        g, c = (torch.empty(gate.shape, dtype=wide) for _ in range(2))
+        for segment, span in _segments(num_text):
+            if branch is not None:  # dbranch is scratch memory until its gradient is written
+                products = torch.mul(total[:, span], branch[:, span], out=dbranch[:, span])
+                g[:, segment] = products.sum(1, dtype=wide)
+            if has_branch_sum:
+                c[:, segment] = total[:, span].sum(1, dtype=wide)
+            factor = gate[:, segment, None].to(rows.dtype)
+            torch.mul(total[:, span], factor, out=dbranch[:, span])
+        if has_branch_sum:
+            assert branch_bias is not None, "C is the sum behind the gradient of branch_bias"
+            dbranch_bias = (gate * c).sum((0, 1)).to(branch_bias.dtype)
+            g = g + branch_bias * c
+        if branch is not None:
+            dgate = g.to(gate.dtype)
+    gradients = (dhidden, dbranch, dbranch_bias, dgate, dweight, dbias, dshift, dscale)
+    return tuple(rows.new_empty(0) if x is None else x for x in gradients)
+
+
+def _norm_backward(
+    dn: Tensor,
+    dout: Tensor | None,
+    out: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    num_text: int,
+    has_norm_sums: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return dh [B, S, M] and, if asked for, the sums A and B [B, 2, M] in float32."""
+    factor = 1 + scale if weight is None else weight * (1 + scale)
+    total = torch.empty_like(out, memory_format=torch.contiguous_format)
+    for segment, rows in _segments(num_text):
+        torch.mul(dn[:, rows], factor[:, segment, None].to(dn.dtype), out=total[:, rows])
+    mean, rstd = mean.unsqueeze(-1), rstd.unsqueeze(-1)
+    # The weight is part of `total` already; aten asks for one of the statistics' dtype.
+    one = mean.new_ones(out.shape[-1])
+    total, _, _ = torch.ops.aten.native_layer_norm_backward(
+        total, out, out.shape[-1:], mean, rstd, one, one, [True, False, False]
     )
-    return out, normed, mean, rstd
+    if dout is not None:
+        total += dout
+    if not has_norm_sums:
+        return total, None, None
+    # One float32 tensor of the rows' size, [B, S, M], is allocated here.
+    products = torch.sub(out, mean).mul_(rstd).mul_(dn)
+    # Sums over rows lose too many digits in bfloat16.
+    a, b = torch.empty_like(factor), torch.empty_like(factor)
+    for segment, rows in _segments(num_text):
+        torch.sum(products[:, rows], 1, out=a[:, segment])
+        b[:, segment] = dn[:, rows].sum(1, dtype=b.dtype)
+    return total, a, b
 
 
-def choose_num_warps(width: int) -> int:
-    """8 columns a thread up to 4 warps, which serve up to 4096 columns."""
-    block = triton.next_power_of_2(width)
-    return min(max(block // 256, 1), max(block // 1024, 4), 16)
-
-
-def _room(hidden: Tensor, branch: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
-    """For h', n, mean and rstd; what is not asked for is empty, as an op cannot return None."""
-    rows, nothing = hidden.shape, (0,)
-    statistics = nothing if scale is None else rows[:2]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return (
-        hidden.new_empty(nothing if branch is None else rows),
-        hidden.new_empty(nothing if scale is None else rows),
-        hidden.new_empty(statistics, dtype=wide),
-        hidden.new_empty(statistics, dtype=wide),
-    )
-
-
+# Arguments are those of launch_forward; its outputs are those of empty_outputs.
 forward_op = torch.library.custom_op(
     "cogfast::adaptive_layernorm",
     launch_forward,
@@ -232,40 +268,61 @@ forward_op.register_kernel("cpu")(forward_cpu)
 
 @forward_op.register_fake
 def _(hidden, branch, branch_bias, gate, weight, bias, shift, scale, num_text, eps):
-    return _room(hidden, branch, scale)
+    return empty_outputs(hidden, branch, scale)
+
+
+# Arguments are the fields of Backward, in their order.
+backward_op = torch.library.custom_op(
+    "cogfast::adaptive_layernorm_backward",
+    lambda *inputs: launch_backward(Backward(*inputs)),
+    mutates_args=(),
+    device_types="cuda",
+    schema="""(
+        Tensor? dn, Tensor? dout, Tensor? out, Tensor? mean, Tensor? rstd, Tensor? weight,
+        Tensor? bias, Tensor? scale, Tensor? branch, Tensor? branch_bias, Tensor? gate,
+        int num_text, bool has_norm_sums, bool has_branch_sum
+    ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)""",
+)
+backward_op.register_kernel("cpu")(backward_cpu)
+backward_op.register_fake(lambda *inputs: Backward(*inputs).empty_gradients())
 
 
 def _keep(ctx, inputs, output) -> None:
-    """What the backward reads. The branch is kept only where its gate wants a gradient."""
+    """Save what backward reads. The branch is saved only if its gate needs a gradient."""
     hidden, branch, branch_bias, gate, weight, bias, _, scale, ctx.num_text, _ = inputs
     out, _, mean, rstd = output
+    # Without a residual h' is hidden itself, and the op returns no copy of it.
     if branch is None:
         out = hidden
     if scale is None:
         out = mean = rstd = None
     _, _, needs_branch_bias, needs_gate, *needs_norm, _, _ = ctx.needs_input_grad
     ctx.has_norm_sums = any(needs_norm)
+    # The gate's gradient G + b C needs the sum C as well.
     ctx.has_branch_sum = branch_bias is not None and (needs_branch_bias or needs_gate)
     ctx.has_residual, ctx.has_norm = branch is not None, scale is not None
     branch = branch if needs_gate else None
     ctx.save_for_backward(out, mean, rstd, weight, bias, scale, branch, branch_bias, gate)
+    # An output that was not used gets None, not a tensor of zeros.
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of the op's ten arguments, from those of h' and n."""
+    """Return the gradients of the op's ten arguments from those of h' and n."""
+    # Nothing to compute: n was not used, and h' was not used or is hidden itself.
     if dn is None and (dout is None or not ctx.has_residual):
         return dout, *[None] * 9
     has_norm_sums = ctx.has_norm_sums and dn is not None
     gradients = backward_op(
         dn, dout, *ctx.saved_tensors, ctx.num_text, has_norm_sums, ctx.has_branch_sum
     )
-    dhidden, *others = (x if x.numel() else None for x in gradients)
-    return dout if dn is None else dhidden, *others, None, None
+    dhidden, *rest = (x if x.numel() else None for x in gradients)
+    # Without a norm the gradient of hidden is that of h': hand it on without a copy.
+    return dout if dn is None else dhidden, *rest, None, None
 
 
 def _backward(ctx, dout: Tensor | None, dn: Tensor | None, *_) -> tuple[Tensor | None, ...]:
-    # of outputs that are empty nothing comes back
+    # Autograd may pass a gradient for an output that was not computed: ignore it.
     return _gradients(ctx, dout if ctx.has_residual else None, dn if ctx.has_norm else None)
 
 
@@ -273,8 +330,10 @@ forward_op.register_autograd(_backward, setup_context=_keep)
 
 
 class _WithoutResidual(torch.autograd.Function):
-    """The op's ten arguments -> hidden as it is and n: their gradients meet in one backward. An op
-    of its own could not return what it was given."""
+    """Return hidden unchanged and n, so that their gradients are added inside one backward.
+
+    A custom op may not return its argument, hence this function around it.
+    """
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -283,8 +342,8 @@ class _WithoutResidual(torch.autograd.Function):
         return inputs[0], normed
 
     @staticmethod
-    def backward(ctx, dhidden, dn):
-        return _gradients(ctx, dhidden, dn)
+    def backward(ctx, *gradients):
+        return _gradients(ctx, *gradients)
 
 
 def _check_rows(op: str, hidden: Tensor, num_text: int) -> None:
@@ -306,7 +365,7 @@ def _check_norm(
     num_batches, _, width = hidden.shape
     if (weight is None) != (bias is None):
         refuse(op, "bias", bias, "weight and bias are both tensors or both None")
-    if weight is not None:
+    if weight is not None and bias is not None:
         check_tensor(op, "weight", weight, (width,), like=hidden, any_dtype=True)
         check_tensor(op, "bias", bias, (width,), like=weight)
     check_tensor(op, "scale", scale, (num_batches, 2, width), like=hidden, any_dtype=True)
@@ -332,22 +391,26 @@ def adaptive_layernorm(
     num_text: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm and modulation of hidden [B, S, M], see the top of the file; -> hidden, n.
+    """Return hidden unchanged and n = LayerNorm(hidden) * (1 + scale) + shift, both [B, S, M].
 
-    Go on with the hidden that is returned: its gradient then joins that of n inside the kernel.
+    Use the returned hidden from here on: its gradient is then added to that of n inside the kernel.
+
+    hidden: [B, S, M]. weight, bias: [M] or None. shift, scale: [B, 2, M].
     """
     _check_rows("adaptive_layernorm", hidden, num_text)
     _check_norm("adaptive_layernorm", hidden, weight, bias, shift, scale)
-    nothing = (None, None, None)  # branch, its bias and its gate
-    return _WithoutResidual.apply(hidden, *nothing, weight, bias, shift, scale, num_text, eps)
+    no_residual = (None, None, None)  # branch, its bias and its gate
+    return _WithoutResidual.apply(hidden, *no_residual, weight, bias, shift, scale, num_text, eps)
 
 
 def layernorm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of hidden [B, S, M] without a modulation, its sums over rows in float32 too (those
-    of nn.LayerNorm are in bf16 for bf16 rows on a CPU)."""
+    """LayerNorm of hidden [B, S, M] without modulation.
+
+    Sums over rows are float32, also for bf16 rows on a CPU, where nn.LayerNorm adds in bf16.
+    """
     _check_rows("layernorm", hidden, 0)
     num_batches, _, width = hidden.shape
-    shift, scale = hidden.new_zeros(2, num_batches, 2, width).unbind()  # they change no bit
+    shift, scale = hidden.new_zeros(2, num_batches, 2, width).unbind()  # n * (1 + 0) + 0 is n
     return adaptive_layernorm(hidden, weight, bias, shift, scale, 0, eps)[1]
 
 
@@ -363,7 +426,11 @@ def residual_adaptive_layernorm(
     num_text: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """h' = hidden + gate * (branch + branch_bias) and n of it, see the top of the file."""
+    """Return h' = hidden + gate * (branch + branch_bias) and its n, both [B, S, M].
+
+    hidden, branch: [B, S, M]. branch_bias, weight, bias: [M] or None. gate, shift, scale:
+    [B, 2, M].
+    """
     _check_rows("residual_adaptive_layernorm", hidden, num_text)
     _check_residual("residual_adaptive_layernorm", hidden, branch, branch_bias, gate)
     _check_norm("residual_adaptive_layernorm", hidden, weight, bias, shift, scale)
@@ -376,54 +443,11 @@ def residual_adaptive_layernorm(
 def gated_residual(
     hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
 ) -> Tensor:
-    """hidden + gate * (branch + branch_bias), see the top of the file; -> [B, S, M]."""
+    """Return hidden + gate * (branch + branch_bias), [B, S, M].
+
+    hidden, branch: [B, S, M]. branch_bias: [M] or None. gate: [B, 2, M].
+    """
     _check_rows("gated_residual", hidden, num_text)
     _check_residual("gated_residual", hidden, branch, branch_bias, gate)
     no_norm = (None, None, None, None)  # weight, bias, shift, scale
     return forward_op(hidden, branch, branch_bias, gate, *no_norm, num_text, 0.0)[0]
-
-
-# Registers, by width: at most 64 let 8 rows share a multiprocessor.
-_MAX_REGISTERS = {
-    1920: {"whole": 53, "first": 53, "last": 40},
-    3072: {"whole": 64, "first": 64, "last": 53},
-}
-_MAX_REGISTERS_FP32 = {1920: 64, 3072: 96}
-
-
-def compile_cases() -> list[CompileCase]:
-    """Every variant in bf16, the whole one in fp32 too."""
-    cases = []
-    for width, limits in _MAX_REGISTERS.items():
-        cases += [_compile_case(width, variant, "bf16", limits[variant]) for variant in limits]
-        cases.append(_compile_case(width, "whole", "fp32", _MAX_REGISTERS_FP32[width]))
-    return cases
-
-
-def _compile_case(width: int, variant: str, dtype: str, max_registers: int) -> CompileCase:
-    residual = ("branch_ptr", "branch_bias_ptr", "gate_ptr")
-    norm = ("weight_ptr", "bias_ptr", "shift_ptr", "scale_ptr")
-    lacking = {"whole": (), "first": residual, "last": norm}[variant]
-    pointers = {"hidden_ptr", *residual, *norm, "out_ptr", "normed_ptr"} - {*lacking}
-    integers = ("num_rows", "num_text", "stride_batch", "stride_segment")
-    return CompileCase(
-        name=f"{variant} {width} {dtype}",
-        kernel=_fwd_kernel,
-        arguments={
-            **dict.fromkeys(pointers, f"*{dtype}"),
-            **dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32"),
-            **dict.fromkeys(integers, "i32"),
-            "eps": "fp32",
-        },
-        constants={
-            **dict.fromkeys(lacking),
-            "M": width,
-            "BLOCK": triton.next_power_of_2(width),
-        },
-        num_warps=choose_num_warps(width),
-        divisible=("stride_batch", "stride_segment"),
-        max_registers=max_registers,
-        max_shared_bytes=32,  # what the warps of a row tell each other
-        narrow_loads=0,
-        narrow_stores=0 if variant == "last" else 2,  # mean and rstd
-    )

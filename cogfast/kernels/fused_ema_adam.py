@@ -1,40 +1,39 @@
-"""Adam and an exponential moving average (EMA) of the weights, in one pass over them.
+"""Adam and an exponential moving average (EMA) of the weights, in one pass over the weights.
 
 With g the gradient, t the parameter's own count of updates (1 at the first) and d the EMA decay:
+
     p *= 1 - lr * weight_decay                        (adam_w_mode; else g += weight_decay * p)
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
     p -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     d = min(ema_decay, (1 + t) / (10 + t))            (use_num_updates; else ema_decay)
     shadow += (1 - d) (p - shadow)                    shadow starts as a copy of p
-SAT's `FusedEmaAdam` (sat/ops/fused_ema_adam.py) with two repairs: t counts each parameter's own
-updates, and so does the EMA's warm-up. SAT counts calls of step(), of which DeepSpeed makes one
-per parameter group.
 
-On a GPU one Triton kernel for all tensors (ema_adam_kernel.py), which reads every number that
-changes from device memory; where Triton is missing or not wanted, torch's one-pass Adam and a lerp.
-
-CPU, 5.8 M float32 parameters, against torch's AdamW(foreach) and a foreach EMA: 0.55 of the time in
-100 tensors, 0.49 in one (1 thread, Xeon with AVX-512), 0.61 and 0.58 on 2 threads.
-On a GPU: not measured.
+A GPU runs the Triton kernels of gpu/fused_ema_adam.py, or torch's fused Adam and a lerp.
 """
+
+# pyright: reportPrivateImportUsage=false
+# torch does not export its fused Adam and its foreach functions, which torch.optim uses.
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cogfast.kernels.argument_checks import GPU_DTYPES, HAS_TRITON, check_tensor, refuse
+from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
 from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable, launch_ema_adam
+from cogfast.kernels.gpu.launch import HAS_TRITON
 
-# Elements that a CPU works on at a time: p, g, m, v and shadow of it (5 MB) stay in its caches
-# between Adam's pass and the EMA's. Smaller chunks cost more in launches on two threads.
+# Elements of a chunk on a CPU: p, g, m, v and shadow of a chunk (5 MB) stay in the caches between
+# Adam's pass and the EMA's. Smaller chunks cost more in launches on two threads. With 5.8 M float32
+# parameters a step takes 0.55 of the time of torch's AdamW(foreach) and a foreach EMA in 100
+# tensors and 0.49 in one (1 thread, Xeon with AVX-512), 0.61 and 0.58 on 2 threads.
 _CPU_CHUNK = 262_144
-# A count of updates at which 1 - b^t is exactly 1: Adam without its bias correction.
+# Count of updates at which 1 - b^t is exactly 1: Adam without bias correction.
 _UNBIASED = 1e9
 _STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "shadow")
 
@@ -54,7 +53,7 @@ def fused_ema_adam_reference(
     step: float,
     ema_decay: float,
 ) -> None:
-    """The formulas above on tensors of one shape and dtype, in place; step = t, ema_decay = d."""
+    """Update tensors of one shape and dtype in place; `step` is t and `ema_decay` d above."""
     beta1, beta2 = betas
     if adam_w_mode:
         p.mul_(1 - lr * weight_decay)
@@ -70,22 +69,28 @@ def fused_ema_adam_reference(
 class FusedEmaAdam(torch.optim.Optimizer):
     """Adam with an EMA of the weights in `state[p]["shadow"]`; SAT's arguments and defaults.
 
+    SAT's `FusedEmaAdam` (sat/ops/fused_ema_adam.py) counts calls of step(), of which DeepSpeed
+    makes one per parameter group. Here t counts each parameter's own updates, and so does the EMA's
+    warm-up.
+
     State per parameter: exp_avg, exp_avg_sq, shadow (float32, the parameter's shape) and step
-    (float32, one number, on the parameter's device). Parameters and gradients may be float32,
-    bfloat16 or float16; the arithmetic is float32.
+    (float32, [], on the parameter's device). Parameters and gradients may be float32, bfloat16 or
+    float16; the arithmetic is float32.
 
-    use_num_updates: warm the EMA decay up; SAT spells the keyword `use_num_upates`, which works
-    as well. set_grad_none: what zero_grad() does unless it is told. kernels: what runs on a GPU.
+    Args:
+        use_num_updates: warm up the EMA decay. SAT's spelling `use_num_upates` works as well.
+        set_grad_none: default of zero_grad's `set_to_none`.
+        kernels: "triton" or "torch" implementation on a GPU.
 
-    Attributes to assign, if any:
-    initial_shadow: {parameter: tensor}; before the first step. The EMA goes on from there.
-    low_precision_copies: {parameter: tensor of its shape}, which receive the new weights in the
-        same pass, rounded to their dtype.
-    gradient_scale: one number, what gradients are multiplied by first, such as a clip factor.
-    found_inf: one number that is not 0 where the gradients overflowed: step() then changes
-        nothing, counts and copies included.
-    The last two are tensors on the parameters' device, on a GPU read by the kernel alone. A group's
-    lr may be such a tensor too.
+    Optional attributes, to be assigned:
+        initial_shadow: {parameter: tensor}, initial EMA; assign before the first step.
+        low_precision_copies: {parameter: tensor of its shape}; they receive the new weights in the
+            same pass, rounded to their dtype.
+        gradient_scale: tensor [], factor for the gradients, such as a clip factor.
+        found_inf: tensor [], not 0 if gradients overflowed: step() then changes nothing, counts and
+            copies included.
+    gradient_scale, found_inf and a group's lr may be tensors on the parameters' device; on a GPU
+    only the kernel reads them.
     """
 
     def __init__(
@@ -133,16 +138,16 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     @property
     def num_updates(self) -> int:
-        """The most updates that any parameter has had."""
+        """Largest number of updates of any parameter."""
         steps = (float(state.get("step", 0)) for state in self.state.values())
-        return int(max(steps, default=0))  # sync: only asked for at a save
+        return int(max(steps, default=0))  # sync: only read when a checkpoint is saved
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,16 +165,17 @@ class FusedEmaAdam(torch.optim.Optimizer):
                         self._update_with_triton(params, group)
                 else:
                     self._update_with_torch(params, group)
-                # Or autograd would use kept weights as if they were the old ones.
+                # Lets autograd refuse a backward through the weights before the update.
                 torch.autograd.graph.increment_version(params)
         return loss
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
-        """The state of `p`; what it has not yet is made, what a resumed run filled in stays."""
+        """Return the state of `p`; create what is missing and keep what a resumed run filled in."""
         state = self.state[p]
         if len(state) < len(_STATE_KEYS):
             if p.grad is not None and p.grad.is_sparse:
                 raise ValueError("FusedEmaAdam takes no sparse gradients; use sparse=False")
+            # float32 whatever the parameter's dtype.
             state.setdefault("step", torch.zeros((), device=p.device))
             state.setdefault("exp_avg", torch.zeros(p.shape, device=p.device))
             state.setdefault("exp_avg_sq", torch.zeros(p.shape, device=p.device))
@@ -177,18 +183,19 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 shadow = self.initial_shadow.pop(p, p).detach()
                 assert shadow.shape == p.shape, f"initial shadow {shadow.shape} of {p.shape}"
                 state["shadow"] = torch.empty(p.shape, device=p.device).copy_(shadow)
-        # A resumed run may have put a plain number there.
+        # A resumed run may have stored a plain number.
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
         return state
 
     def state_dict(self) -> dict:
-        """As torch's, with the count of updates beside the state."""
+        """Return torch's state dict with `num_updates` beside the state."""
         return {**super().state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, but the state stays float32 when the parameters are not.
+        """Load as torch does, but keep the state float32 for parameters of any dtype.
 
-        State that has no count of its own takes num_updates, where the file has that."""
+        State without a count of its own takes `num_updates`, if the file has it.
+        """
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -208,34 +215,36 @@ class FusedEmaAdam(torch.optim.Optimizer):
             self._update_one_on_cpu(p, group)
 
     def _update_one_on_cpu(self, p: Tensor, group: dict) -> None:
-        """A chunk after another, each while it is in the caches."""
+        """Run Adam and the EMA on one chunk after another, each while it is in the caches."""
         state = self.state_of(p)
+        grad = _grad_of(p)
         state["step"] += 1
         ema_weight = 1 - self.ema_decay
         if self.use_num_updates:
-            t = state["step"].item()  # sync: none, a CPU tensor
+            t = state["step"].item()  # a CPU tensor: no sync
             ema_weight = max(ema_weight, 9 / (10 + t))  # 1 - (1 + t) / (10 + t)
         step = state["step"] if group["bias_correction"] else torch.tensor(_UNBIASED)
         moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])
         copy = self.low_precision_copies.get(p)
         copies = () if copy is None else (copy,)
         if p.is_contiguous():
-            streams = (p, p.grad.contiguous(), *moments, *copies)
-            chunks = (x.view(-1).split(_CPU_CHUNK) for x in streams)
+            streams = (p, grad.contiguous(), *moments, *copies)
+            chunks = [x.view(-1).split(_CPU_CHUNK) for x in streams]
         else:
-            chunks = ((x,) for x in (p, p.grad, *moments, *copies))
+            chunks = [(x,) for x in (p, grad, *moments, *copies)]
         for q, g, m, v, s, *low in zip(*chunks, strict=True):
-            # What is not float32 and dense is updated through a copy that is.
+            # A chunk that is not float32 and dense is updated through a copy that is.
             work, g = q.float().contiguous(), g.float().contiguous()
             if self.gradient_scale is not None:
                 g = g * self.gradient_scale
             self._adam([work], [g], [m], [v], [step], group)
+            # The chunk is still in the caches.
             s.lerp_(work, ema_weight)
             for rounded in low if work is q else (q, *low):
                 rounded.copy_(work)
 
     def _update_with_triton(self, params: list[Tensor], group: dict) -> None:
-        """One launch for all tensors of the same dtypes."""
+        """Update with one launch for all tensors of the same dtypes."""
         for name in ("gradient_scale", "found_inf"):
             number = vars(self)[name]
             if number is not None and number.device != params[0].device:
@@ -245,7 +254,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         for streams in all_streams:
             launches[streams.dtypes].append(streams)
         for dtypes, streams in launches.items():
-            # DeepSpeed steps group by group: their first parameters tell tables apart.
+            # DeepSpeed steps one group at a time: a group's first parameter identifies its table.
             table = self._tables[(id(group["params"][0]), params[0].device, dtypes)]
             table.hold(streams)
             launch_ema_adam(
@@ -266,12 +275,13 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 p.copy_(streams.p)
 
     def _streams(self, p: Tensor) -> AdamStreams:
-        """What the kernel reads and writes for `p`, which itself may be strided."""
+        """Return the contiguous tensors that the kernel reads and writes for `p`."""
         state, copy = self.state_of(p), self.low_precision_copies.get(p)
-        moments = [state[key] for key in ("exp_avg", "exp_avg_sq", "shadow")]
-        for x in moments:  # what the kernel takes for granted
+        m, v, shadow = (state[key] for key in ("exp_avg", "exp_avg_sq", "shadow"))
+        for x in (m, v, shadow):  # the kernel relies on this
             assert x.is_contiguous() and (x.shape, x.dtype) == (p.shape, torch.float32)
-        for name, x in (("a parameter", p), ("a gradient", p.grad)):
+        grad = _grad_of(p)
+        for name, x in (("a parameter", p), ("a gradient", grad)):
             if x.dtype not in GPU_DTYPES:
                 refuse("FusedEmaAdam", name, x, "its dtype must be bfloat16, float16 or float32")
         if copy is not None:
@@ -279,27 +289,30 @@ class FusedEmaAdam(torch.optim.Optimizer):
             check_tensor("FusedEmaAdam", name, copy, p.shape, like=p, any_dtype=True)
             if not copy.is_contiguous():
                 refuse("FusedEmaAdam", name, copy, "it must be contiguous")
-        p, g = p.detach().contiguous(), p.grad.contiguous()
-        return AdamStreams(p, g, *moments, state["step"], copy)
+        p = p.detach().contiguous()
+        return AdamStreams(p, grad.contiguous(), m, v, shadow, state["step"], copy)
 
     def _update_with_torch(self, params: list[Tensor], group: dict) -> None:
-        """On a device that has no Triton: all numbers stay there, at the price of more passes."""
+        """Update with PyTorch alone: nothing leaves the device, at the cost of more passes."""
         states = [self.state_of(p) for p in params]
         steps = [state["step"] for state in states]
-        moments = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")]
+        exp_avgs = [state["exp_avg"] for state in states]
+        exp_avg_sqs = [state["exp_avg_sq"] for state in states]
         shadows = [state["shadow"] for state in states]
         found_inf, keep = None, 1.0
         if self.found_inf is not None:
-            found_inf = (self.found_inf.reshape(()) != 0).to(steps[0])  # what torch's kernel takes
+            found_inf = (self.found_inf.reshape(()) != 0).to(
+                steps[0]
+            )  # torch's kernel wants 0 or 1
             keep = 1 - found_inf
 
         torch._foreach_add_(steps, keep)
         used = steps if group["bias_correction"] else [torch.full_like(s, _UNBIASED) for s in steps]
         work = [p.float().contiguous() for p in params]
-        grads = [p.grad.float().contiguous() for p in params]
+        grads = [_grad_of(p).float().contiguous() for p in params]
         if self.gradient_scale is not None:
             grads = [g * self.gradient_scale for g in grads]
-        self._adam(work, grads, *moments, used, group, found_inf)
+        self._adam(work, grads, exp_avgs, exp_avg_sqs, used, group, found_inf)
         for p, w in zip(params, work, strict=True):
             if w is not p:
                 p.copy_(w)
@@ -308,7 +321,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 copy.copy_(w if found_inf is None else torch.where(found_inf == 0, w, copy))
         if self.use_num_updates:
             for shadow, w, step in zip(shadows, work, steps, strict=True):
-                # 1 - d; from d itself float32 would have four digits of it left
+                # Compute 1 - d directly: subtracting d from 1 leaves four digits in float32.
                 ema_weight = (9 / (10 + step)).clamp_(min=1 - self.ema_decay)
                 shadow.lerp_(w, ema_weight * keep)
         elif found_inf is None:
@@ -327,7 +340,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         group: dict,
         found_inf: Tensor | None = None,
     ) -> None:
-        """torch's one-pass Adam on float32 tensors; `steps` already count this update."""
+        """Run torch's fused Adam on float32 tensors; `steps` already count this update."""
         adam = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         adam(
             params,
@@ -346,3 +359,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
             grad_scale=None,
             found_inf=found_inf,
         )
+
+
+def _grad_of(p: Tensor) -> Tensor:
+    assert p.grad is not None, "step() passes parameters that have a gradient"
+    return p.grad

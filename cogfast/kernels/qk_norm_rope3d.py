@@ -1,20 +1,17 @@
-"""LayerNorm of every query and key head, then rotation of the video rows by their 3-D position.
+"""LayerNorm of every query and key head, then rotation of video rows by their 3-D position.
 
-Forward, for a head x [D] of q or k, with xhat = (x - mean) rstd:
+For a head x [D] of q or k, with xhat = (x - mean) rstd:
+
     n = xhat weight + bias
     (a, b) -> (a cos - b sin, a sin + b cos)      for neighbouring entries a, b of n
-The first D/8 pairs of a head turn with the token's time, 3D/16 with its row, 3D/16 with its column.
-Text rows, which stand in front, are normed and not rotated.
 
-Backward: turning the gradient of the result by the negative angle gives g, the gradient of n, and
-    dx = rstd (g weight - mean(g weight) - xhat mean(g weight xhat))
-    dweight = sum of g xhat,  dbias = sum of g      over all tokens and heads
-
-Bytes, with U those of a [B, S, H, D] activation: forward moves 4 U (q and k are read where the QKV
-linear left them), backward 8 U: it reads dq, dk, dv, q and k and writes the packed gradient whole,
-for which q, k and v apart and a stack would take 12. Mean and rstd are worked out again, since the
-row is at hand. On a GPU: not measured.
+The first D/8 pairs of a head are rotated by the token's time, 3D/16 by its row, 3D/16 by its
+column. Text rows, which come first, are normed and not rotated. Forward moves 4 U of memory,
+backward 8 U, with U the bytes of [B, S, H, D]; docs/kernels.md counts them. No GPU has timed the op
+yet.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -23,17 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.gpu.qk_norm_rope3d_launch import launch_backward, launch_forward
+from cogfast.kernels.gpu.qk_norm_rope3d import launch_backward, launch_forward
 
-EPS = 1e-6  # of the head norms, in every member of the family
+EPS = 1e-6  # head norms of every CogVideoX model
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm
 _OP = "qk_norm_rope3d"
 
 
-@dataclass(frozen=True)  # no slots: DeepSpeed asks for vars() of what a module returns
+@dataclass(frozen=True)  # no slots: DeepSpeed calls vars() on what a module returns
 class Rotation:
-    """cos and sin of every axis: table [2, N] float32, row 0 the cosines, row 1 the sines, of
-    t x D/8 angles of time, then h x 3D/16 of rows, then w x 3D/16 of columns, for t x h x w tokens.
+    """Rotation angles of t x h x w video tokens, one table per axis.
+
+    table: [2, N] float32, cosines in row 0 and sines in row 1, of t x D/8 angles of time, then
+    h x 3D/16 of rows, then w x 3D/16 of columns.
     """
 
     table: Tensor
@@ -42,10 +41,11 @@ class Rotation:
     w: int
 
     def per_row(self, num_text: int) -> Tensor:
-        """cos + i sin of every row's angles, [L + t*h*w, D/2] complex64; those of text are 1."""
+        """Return cos + i sin of every token's angles, [L + t*h*w, D/2] complex64; 1 for text."""
         t, h, w = self.t, self.h, self.w
         # N = t D/8 + (h + w) 3D/16 = D/16 (2t + 3h + 3w)
         unit = self.table.shape[1] // (2 * t + 3 * h + 3 * w)
+        # Complex numbers rotate a pair by one product.
         values = torch.complex(self.table[0], self.table[1])
         time, row, column = values.split((2 * unit * t, 3 * unit * h, 3 * unit * w))
         axes = [
@@ -53,18 +53,19 @@ class Rotation:
             row.view(1, h, 1, 3 * unit).expand(t, h, w, -1),
             column.view(1, 1, w, 3 * unit).expand(t, h, w, -1),
         ]
+        # Tokens are ordered by time, then row, then column.
         video = torch.cat(axes, dim=-1).flatten(0, 2)
         return torch.cat([video.new_ones(num_text, video.shape[1]), video])
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [B, S, H, D] float32, angles [S, D/2] complex (cos + i sin) -> [B, S, H, D]."""
+    """Rotate x [B, S, H, D] float32 by angles [S, D/2] complex (cos + i sin)."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
     return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
 
 
 def _rotate_(x: Tensor, angles: Tensor) -> Tensor:
-    """The same in place."""
+    """Rotate x [B, S, H, D] in place."""
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(angles[:, None])
     return x
 
@@ -76,13 +77,17 @@ def qk_norm_rope3d_reference(
     rotation: Rotation | None,
     num_text: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [B, S, 3, H, D]; norms: None for no norm at all, (None, None) for one without weights;
-    -> normed and rotated q, k and, as it is, v: each [B, S, H, D] in the dtype of qkv. v comes out
-    here too so that the gradient of qkv is written once."""
+    """Return normed and rotated q, k, and v unchanged: [B, S, H, D] in the dtype of qkv.
+
+    qkv: [B, S, 3, H, D]. query_norm, key_norm: weight and bias [D], (None, None) for a norm without
+    parameters, None for no norm. rotation: None for no rotation.
+    """
+    # v is returned so that backward writes the gradient of qkv once.
     q, k, v = qkv.unbind(2)
     angles = None if rotation is None else rotation.per_row(num_text)
-    turned = []
+    results = []
     for x, norm in ((q, query_norm), (k, key_norm)):
+        # Rotate in float32, as diffusers does; a norm alone stays in the dtype of qkv.
         if angles is not None:
             x = x.float()
         if norm is not None:
@@ -90,8 +95,93 @@ def qk_norm_rope3d_reference(
             x = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
         if angles is not None:
             x = _rotate(x, angles).to(qkv.dtype)
-        turned.append(x)
-    return turned[0], turned[1], v
+        results.append(x)
+    return results[0], results[1], v
+
+
+def _forward_cpu(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_weight: Tensor | None,
+    k_bias: Tensor | None,
+    table: Tensor | None,
+    num_text: int,
+    t: int,
+    h: int,
+    w: int,
+    has_norm: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k [B, S, H, D] and the statistics that backward reads, [4, B, S, H, 1] float32.
+
+    The statistics are mean and rstd of q, then of k; without norms their shape is [0].
+    """
+    angles = None if table is None else Rotation(table, t, h, w).per_row(num_text)
+    results, statistics = [], []
+    for x, norm in ((qkv[:, :, 0], (q_weight, q_bias)), (qkv[:, :, 1], (k_weight, k_bias))):
+        # Everything is float32 until the result is rounded once.
+        x = x.float()
+        if has_norm:
+            weight, bias = (None if p is None else p.float() for p in norm)
+            x, *moments = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+            statistics += moments
+        if angles is not None:
+            # The norm's result may be overwritten; qkv may not.
+            x = _rotate_(x, angles) if has_norm else _rotate(x, angles)
+        results.append(x.to(qkv.dtype))
+    q, k = results
+    return q, k, torch.stack(statistics) if has_norm else torch.empty(0)
+
+
+def _backward_cpu(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    statistics: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    table: Tensor | None,
+    num_text: int,
+    t: int,
+    h: int,
+    w: int,
+    has_norm: bool,
+    eps: float,
+    needs_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return dqkv [B, S, 3, H, D] and the affine gradients [4, D] float32, or [0, D].
+
+    Rotating the gradient of the result by the negative angle gives g, the gradient of n, and
+
+        dx = rstd (g weight - mean(g weight) - xhat mean(g weight xhat))
+        dweight = sum of g xhat,  dbias = sum of g      over all tokens and heads
+    """
+    angles = None
+    if table is not None:
+        # The inverse rotation is by the negative angle.
+        inverse = torch.stack([table[0], -table[1]])
+        angles = Rotation(inverse, t, h, w).per_row(num_text)
+    shape = qkv.shape[-1:]
+    gradients, sums = [], []
+    for i, (g, weight) in enumerate(((dq, q_weight), (dk, k_weight))):
+        g = g.float()
+        if angles is not None:
+            g = _rotate(g.contiguous(), angles)
+        if has_norm:
+            if weight is None and needs_sums:  # aten computes sums only for parameters it is given
+                weight = g.new_ones(shape)
+            weight = None if weight is None else weight.float()
+            mean, rstd = statistics[2 * i : 2 * i + 2]
+            x, mask = qkv[:, :, i].float(), [True, needs_sums, needs_sums]
+            # The second `weight` stands for the bias, which aten does not read.
+            g, *parts = torch.ops.aten.native_layer_norm_backward(
+                g, x, shape, mean, rstd, weight, weight, mask
+            )
+            sums += parts if needs_sums else []
+        gradients.append(g.to(qkv.dtype))
+    return torch.stack([*gradients, dv], 2), torch.stack(sums) if sums else torch.empty(0, *shape)
 
 
 @torch.library.custom_op("cogfast::qk_norm_rope3d", mutates_args=(), device_types="cuda")
@@ -109,30 +199,14 @@ def _qk_norm_rope3d(
     has_norm: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, S, H, D] and the statistics that backward wants, [0] on a GPU; on a CPU, which works
-    them out slower than it reads them, mean and rstd of q, then of k, [4, B, S, H, 1] float32."""
+    """Return q, k [B, S, H, D] and statistics for backward.
+
+    A GPU computes the statistics again, since backward has the row at hand, and returns [0]; a CPU
+    reads them faster.
+    """
     affine = (q_weight, q_bias, k_weight, k_bias)
     q, k = launch_forward(qkv, *affine, table, num_text, t, h, w, has_norm, eps)
     return q, k, qkv.new_empty(0, dtype=torch.float32)
-
-
-@_qk_norm_rope3d.register_kernel("cpu")
-def _(
-    qkv, q_weight, q_bias, k_weight, k_bias, table, num_text, t, h, w, has_norm, eps
-) -> tuple[Tensor, Tensor, Tensor]:
-    angles = None if table is None else Rotation(table, t, h, w).per_row(num_text)
-    turned, statistics = [], []
-    for x, norm in ((qkv[:, :, 0], (q_weight, q_bias)), (qkv[:, :, 1], (k_weight, k_bias))):
-        x = x.float()
-        if has_norm:
-            weight, bias = (None if p is None else p.float() for p in norm)
-            x, *moments = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-            statistics += moments
-        if angles is not None:
-            # in place where x is the norm's result
-            x = _rotate_(x, angles) if has_norm else _rotate(x, angles)
-        turned.append(x.to(qkv.dtype))
-    return *turned, torch.stack(statistics) if has_norm else torch.empty(0)
 
 
 @_qk_norm_rope3d.register_fake
@@ -164,52 +238,12 @@ def _qk_norm_rope3d_backward(
     eps: float,
     needs_sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dqkv [B, S, 3, H, D] and the sums of query weight, query bias, key weight, key bias [4, D]
-    float32, [0, D] where they are not needed."""
+    """Return dqkv [B, S, 3, H, D] and the affine gradients [4, D] float32, or [0, D].
+
+    The affine gradients are those of query weight, query bias, key weight and key bias.
+    """
     numbers = (num_text, t, h, w, has_norm, eps, needs_sums)
     return launch_backward(dq, dk, dv, qkv, q_weight, k_weight, table, *numbers)
-
-
-@_qk_norm_rope3d_backward.register_kernel("cpu")
-def _(
-    dq,
-    dk,
-    dv,
-    qkv,
-    statistics,
-    q_weight,
-    k_weight,
-    table,
-    num_text,
-    t,
-    h,
-    w,
-    has_norm,
-    eps,
-    needs_sums,
-) -> tuple[Tensor, Tensor]:
-    angles = None
-    if table is not None:
-        back = torch.stack([table[0], -table[1]])
-        angles = Rotation(back, t, h, w).per_row(num_text)
-    shape = qkv.shape[-1:]
-    sources, sums = [], []
-    for i, (g, weight) in enumerate(((dq, q_weight), (dk, k_weight))):
-        g = g.float()
-        if angles is not None:
-            g = _rotate(g.contiguous(), angles)
-        if has_norm:
-            if weight is None and needs_sums:  # aten sums for parameters that it is given
-                weight = g.new_ones(shape)
-            weight = None if weight is None else weight.float()
-            mean, rstd = statistics[2 * i : 2 * i + 2]
-            g, *parts = torch.ops.aten.native_layer_norm_backward(
-                *(g, qkv[:, :, i].float(), shape, mean, rstd, weight, weight),
-                [True, needs_sums, needs_sums],
-            )
-            sums += parts if needs_sums else []
-        sources.append(g.to(qkv.dtype))
-    return torch.stack([*sources, dv], 2), torch.stack(sums) if sums else torch.empty(0, *shape)
 
 
 @_qk_norm_rope3d_backward.register_fake
@@ -218,8 +252,12 @@ def _(dq, dk, dv, qkv, *arguments) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(qkv.shape), qkv.new_empty(rows, width, dtype=torch.float32)
 
 
+_qk_norm_rope3d.register_kernel("cpu")(_forward_cpu)
+_qk_norm_rope3d_backward.register_kernel("cpu")(_backward_cpu)
+
+
 class _QkNormRope3d(torch.autograd.Function):
-    """The ops, with v beside q and k so that the gradients of all three meet."""
+    """Return v beside q and k, so that one backward gets the gradients of all three."""
 
     @staticmethod
     def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, *numbers):
@@ -230,13 +268,14 @@ class _QkNormRope3d(torch.autograd.Function):
         return q, k, qkv[:, :, 2]
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):
+    def backward(ctx, *gradients):
         qkv, statistics, table, *affine = ctx.saved_tensors
+        # Sums over all tokens are computed only if an affine parameter needs its gradient.
         needs = [
             p is not None and n for p, n in zip(affine, ctx.needs_input_grad[1:5], strict=True)
         ]
         saved = (qkv, statistics, affine[0], affine[2], table)
-        dqkv, sums = _qk_norm_rope3d_backward(dq, dk, dv, *saved, *ctx.numbers, any(needs))
+        dqkv, sums = _qk_norm_rope3d_backward(*gradients, *saved, *ctx.numbers, any(needs))
         grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
         return dqkv, *grads, *[None] * (1 + len(ctx.numbers))
 
@@ -248,13 +287,18 @@ def qk_norm_rope3d(
     rotation: Rotation | None,
     num_text: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, S, H, D] of packed qkv [B, S, 3, H, D], see the reference above. Both norms, or
-    none, are given. On a GPU D is a multiple of 16 up to 128."""
+    """Return normed and rotated q, k, and v unchanged, [B, S, H, D]; see the reference above.
+
+    qkv: [B, S, 3, H, D], on a GPU with D a multiple of 16 up to 128. query_norm, key_norm: both
+    given or both None.
+    """
     _check(qkv, query_norm, key_norm, rotation, num_text)
     has_norm = query_norm is not None
+    # Nothing to compute: views of qkv, whose gradient autograd assembles.
     if not has_norm and rotation is None:
-        return qkv.unbind(2)
-    affine = (*query_norm, *key_norm) if has_norm else (None,) * 4
+        q, k, v = qkv.unbind(2)
+        return q, k, v
+    affine = (*(query_norm or (None, None)), *(key_norm or (None, None)))
     if rotation is None:
         table, grid = None, (1, 1, 1)
     else:
@@ -269,7 +313,7 @@ def _check(
     rotation: Rotation | None,
     num_text: int,
 ) -> None:
-    """Refuse what the ops do not take, in one line."""
+    """Raise a ValueError for arguments that the ops do not take."""
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         refuse(_OP, "qkv", qkv, "its shape must be [B, S, 3, H, D]")
     check_tensor(_OP, "qkv", qkv, qkv.shape)
@@ -289,6 +333,7 @@ def _check(
     if num_text + t * h * w != num_tokens:
         rule = f"{num_text} text rows and {t}x{h}x{w} video rows must be its S"
         refuse(_OP, "qkv", qkv, rule)
+    # Time takes D/8 pairs, row and column 3D/16 each.
     if width % 16:
         refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 to be rotated")
     check_tensor(

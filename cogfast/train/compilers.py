@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cogfast.config import Config, refuse
-from cogfast.kernels import argument_checks as launch
+from cogfast.kernels.gpu import launch
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.arguments import TrainArguments
 

@@ -1,14 +1,10 @@
-"""The Triton kernels of FusedEmaAdam: many tensors in one launch, no number read by the host.
+"""Triton kernels of FusedEmaAdam: one launch for many tensors, no value read by the host.
 
-A table on the device holds per tensor the addresses of its streams, its length and its own count of
-updates; a map says which tensor a program works on. A first, tiny kernel counts the updates and
-turns the counts into factors, in float64; the second streams over everything once. Each program of
-it takes 1,024 neighbouring elements (4 KB of a float32 stream). With bf16 gradients and float32
-weights it moves 36 bytes per element, a bf16 copy of the weights 2 more.
-
-Accesses are of 16 bytes (bf16: 8) wherever all addresses of a tensor allow it, except for a tensor's
-last elements; the kernel has a branch for each. Offsets are int64: one ZeRO partition may have more
-than 2^31 elements. On a GPU: not measured.
+A table on the device holds each tensor's addresses, length and count of updates; a map tells a
+program which tensor it works on. A small kernel counts the updates and turns the counts into
+factors in float64; the second kernel streams over all tensors once. Each of its programs takes
+1,024 neighbouring elements (4 KB of float32). With bf16 gradients and float32 weights it moves 36
+bytes per element, 2 more with a bf16 copy of the weights. No GPU has timed the kernels yet.
 """
 
 import math
@@ -19,11 +15,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cogfast.kernels.argument_checks import CompileCase, jit, tl, triton
+from cogfast.kernels.gpu.launch import jit, tl, triton
 
-BLOCK = 1024
-_NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
-_STEP_BLOCK = 128
+BLOCK = 1024  # elements of a program
+NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
+STEP_BLOCK = 128  # tensors whose updates one program of the first kernel counts
 
 # Columns of the table [num_tensors, 16] int64: one cache line per tensor.
 _P, _G, _M, _V, _SHADOW, _COPY, _STEP = (tl.constexpr(column) for column in range(7))
@@ -35,11 +31,11 @@ _FACTORS = tl.constexpr(4)
 
 
 @jit
-def _factors_kernel(
+def ema_adam_factors_kernel(
     table_ptr,  # [num_tensors, 16] int64
     factors_ptr,  # [num_tensors, 4] float32
     num_tensors,
-    lr,  # float32; lr_ptr's number takes its place
+    lr,  # float32, ignored if lr_ptr is given
     lr_ptr,  # [] or None
     found_inf_ptr,  # [] or None
     log2_beta1,  # -inf: no bias correction
@@ -49,7 +45,7 @@ def _factors_kernel(
     USE_NUM_UPDATES: tl.constexpr,
     BLOCK_TENSORS: tl.constexpr,
 ):
-    """Count an update of every tensor and write the factors that its count makes."""
+    """Count one update of every tensor and compute its factors from the count."""
     tensor = tl.program_id(0) * BLOCK_TENSORS + tl.arange(0, BLOCK_TENSORS)
     if found_inf_ptr is not None:
         num_tensors = tl.where(tl.load(found_inf_ptr) == 0, num_tensors, 0)
@@ -60,7 +56,7 @@ def _factors_kernel(
     tl.store(step_ptr, step, mask=inside)
 
     t = step.to(tl.float64)
-    # With log2(beta) in float32, 1 - beta^t has float32's relative precision from t = 1 on.
+    # log2(beta) in float32 gives 1 - beta^t float32's relative precision from t = 1 on.
     correction1 = 1 - tl.exp2(t * log2_beta1)
     correction2 = 1 - tl.exp2(t * log2_beta2)
     rate = tl.zeros([BLOCK_TENSORS], tl.float64)
@@ -80,9 +76,10 @@ def _factors_kernel(
 
 @jit
 def _stream(address, element, TYPE: tl.constexpr, IS_WIDE: tl.constexpr):
-    """Pointers to a block's elements, [BLOCK]."""
-    pointer = address.to(tl.pointer_type(TYPE)) + element
-    if IS_WIDE:  # on the sum: Triton forgets what it is told of a number that becomes a pointer
+    """Return pointers to a block's elements, [BLOCK]."""
+    pointer = address.to(tl.pointer_type(TYPE)) + element  # pyright: ignore[reportArgumentType]
+    if IS_WIDE:
+        # Hint at the sum: Triton drops a hint on an integer that is cast to a pointer.
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
@@ -99,10 +96,10 @@ def _update(
     G_TYPE: tl.constexpr,
     COPY_TYPE: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
-    IS_WIDE: tl.constexpr,  # the block is whole and all addresses are multiples of 16
+    IS_WIDE: tl.constexpr,  # the block is full and all addresses are multiples of 16
     BLOCK: tl.constexpr,
 ):
-    """Adam and the EMA of a block: load, compute in float32, store."""
+    """Update a block with Adam and the EMA: load, compute in float32, store."""
     element = start + tl.arange(0, BLOCK)
     inside = None if IS_WIDE else element < numel
     p_address, g_address, m_address, v_address, shadow_address, copy_address = addresses
@@ -135,11 +132,11 @@ def _update(
 
 
 @jit
-def _ema_adam_kernel(
+def ema_adam_kernel(
     table_ptr,  # [num_tensors, 16] int64
     tensor_of_block_ptr,  # [blocks of all tensors] int32
     factors_ptr,  # [num_tensors, 4] float32
-    scale_ptr,  # [], what gradients are multiplied by, or None
+    scale_ptr,  # [], factor for the gradients, or None
     found_inf_ptr,  # [] or None
     one_minus_beta1,
     beta2,
@@ -152,7 +149,7 @@ def _ema_adam_kernel(
     ADAM_W_MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one tensor."""
+    """Update one block of one tensor, unless found_inf is not 0."""
     is_live = True
     if found_inf_ptr is not None:
         is_live = tl.load(found_inf_ptr) == 0
@@ -165,10 +162,12 @@ def _ema_adam_kernel(
         row = table_ptr + tensor * _COLUMNS
         p, g, m = tl.load(row + _P), tl.load(row + _G), tl.load(row + _M)
         v, shadow, copy = tl.load(row + _V), tl.load(row + _SHADOW), tl.load(row + _COPY)
-        start = (tl.program_id(0) - tl.load(row + _FIRST_BLOCK)) * BLOCK  # int64
+        # Offsets are int64: one ZeRO partition may have more than 2^31 elements.
+        start = (tl.program_id(0) - tl.load(row + _FIRST_BLOCK)) * BLOCK
         numel = tl.load(row + _NUMEL)
         addresses = (p, g, m, v, shadow, copy)
         numbers = (one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay)
+        # 16-byte accesses (bf16: 8) need a full block and aligned addresses of every stream.
         if (start + BLOCK <= numel) & ((p | g | m | v | shadow | copy) % 16 == 0):
             _update(
                 addresses,
@@ -185,7 +184,7 @@ def _ema_adam_kernel(
                 BLOCK=BLOCK,
             )
         else:
-            # One element per thread at a time: few registers, and no other layout for the stores.
+            # One element per thread at a time takes few registers and keeps the stores' layout.
             for first in range(0, BLOCK, BLOCK // 4):
                 _update(
                     addresses,
@@ -205,42 +204,43 @@ def _ema_adam_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AdamStreams:
-    """What the update of one parameter reads and writes: contiguous tensors of one length."""
+    """Tensors that the update of one parameter reads and writes: contiguous, of one length."""
 
-    p: Tensor  # float32, bfloat16 or float16, as the gradient
-    g: Tensor
-    m: Tensor  # float32, as all that follow but the copy
-    v: Tensor
-    shadow: Tensor
-    step: Tensor  # []
+    p: Tensor  # float32, bfloat16 or float16
+    g: Tensor  # float32, bfloat16 or float16
+    m: Tensor  # float32
+    v: Tensor  # float32
+    shadow: Tensor  # float32
+    step: Tensor  # [] float32
     copy: Tensor | None = None  # bfloat16 or float16, receives the new p
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-        """Tensors of one launch share them."""
+        """Dtypes of p, g and copy, which all tensors of a launch share."""
         return self.p.dtype, self.g.dtype, None if self.copy is None else self.copy.dtype
 
 
 def blocks_of(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many blocks each tensor takes, and which block of the launch is its first."""
+    """Return each tensor's number of blocks and the index of its first block in the launch."""
     counts = [-(-length // BLOCK) for length in lengths]
     return counts, [0, *accumulate(counts)][:-1]
 
 
 class TensorTable:
-    """The tensors of a launch as the kernels see them, kept on the device between steps.
+    """Table of a launch's tensors, kept on the device between steps.
 
-    A copy goes there only when a tensor has moved; the map of blocks is made anew only when a
-    length has changed. The host waits for neither.
+    The table is copied to the device only if a tensor has moved, and the map of blocks is rebuilt
+    only if a length has changed. The host waits for neither.
     """
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
         self.lengths: list[int] = []
         self.num_blocks = 0
+        self.dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] | None = None
 
     def hold(self, tensors: Sequence[AdamStreams]) -> None:
-        """Make the table one of `tensors`, which have the same dtypes and device."""
+        """Fill the table with `tensors`, which have the same dtypes and device."""
         rows = [
             [
                 *(x.data_ptr() for x in (t.p, t.g, t.m, t.v, t.shadow)),
@@ -259,7 +259,7 @@ class TensorTable:
             self.tensor_of_block = torch.repeat_interleave(
                 torch.arange(len(counts), dtype=torch.int32, device=device),
                 _upload(torch.tensor(counts), device),
-                output_size=self.num_blocks,  # unsaid, the host would ask the device
+                output_size=self.num_blocks,  # without it the host reads the sum from the device
             )
             self.factors = torch.empty(len(rows), _FACTORS.value, device=device)
         table = torch.zeros(len(rows), _COLUMNS.value, dtype=torch.int64)
@@ -272,7 +272,8 @@ class TensorTable:
 
 
 def _upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for; the pinned pages stay until it is done."""
+    """Copy to the device without waiting."""
+    # PyTorch keeps the pinned pages until the copy is done.
     if device.type == "cpu":
         return numbers
     return numbers.pin_memory().to(device, non_blocking=True)
@@ -292,16 +293,16 @@ def launch_ema_adam(
     gradient_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update every tensor of the table, unless found_inf, [], is not 0.
+    """Update every tensor of the table, unless found_inf is not 0.
 
-    lr: a number goes with the launch, a tensor [] is read by the device. gradient_scale: [], what
-    gradients are multiplied by first.
+    lr: a number, or a tensor [] on the device, which the kernel reads. gradient_scale: factor for
+    the gradients, []. found_inf: flag, [].
     """
     beta1, beta2 = betas
     num_tensors = len(tensors.rows)
     is_device_lr = isinstance(lr, Tensor) and lr.device == tensors.table.device
     logarithms = [math.log2(b) if bias_correction and b else -math.inf for b in betas]
-    _factors_kernel[(triton.cdiv(num_tensors, _STEP_BLOCK),)](
+    ema_adam_factors_kernel[(triton.cdiv(num_tensors, STEP_BLOCK),)](
         tensors.table,
         tensors.factors,
         num_tensors,
@@ -312,13 +313,14 @@ def launch_ema_adam(
         weight_decay,
         1 - ema_decay,
         USE_NUM_UPDATES=use_num_updates,
-        BLOCK_TENSORS=_STEP_BLOCK,
+        BLOCK_TENSORS=STEP_BLOCK,
         num_warps=4,
     )
     if not tensors.num_blocks:
         return
+    assert tensors.dtypes is not None, "hold() sets the dtypes"
     p_type, g_type, copy_type = (None if d is None else _triton_type(d) for d in tensors.dtypes)
-    _ema_adam_kernel[(tensors.num_blocks,)](
+    ema_adam_kernel[(tensors.num_blocks,)](
         tensors.table,
         tensors.tensor_of_block,
         tensors.factors,
@@ -334,7 +336,7 @@ def launch_ema_adam(
         COPY_TYPE=copy_type,
         ADAM_W_MODE=adam_w_mode,
         BLOCK=BLOCK,
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )
 
 
@@ -344,65 +346,3 @@ def _triton_type(dtype: torch.dtype) -> object:
         torch.bfloat16: tl.bfloat16,
         torch.float16: tl.float16,
     }[dtype]
-
-
-def compile_cases() -> list[CompileCase]:
-    """Dtypes as ZeRO has them, in bf16, fp16 and float32; and the options at one."""
-    numbers = ("one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay")
-    scalars = {"scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
-    cases = []
-    for name, p, g, copy, adam_w_mode, has_scalars in (
-        ("bf16 g and copy", tl.float32, tl.bfloat16, tl.bfloat16, True, True),
-        ("fp16 g and copy", tl.float32, tl.float16, tl.float16, True, True),
-        ("fp32 g", tl.float32, tl.float32, None, True, False),
-        ("fp32 g, Adam", tl.float32, tl.float32, None, False, True),
-        ("bf16 p and g", tl.bfloat16, tl.bfloat16, None, True, True),
-    ):
-        cases.append(
-            CompileCase(
-                name=f"_ema_adam_kernel {name}",
-                kernel=_ema_adam_kernel,
-                arguments={
-                    "table_ptr": "*i64",
-                    "tensor_of_block_ptr": "*i32",
-                    "factors_ptr": "*fp32",
-                    **(scalars if has_scalars else {}),
-                    **dict.fromkeys(numbers, "fp32"),
-                },
-                constants={
-                    **({} if has_scalars else dict.fromkeys(scalars)),
-                    "P_TYPE": p,
-                    "G_TYPE": g,
-                    "COPY_TYPE": copy,
-                    "ADAM_W_MODE": adam_w_mode,
-                    "BLOCK": BLOCK,
-                },
-                num_warps=_NUM_WARPS,
-                max_registers=48,  # 5 programs of 256 threads, 90 KB on their way
-                # The branch of unaligned tensors and tails, the table, the factors; the half
-                # precision streams of the other branch, whose threads hold 8 bytes of them.
-                narrow_loads=26,
-                narrow_stores=6,
-            )
-        )
-    cases.append(
-        CompileCase(
-            name="_factors_kernel",
-            kernel=_factors_kernel,
-            arguments={
-                "table_ptr": "*i64",
-                "factors_ptr": "*fp32",
-                "num_tensors": "i32",
-                "lr": "fp32",
-                "found_inf_ptr": "*fp32",
-                "log2_beta1": "fp32",
-                "log2_beta2": "fp32",
-                "weight_decay": "fp32",
-                "least_ema_weight": "fp32",
-            },
-            constants={"lr_ptr": None, "USE_NUM_UPDATES": True, "BLOCK_TENSORS": _STEP_BLOCK},
-            num_warps=4,
-            max_registers=40,
-        )
-    )
-    return cases

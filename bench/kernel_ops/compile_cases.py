@@ -1,0 +1,361 @@
+"""The kernels at the shapes that count, and the limits that their machine code must keep on sm_90.
+
+bench.compile_report compiles them without a GPU. Registers per thread and shared memory decide how
+many programs a multiprocessor holds; the notes at the top of each file in cogfast/kernels/gpu say
+how many it should hold. A limit is the figure that was reached when the kernel was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cogfast.kernels.gpu import adaptive_layernorm as norm
+from cogfast.kernels.gpu import fused_ema_adam as adam
+from cogfast.kernels.gpu import gelu
+from cogfast.kernels.gpu import qk_norm_rope3d as qk
+from cogfast.kernels.gpu.launch import tl, triton
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileCase:
+    """A kernel with the types of its arguments, its constants and its limits on sm_90.
+
+    arguments: Triton type of each argument by name ("*bf16", "*fp32", "i64", "fp32").
+    constants: values of the tl.constexpr arguments.
+    divisible: integer arguments that are multiples of 16 at this shape; pointers always are.
+    Register spills are never allowed.
+    """
+
+    name: str
+    kernel: Any  # a triton.JITFunction
+    arguments: Mapping[str, str]
+    constants: Mapping[str, object]
+    num_warps: int
+    num_stages: int = 2
+    divisible: Sequence[str] = field(default=())
+    max_registers: int  # per thread
+    max_shared_bytes: int = 0  # static and dynamic, of one program
+    # Global accesses of less than 16 bytes per thread; None: no limit.
+    narrow_loads: int | None = None
+    narrow_stores: int | None = None
+
+
+# At most 64 registers let 8 programs share a multiprocessor.
+_NORM_FORWARD_REGISTERS = {
+    1920: {"whole": 53, "first": 53, "last": 40},
+    3072: {"whole": 64, "first": 64, "last": 53},
+}
+_NORM_FORWARD_REGISTERS_FP32 = {1920: 64, 3072: 96}
+# Registers and shared bytes of a program; 16 warps on a multiprocessor leave 128 registers.
+_NORM_BACKWARD_LIMITS = {
+    1920: {
+        "whole": (114, 65_664),
+        "frozen": (106, 32),
+        "first": (114, 49_280),
+        "last": (64, 32_768),
+        "alone": (64, 32_832),
+    },
+    3072: {
+        "whole": (128, 131_200),
+        "frozen": (128, 32),
+        "first": (114, 98_432),
+        "last": (64, 65_536),
+        "alone": (97, 65_664),
+    },
+}
+_NORM_BACKWARD_LIMITS_FP32 = {1920: (128, 65_664), 3072: (128, 131_200)}
+
+
+def adaptive_layernorm_cases() -> list[CompileCase]:
+    """Forward and backward: every variant in bf16, the whole op in fp32; the second-stage sums."""
+    cases = []
+    for width, registers in _NORM_FORWARD_REGISTERS.items():
+        cases += [
+            _norm_forward(width, variant, "bf16", registers[variant]) for variant in registers
+        ]
+        cases.append(_norm_forward(width, "whole", "fp32", _NORM_FORWARD_REGISTERS_FP32[width]))
+    for width, limits in _NORM_BACKWARD_LIMITS.items():
+        cases += [_norm_backward(width, variant, "bf16", *limits[variant]) for variant in limits]
+        cases.append(_norm_backward(width, "whole", "fp32", *_NORM_BACKWARD_LIMITS_FP32[width]))
+    return cases + [_norm_sums(width) for width in _NORM_BACKWARD_LIMITS]
+
+
+def _norm_forward(width: int, variant: str, dtype: str, max_registers: int) -> CompileCase:
+    residual = ("branch_ptr", "branch_bias_ptr", "gate_ptr")
+    affine = ("weight_ptr", "bias_ptr", "shift_ptr", "scale_ptr")
+    absent = {"whole": (), "first": residual, "last": affine}[variant]
+    pointers = {"hidden_ptr", *residual, *affine, "out_ptr", "normed_ptr"} - {*absent}
+    integers = ("num_rows", "num_text", "stride_batch", "stride_segment")
+    return CompileCase(
+        name=f"forward {variant} {width} {dtype}",
+        kernel=norm.adaptive_layernorm_fwd_kernel,
+        arguments={
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            **dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32"),
+            **dict.fromkeys(integers, "i32"),
+            "eps": "fp32",
+        },
+        constants={
+            **dict.fromkeys(absent),
+            "M": width,
+            "BLOCK": triton.next_power_of_2(width),
+        },
+        num_warps=norm.choose_num_warps(width),
+        divisible=("stride_batch", "stride_segment"),
+        max_registers=max_registers,
+        max_shared_bytes=32,  # the warps of a row exchange their sums
+        narrow_loads=0,
+        narrow_stores=0 if variant == "last" else 2,  # mean and rstd
+    )
+
+
+def _norm_backward(
+    width: int, variant: str, dtype: str, max_registers: int, max_shared_bytes: int
+) -> CompileCase:
+    # alone: the norms after the blocks, of which only n is used.
+    has_residual, has_norm = variant not in ("first", "alone"), variant != "last"
+    has_branch_sums = variant in ("whole", "last")
+    pointers = ["dhidden_ptr", "dbranch_ptr"]
+    pointers += ["dout_ptr"] if variant != "alone" else []
+    pointers += ["dn_ptr", "out_ptr", "weight_ptr", "scale_ptr"] if has_norm else []
+    pointers += ["branch_ptr"] if has_branch_sums else []
+    pointers += ["gate_ptr"] if has_residual else []
+    statistics = ["partial_ptr"] + (["mean_ptr", "rstd_ptr"] if has_norm else [])
+    integers = ("num_rows", "num_text", "num_text_programs", "stride_batch", "stride_segment")
+    arguments = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(statistics, "*fp32")
+    norm_pointers = ("dn_ptr", "out_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "scale_ptr")
+    optional = ("dout_ptr", *norm_pointers, "branch_ptr", "gate_ptr")
+    absent = [name for name in optional if name not in arguments]
+    launch = norm.choose_launch(width, 4 if dtype == "fp32" else 2, variant != "frozen")
+    return CompileCase(
+        name=f"backward {variant} {width} {dtype}",
+        kernel=norm.adaptive_layernorm_bwd_kernel,
+        arguments=arguments | dict.fromkeys(integers, "i32"),
+        constants={
+            **dict.fromkeys(absent),
+            "M": width,
+            "BLOCK": triton.next_power_of_2(width),
+            "HAS_NORM_SUMS": variant in ("whole", "first", "alone"),
+            "HAS_BRANCH_SUM": has_branch_sums,
+            "NUM_STAGES": launch.num_stages,
+        },
+        num_warps=launch.num_warps,
+        divisible=("stride_batch", "stride_segment"),
+        max_registers=max_registers,
+        max_shared_bytes=max_shared_bytes,
+        narrow_loads=4 if has_norm else 0,  # mean and rstd of the first row and of each next one
+        narrow_stores=0,
+    )
+
+
+def _norm_sums(width: int) -> CompileCase:
+    rows = ("weight_ptr", "bias_ptr", "scale_ptr", "branch_bias_ptr", "gate_ptr")
+    gradients = ("dbranch_bias", "dgate", "dweight", "dbias", "dshift", "dscale")
+    integers = ("num_batches", "num_programs", "num_text_programs")
+    strides = ("stride_batch", "stride_segment")
+    return CompileCase(
+        name=f"sums {width}",
+        kernel=norm.adaptive_layernorm_sum_kernel,
+        arguments={"partial_ptr": "*fp32"}
+        | dict.fromkeys((*rows, *(f"{name}_ptr" for name in gradients)), "*bf16")
+        | dict.fromkeys((*integers, *strides), "i32"),
+        constants={
+            "M": width,
+            "ROWS": norm.SUM_ROWS,
+            "COLUMNS": norm.SUM_COLUMNS,
+            "HAS_NORM_SUMS": True,
+            "HAS_GATE_SUM": True,
+            "HAS_BRANCH_SUM": True,
+        },
+        num_warps=norm.SUM_WARPS,
+        divisible=strides,
+        max_registers=128,
+        max_shared_bytes=4096,
+    )
+
+
+def fused_ema_adam_cases() -> list[CompileCase]:
+    """The update at the dtypes of ZeRO and with its options, and the kernel of the factors."""
+    numbers = ("one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay")
+    scalars = {"scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
+    cases = []
+    for name, p, g, copy, adam_w_mode, has_scalars in (
+        ("bf16 g and copy", tl.float32, tl.bfloat16, tl.bfloat16, True, True),
+        ("fp16 g and copy", tl.float32, tl.float16, tl.float16, True, True),
+        ("fp32 g", tl.float32, tl.float32, None, True, False),
+        ("fp32 g, Adam", tl.float32, tl.float32, None, False, True),
+        ("bf16 p and g", tl.bfloat16, tl.bfloat16, None, True, True),
+    ):
+        cases.append(
+            CompileCase(
+                name=f"update {name}",
+                kernel=adam.ema_adam_kernel,
+                arguments={
+                    "table_ptr": "*i64",
+                    "tensor_of_block_ptr": "*i32",
+                    "factors_ptr": "*fp32",
+                    **(scalars if has_scalars else {}),
+                    **dict.fromkeys(numbers, "fp32"),
+                },
+                constants={
+                    **({} if has_scalars else dict.fromkeys(scalars)),
+                    "P_TYPE": p,
+                    "G_TYPE": g,
+                    "COPY_TYPE": copy,
+                    "ADAM_W_MODE": adam_w_mode,
+                    "BLOCK": adam.BLOCK,
+                },
+                num_warps=adam.NUM_WARPS,
+                max_registers=48,  # 5 programs of 256 threads, 90 KB of loads in flight
+                # The branch of unaligned tensors and last elements, the table and the factors; in
+                # the other branch the half precision streams, of which a thread holds 8 bytes.
+                narrow_loads=26,
+                narrow_stores=6,
+            )
+        )
+    cases.append(
+        CompileCase(
+            name="factors",
+            kernel=adam.ema_adam_factors_kernel,
+            arguments={
+                "table_ptr": "*i64",
+                "factors_ptr": "*fp32",
+                "num_tensors": "i32",
+                "lr": "fp32",
+                "found_inf_ptr": "*fp32",
+                "log2_beta1": "fp32",
+                "log2_beta2": "fp32",
+                "weight_decay": "fp32",
+                "least_ema_weight": "fp32",
+            },
+            constants={"lr_ptr": None, "USE_NUM_UPDATES": True, "BLOCK_TENSORS": adam.STEP_BLOCK},
+            num_warps=4,
+            max_registers=40,
+        )
+    )
+    return cases
+
+
+def gelu_cases() -> list[CompileCase]:
+    """Both directions at the widths of 2B and 5B; the variants and other dtypes at 5B's width."""
+    cases = []
+    for name, n, dtype, has_bias, has_sums in (
+        ("2B", 7680, "bf16", True, True),
+        ("5B", 12288, "bf16", True, True),
+        ("5B fp16", 12288, "fp16", True, True),
+        ("5B fp32", 12288, "fp32", True, True),
+        ("5B, frozen bias", 12288, "bf16", True, False),
+        ("5B, no bias", 12288, "bf16", False, False),
+    ):
+        # 18 programs per multiprocessor forward; 12 backward, 10 in fp32.
+        backward_registers = 96 if dtype == "fp32" else 80
+        for direction, kernel, launch, max_registers in (
+            ("forward", gelu.gelu_fwd_kernel, gelu.FORWARD_LAUNCH, 56),
+            ("backward", gelu.gelu_bwd_kernel, gelu.BACKWARD_LAUNCH, backward_registers),
+        ):
+            types = dict.fromkeys(("x_ptr", "bias_ptr", "y_ptr", "dy_ptr", "dx_ptr"), f"*{dtype}")
+            types |= {"partial_ptr": "*fp32", "rows": "i32"}
+            absent = [] if has_bias else ["bias_ptr"]
+            absent += [] if has_sums else ["partial_ptr"]
+            tile = {"BLOCK_ROWS": launch.rows, "BLOCK_COLUMNS": launch.columns}
+            names = kernel.arg_names
+            cases.append(
+                CompileCase(
+                    name=f"{direction} {name}",
+                    kernel=kernel,
+                    arguments={k: types[k] for k in names if k in types and k not in absent},
+                    constants={k: None for k in absent if k in names} | {"N": n} | tile,
+                    num_warps=launch.num_warps,
+                    max_registers=max_registers,
+                    max_shared_bytes=launch.columns * 4,  # threads exchange the sums once
+                    narrow_loads=0,
+                    narrow_stores=0,
+                )
+            )
+    cases.append(
+        CompileCase(
+            name="dbias 5B",
+            kernel=gelu.gelu_dbias_kernel,
+            arguments={"partial_ptr": "*fp32", "dbias_ptr": "*bf16", "num_partials": "i32"},
+            constants={"N": 12288, "BLOCK_PARTIALS": 32, "BLOCK_COLUMNS": 64},
+            num_warps=4,
+            max_registers=48,
+            max_shared_bytes=1024,
+            narrow_loads=0,
+        )
+    )
+    return cases
+
+
+def qk_norm_rope3d_cases() -> list[CompileCase]:
+    """Both directions at the heads and grids of 2B (norm only) and 5B, and the variants."""
+    affine = ("q_weight_ptr", "q_bias_ptr", "k_weight_ptr", "k_bias_ptr")
+    data = (*affine, "q_ptr", "k_ptr", "qkv_ptr", "dqkv_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+    # Kernel, launches with two tokens per tile and with one, their registers.
+    directions = {
+        "forward": (qk.qk_norm_rope3d_fwd_kernel, qk.FORWARD_LAUNCH, qk.FORWARD_ONE_TOKEN, 96, 72),
+        "backward": (
+            qk.qk_norm_rope3d_bwd_kernel,
+            qk.BACKWARD_LAUNCH,
+            qk.BACKWARD_ONE_TOKEN,
+            168,
+            128,
+        ),
+    }
+    cases = []
+    for name, shape, dtype, absent, has_norm in (
+        ("2B", (30, 64), "bf16", ("table_ptr",), True),
+        ("2B with rotation", (30, 64), "bf16", (), True),
+        ("5B", (48, 64), "bf16", (), True),
+        ("5B fp16", (48, 64), "fp16", (), True),
+        ("5B fp32", (48, 64), "fp32", (), True),
+        ("5B, half of the heads", (24, 64), "bf16", (), True),
+        ("5B, frozen norms", (48, 64), "bf16", ("partials_ptr",), True),
+        ("5B, no affine", (48, 64), "bf16", (*affine, "partials_ptr"), True),
+        ("5B, no norm", (48, 64), "bf16", (*affine, "partials_ptr"), False),
+        ("heads of 128", (24, 128), "bf16", (), True),
+    ):
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        qkv = torch.empty(1, 1, 3, *shape, dtype=kind, device="meta")
+        for direction, (kernel, usual, one_token, *registers) in directions.items():
+            launch = qk.choose_launch(qkv, has_norm, usual, one_token)
+            tile, num_warps, _ = launch.fit(*shape)
+            constants = {"H": shape[0], "D": shape[1], "GRID_H": 30, "GRID_W": 45}
+            constants |= {"HAS_NORM": has_norm, **tile}
+            constants |= {n: None for n in absent if n in kernel.arg_names}
+            arguments = {n: "i32" for n in kernel.arg_names if n not in constants}
+            arguments |= {n: f"*{dtype}" for n in data if n in arguments}
+            arguments |= {n: "*fp32" for n in ("table_ptr", "partials_ptr") if n in arguments}
+            has_sums = "partials_ptr" in arguments
+            # With as many entries as threads, threads exchange affine parameters, once per program.
+            is_tight = 32 * num_warps <= tile["D_BLOCK"]
+            cases.append(
+                CompileCase(
+                    name=f"{direction} {name}",
+                    kernel=kernel,
+                    arguments=arguments | {"eps": "fp32"},
+                    constants=constants,
+                    num_warps=num_warps,
+                    divisible=[n for n in arguments if "_stride_" in n],
+                    max_registers=registers[launch is one_token],
+                    # Threads exchange the four sums of backward as well, once per program.
+                    max_shared_bytes=(16 if has_sums else 4 * is_tight) * tile["D_BLOCK"],
+                    # A thread's 4 float32 entries take 2 cosines and 2 sines, 8 bytes each.
+                    narrow_loads=2 * (dtype == "fp32") + 4 * is_tight,
+                    narrow_stores=4 if has_sums else 0,
+                )
+            )
+    return cases
+
+
+# Cases by op; flash_attention has no kernel of its own.
+CASES: dict[str, Callable[[], list[CompileCase]]] = {
+    "adaptive_layernorm": adaptive_layernorm_cases,
+    "fused_ema_adam": fused_ema_adam_cases,
+    "gelu": gelu_cases,
+    "qk_norm_rope3d": qk_norm_rope3d_cases,
+}

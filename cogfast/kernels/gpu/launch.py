@@ -1,0 +1,58 @@
+"""Triton if it is installed, and the device properties that decide the size of a launch.
+
+Files with Triton kernels import `jit` and `tl` from here, so that they can be imported without
+Triton. None of them has `from __future__ import annotations`: Triton's interpreter looks for the
+object `tl.constexpr` in a kernel's annotations, not for its name.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    triton: Any = None  # its cdiv and next_power_of_2 are annotated as compile-time constants
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:  # no wheel for this platform: only the CPU versions run
+
+        class tl:
+            constexpr = staticmethod(lambda value: value)
+
+        triton = None
+
+HAS_TRITON = triton is not None
+# Values for CPU tensors, which are launched only by Triton's interpreter: a few programs, so that
+# tests cover programs that take several tiles, and the shared memory of a small GPU.
+_INTERPRETED_PROGRAMS, _INTERPRETED_SHARED_BYTES = 5, 99 * 1024
+
+
+def jit(kernel: Callable) -> Any:
+    """`triton.jit`, or the identity if Triton is not installed."""
+    # Any: a checker knows neither `kernel[grid](...)` nor what Triton's types do inside a kernel.
+    return kernel if triton is None else triton.jit(kernel)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU, or a small number for a CPU."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes_per_multiprocessor(device: torch.device) -> int:
+    """Shared memory that the programs on one multiprocessor may use together.
+
+    227 KB on an H100, 163 KB on an A100, 99 KB on an RTX 4090.
+    """
+    if device.type != "cuda":
+        return _INTERPRETED_SHARED_BYTES
+    # CUDA reserves 1 KB for itself.
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
