@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there: their limits hold, and a broken limit is reported."""
+"""Kernels compiled without a GPU: their limits hold, and a broken limit is reported."""
 
 from __future__ import annotations
 

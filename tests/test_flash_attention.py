@@ -1,4 +1,4 @@
-"""flash_attention and its backends against float64 formulas; its op under compile and checkpoint."""
+"""flash_attention and its backends against float64 formulas; the op compiled and checkpointed."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ H100 = {"capability": (9, 0), "cudnn": 91900, "modules": ()}
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
-    """Make reason_unavailable see a GPU of that kind and packages of those names, without either."""
+    """Make reason_unavailable see a GPU of that kind and packages of those names."""
 
     def pretend(capability: tuple[int, int], cudnn: int, modules: tuple[str, ...]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

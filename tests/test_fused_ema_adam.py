@@ -1,4 +1,4 @@
-"""FusedEmaAdam against stored float64 numbers; its counters, skipped steps and passes over memory."""
+"""FusedEmaAdam against stored float64 numbers; its counters, skipped steps and memory passes."""
 
 from __future__ import annotations
 

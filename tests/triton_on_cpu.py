@@ -51,7 +51,7 @@ def block_like(
     has_weights: bool = True,
     is_frozen: bool = False,
 ) -> None:
-    """Run the ops of a block one after the other, forward and backward; `width` is that of a head."""
+    """Run the ops of a block in order, forward and backward; `width` is that of a head."""
     kernels = choose_kernels()
     m, rows = heads * width, num_text + (7 if grid is None else grid[0] * grid[1] * grid[2])
 

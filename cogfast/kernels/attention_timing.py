@@ -43,6 +43,7 @@ class Measured:
 
 def fastest(rows: Sequence[Measured]) -> str:
     """Return the name with the least sum of forward and backward among those that are not out."""
+    # Forward and backward run once each per training step and layer.
     able = [row for row in rows if row.reason is None]
     assert able, f"no attention backend runs: {'; '.join(map(str, rows))}"
     return min(able, key=lambda row: row.forward_ms + row.backward_ms).name
@@ -93,6 +94,7 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
 
 def _timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Return the milliseconds of a call, from idle device to idle device, and its result."""
+    # A CPU is idle when a call returns; CUDA calls return before the work is done.
     wait = lambda: None
     if device.type == "cuda":
         wait = torch.cuda.synchronize  # sync: idle at both ends of a timing; before training

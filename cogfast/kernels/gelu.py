@@ -51,6 +51,7 @@ def _gelu(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @_gelu.register_fake
 def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    # The fake's device decides as the implementation does: only the CPU version returns u.
     has_sum = bias is not None and x.device.type == "cpu"
     return x.new_empty(x.shape), x.new_empty(x.shape if has_sum else 0)
 
@@ -94,6 +95,7 @@ def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
 
     x: [.., N]. bias: [N] in the dtype of x, or None.
     """
+    # Any shape will do: this checks dtype, device and the last dim.
     check_tensor("gelu", "x", x, x.shape)
     if bias is not None:
         check_tensor("gelu", "bias", bias, x.shape[-1:], like=x)

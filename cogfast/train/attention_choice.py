@@ -1,5 +1,5 @@
-"""The attention kernels of a run: those it names, those of its checkpoint, or the fastest, measured by
-rank 0 at the run's own shape."""
+"""Choice of a run's attention backend: the one it names, that of its checkpoint, or the fastest,
+measured by rank 0 at the run's own shape."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def choose_for_sampling(
 def run_shape(config: Config, args: TrainArguments, model: TransformerConfig) -> Shape:
     """Return attention's input shape in a training step.
 
-    Frames and size are those in the config's data section (the largest bucket), else the largest that
-    the model supports. The heads are those of one tensor-parallel rank.
+    Frames and size are those in the config's data section (the largest bucket), else the largest
+    that the model supports. The heads are those of one tensor-parallel rank.
     """
     size = largest_size(config, model)
     heads = model.num_attention_heads // args.model_parallel_size

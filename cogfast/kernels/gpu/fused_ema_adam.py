@@ -241,15 +241,11 @@ class TensorTable:
 
     def hold(self, tensors: Sequence[AdamStreams]) -> None:
         """Fill the table with `tensors`, which have the same dtypes and device."""
-        rows = [
-            [
-                *(x.data_ptr() for x in (t.p, t.g, t.m, t.v, t.shadow)),
-                0 if t.copy is None else t.copy.data_ptr(),
-                t.step.data_ptr(),
-            ]
-            for t in tensors
-        ]
+        # Addresses in the order of the table's columns; 0 stands for no copy.
+        streams = [(t.p, t.g, t.m, t.v, t.shadow, t.copy, t.step) for t in tensors]
+        rows = [[0 if x is None else x.data_ptr() for x in tensor] for tensor in streams]
         lengths = [t.p.numel() for t in tensors]
+        # The usual step: PyTorch's allocator gave the gradients the same addresses again.
         if rows == self.rows and lengths == self.lengths:
             return
         device = tensors[0].p.device
@@ -299,6 +295,7 @@ def launch_ema_adam(
     the gradients, []. found_inf: flag, [].
     """
     beta1, beta2 = betas
+    # Differences from 1 are computed in float64 here: float32 would lose their last digits.
     num_tensors = len(tensors.rows)
     is_device_lr = isinstance(lr, Tensor) and lr.device == tensors.table.device
     logarithms = [math.log2(b) if bias_correction and b else -math.inf for b in betas]
@@ -316,6 +313,7 @@ def launch_ema_adam(
         BLOCK_TENSORS=STEP_BLOCK,
         num_warps=4,
     )
+    # An empty grid is an error, and empty tensors have no blocks.
     if not tensors.num_blocks:
         return
     assert tensors.dtypes is not None, "hold() sets the dtypes"
