@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from bench.clips.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
 from bench.harness.machine import describe_machine
 from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
+from bench.results_table import shown_side
 from cogfast.data.batches import BatchLoader
 from cogfast.data.clip import select_frames
 from cogfast.data.clip_list import ClipList
@@ -222,7 +223,7 @@ def measure_clips(
                 }
             )
         keep(Outcome(rows=rows, shown=_SHOWN))
-    return Outcome(_ratios(rows), rows, _SHOWN, bars=_bars(rows))
+    return Outcome(_ratios(rows), rows, _SHOWN, bars=next(iter(plots(rows).values())))
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -261,17 +262,26 @@ def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return ratios
 
 
-def _bars(rows: Sequence[Row]) -> Bars:
+def plots(rows: Sequence[Row]) -> dict[str, Bars]:
+    """Return plots by file name: of reading in one process, and of the most readers.
+
+    The GPU sides always have readers, so there the only plot is that of the most readers.
+    """
     clips = list(dict.fromkeys(row["clip"] for row in rows))
-    sides = {(row["side"], row["readers"]) for row in rows}
-    series = {}
-    for row in rows:
-        if row["readers"] == 1 and (row["side"], 2) in sides:
-            continue  # less than alone
-        name = f"{row['side']}, {row['readers']} readers" if row["readers"] else row["side"]
-        series.setdefault(name, []).append(row["clips_per_s"])
-    title = f"clips of {NUM_FRAMES} frames at {FPS} per second, {SIZE[0]} x {SIZE[1]}"
-    return Bars(title, "clips per second", clips, series)
+    counts = sorted({row["readers"] for row in rows})
+    counts = [0, counts[-1]] if counts[0] == 0 < counts[-1] else [counts[-1]]
+    found = {}
+    for name, count in zip(("data", "data_readers"), counts, strict=False):
+        series: dict[str, list[float]] = {}
+        for row in rows:
+            if row["readers"] == count:
+                series.setdefault(shown_side(row["side"]), []).append(row["clips_per_s"])
+        readers = f"{count} readers" if count else "one process"
+        title = (
+            f"clips of {NUM_FRAMES} frames at {FPS} per second, {SIZE[0]} x {SIZE[1]}, {readers}"
+        )
+        found[name] = Bars(title, "clips per second", clips, series)
+    return found
 
 
 @contextmanager
@@ -302,7 +312,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of data.json and data.png")
+    parser.add_argument("--out", type=Path, required=True, help="folder of data.json and its plots")
     parser.add_argument("--clips", type=Path, help="folder of the generated clips")
     parser.add_argument("--seconds", type=float, default=2.0, help="per clip, side and round")
     parser.add_argument("--rounds", type=int, default=3)
@@ -326,7 +336,8 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "data.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(draw(outcome.bars, arguments.out / "data.png"))
+    for name, bars in plots(outcome.rows).items():
+        print(draw(bars, arguments.out / f"{name}.png"))
     return 0
 
 

@@ -1,22 +1,25 @@
-"""The README's benchmark section, from committed results:
+"""Write benchmark tables from committed results:
 
-    python -m bench.results_table [bench/results/FOLDER ...] [--readme README.md]
+    python -m bench.results_table [FOLDER ...] [--into docs/benchmarks.md] [--readme README.md]
 
-A folder holds the JSON files of bench.gpu_run, or of bench.step --out, from one machine and day.
-Without folders, all under bench/results. The section stands between two comments of the README; the
-ratio at the same checkpointing policy comes first, and what nothing has measured says so.
+A folder holds the JSON files of bench.gpu_run, bench.data or bench.step --out from one machine; the
+default is every folder under bench/results. --into writes all tables and redraws their plots,
+--readme writes one compact table. Both replace the text between two comments of the file. What has
+not been measured is listed as such. Without either option the tables are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 Report = Mapping[str, object]
+Row = Mapping[str, object]
 Cells = Sequence[str]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,17 +28,20 @@ START = "<!-- benchmarks: start. Written by python -m bench.results_table; edits
 END = "<!-- benchmarks: end -->"
 NOT_MEASURED = "not measured"
 _STEP_PIECES = ("step", "2b", "5b")
-_NONE = "–"
-# What the project has to show on a GPU, by the piece of bench.gpu_run that measures it.
+_EMPTY = "–"
+# Names of the two sides in JSON keys, and as they are shown.
+_SIDES = {"ours": "cogfast", "diffusers": "diffusers"}
+# What only a GPU can measure, by the piece of bench.gpu_run that measures it.
 _GPU_PIECES = {
-    "op_times": "fused ops against the copy rate, eager PyTorch, torch.compile and other kernels",
+    "op_times": "fused operations against the copy rate, eager PyTorch, torch.compile and other kernels",
     "attention": "attention backends at 17,776 tokens",
-    "2b": "2B: block and step against diffusers",
-    "5b": "5B: block and step against diffusers",
-    "data": "H.264 read by DALI against the CPU's readers",
-    "data_runs": "`cogfast cache`, and 2B training on H.264 read by DALI: wait for data",
+    "2b": "2B: block and training step against diffusers",
+    "5b": "5B: block and training step against diffusers",
+    "data": "H.264 decoded by DALI against the CPU readers",
+    "data_runs": "`cogfast cache`, and how long 2B training waits for H.264 decoded by DALI",
 }
-_PEERS_FIRST = ("eager", "compile")  # of the peers of an op, by a word of their names
+_CPU_PIECE = "a tiny model's training step against diffusers (`make bench`)"
+_FIRST_PEERS = ("eager", "compile")  # words in the names of the peers that are shown first
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +58,23 @@ class Results:
     def is_gpu(self) -> bool:
         return any(str(report["device"]).startswith("cuda") for report in self.reports.values())
 
+    @property
+    def machine(self) -> str:
+        return str(next(iter(self.reports.values()))["machine"])
+
+
+@dataclass(frozen=True, slots=True)
+class CompactRow:
+    """A row of the README's table; `summarize` returns None where the rows do not answer it."""
+
+    what: str
+    is_gpu: bool
+    pieces: Sequence[str]
+    summarize: Callable[[Sequence[Row]], str | None]
+
 
 def read_results(folder: Path) -> Results:
-    """ValueError for a folder without results, or with those of a test of the program."""
+    """Read a folder of results; ValueError for an empty folder and for results of --tiny."""
     reports = {}
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
@@ -68,107 +88,156 @@ def read_results(folder: Path) -> Results:
     return Results(folder, reports)
 
 
-def write_section(results: Sequence[Results]) -> str:
-    """The text between the comments, from any number of machines, GPUs first."""
+def write_section(results: Sequence[Results], page: Path | None = None) -> str:
+    """Return all tables, GPUs first. Links to plots are relative to the folder of `page`."""
     lines = [
-        "Speed-up is diffusers' time over ours, for the same weights, whose outputs and gradients are",
-        "compared before anything is timed. Both sides clip, update with AdamW and keep an EMA.",
-        "TFLOP/s and MFU count three forward passes (LoRA: two of the frozen linears), never",
-        "recomputation.",
+        "Speed-up is the time of diffusers over that of cogfast, for the same weights; outputs and",
+        "gradients of the two are compared before anything is timed. Both clip gradients, update with",
+        "AdamW and keep an EMA of the weights. TFLOP/s and MFU count three forward passes (LoRA: two",
+        "for the frozen linears) and no recomputation.",
     ]
-    gpus = [r for r in results if r.is_gpu]
-    for each in [*gpus, *(r for r in results if not r.is_gpu)]:
-        lines += ["", *_of_machine(each)]
+    gpus = [each for each in results if each.is_gpu]
+    for each in _gpus_first(results):
+        lines += ["", *_of_machine(each, page.parent if page else ROOT)]
     measured = {report["piece"] for r in gpus for report in r.reports.values() if report["rows"]}
-    missing = [(what, NOT_MEASURED) for piece, what in _GPU_PIECES.items() if piece not in measured]
+    missing = [what for piece, what in _GPU_PIECES.items() if piece not in measured]
     if missing:
-        lines += ["", *_table(("on a GPU", ""), missing)]
-    if not any(r for r in results if not r.is_gpu):
-        what = "a tiny model's step against diffusers (`make bench`)"
-        lines += ["", *_table(("on a CPU", ""), [(what, NOT_MEASURED)])]
+        rows = [(what, NOT_MEASURED) for what in missing]
+        lines += ["", "### Not measured on a GPU yet", "", *_table(("what", "result"), rows)]
+    if len(gpus) == len(results):
+        rows = [(_CPU_PIECE, NOT_MEASURED)]
+        lines += ["", "### Not measured on a CPU yet", "", *_table(("what", "result"), rows)]
     return "\n".join(lines)
 
 
-def _of_machine(results: Results) -> list[str]:
+def write_compact(results: Sequence[Results]) -> str:
+    """Return one table of at most eight rows: what is measured, the result, where and when."""
+    rows = []
+    for row in COMPACT_ROWS:
+        cells = (row.what, NOT_MEASURED, "a GPU" if row.is_gpu else "a CPU", _EMPTY)
+        for each in results:
+            reports = each.of(*row.pieces) if each.is_gpu == row.is_gpu else []
+            text = row.summarize([line for report in reports for line in report["rows"]])
+            if text is not None:
+                cells = (row.what, text, each.machine, _dates(reports))
+                break
+        rows.append(cells)
+    return "\n".join(_table(("what", "result", "where", "date"), rows))
+
+
+def _gpus_first(results: Sequence[Results]) -> list[Results]:
+    return sorted(results, key=lambda each: not each.is_gpu)
+
+
+def _dates(reports: Iterable[Report]) -> str:
+    return " and ".join(sorted({str(report["started_utc"])[:10] for report in reports}))
+
+
+def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     first = next(iter(results.reports.values()))
     versions = {name: version for name, version in first["versions"].items() if version}
     kept = [f"{n} {versions[n]}" for n in ("torch", "triton", "diffusers", "peft") if n in versions]
-    dates = sorted({str(report["started_utc"])[:10] for report in results.reports.values()})
-    lines = [f"**{first['machine']}**, {', '.join(kept)}, {' and '.join(dates)}"]
+    lines = [f"### {results.machine}", "", f"{', '.join(kept)}; {_dates(results.reports.values())}"]
     steps = results.of(*_STEP_PIECES)
-    for rows in (_equal_policy(steps), _best_policy(steps)):
-        lines += ["", *rows] if rows else []
+    lines += [*_same_policy(steps), *_best_policy(steps), *_rates(steps)]
     renders = {"op_times": _ops, "attention": _attention, "data": _data, "data_runs": _data_runs}
     for piece, render in renders.items():
         for report in results.of(piece):
-            rows = render(report["rows"])
-            lines += ["", *rows] if rows else []
+            lines += render(report["rows"])
     for path in sorted(results.folder.glob("*.png")):
-        relative = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        lines += ["", f"![{path.stem} on {first['machine']}]({relative.as_posix()})"]
+        link = Path(os.path.relpath(path, folder_of_page)).as_posix()
+        lines += ["", f"![{path.stem} on {results.machine}]({link})"]
     return lines
 
 
-def _equal_policy(reports: Sequence[Report]) -> list[str]:
-    """Both sides with the same checkpointing and the same engine; a row for every case."""
-    head = ("same policy on both sides", "speed-up", "ms, ours / diffusers", "p10 to p90, ours")
-    head += ("TFLOP/s", "MFU", "peak GiB", "attention kernel")
+def _question(text: str, head: Cells, rows: Sequence[Cells]) -> list[str]:
+    """A table under the question that it answers; nothing where there are no rows."""
+    return ["", f"**{text}**", "", *_table(head, rows)] if rows else []
+
+
+def _same_policy(reports: Sequence[Report]) -> list[str]:
     rows = []
     for report in reports:
         for row in report["rows"]:
             name = _case(row, report)
             if "not_timed" in row or "error" in row:
-                rows.append((name, str(row.get("not_timed") or row["error"]), *[_NONE] * 6))
+                rows.append((name, str(row.get("not_timed") or row["error"]), *[_EMPTY] * 3))
                 continue
-            spread = _NONE
+            spread = _EMPTY
             if "ours_p10_ms" in row:
                 spread = f"{_number(row['ours_p10_ms'])} to {_number(row['ours_p90_ms'])}"
-            cells = (_speed_up(row), _both(row, "median_ms", _ms), spread)
-            cells += (_both(row, "model_tflop_per_s", _number), _both(row, "mfu", _percent))
-            cells += (
-                _both(row, "peak_memory_gib", _number),
-                _both(row, "attention_kernels", _first),
-            )
-            rows.append((name, *cells))
-    return _table(head, rows) if rows else []
+            rows.append((name, _speed_up(row), *_each(row, "median_ms", _ms), spread))
+    head = ("case", "speed-up", "cogfast, ms", "diffusers, ms", "cogfast, p10 to p90")
+    return _question("How long does a step take with the same checkpointing?", head, rows)
 
 
 def _best_policy(reports: Sequence[Report]) -> list[str]:
-    head = ("each side's best policy", "speed-up", "ours", "diffusers", "ms, ours / diffusers")
-    head += ("MFU", "peak GiB")
-    rows = []
-    for report in reports:
-        for row in report["numbers"].get("best", ()):
-            if row["ours_policy"] == row["diffusers_policy"]:
-                continue  # stands above
-            name = f"{_model(row)}, against {row['against']}"
-            cells = (_speed_up(row), row["ours_policy"], row["diffusers_policy"])
-            cells += (_both(row, "median_ms", _ms), _both(row, "mfu", _percent))
-            rows.append((name, *cells, _both(row, "peak_memory_gib", _number)))
-    return _table(head, rows) if rows else []
+    rows = [
+        (
+            f"{_model(row)}, against {row['against']}",
+            _speed_up(row),
+            _policy(row, "ours"),
+            _policy(row, "diffusers"),
+            _both(row, "mfu", _percent),
+            _both(row, "peak_memory_gib", _number),
+        )
+        for report in reports
+        for row in report["numbers"].get("best", ())
+        if row["ours_policy"] != row["diffusers_policy"]  # else the table above has this row
+    ]
+    head = ("case", "speed-up", *_SIDES.values(), "MFU", "peak GiB")
+    return _question("How long does a step take with the best policy of each side?", head, rows)
 
 
-def _ops(rows: Sequence[Mapping[str, object]]) -> list[str]:
+def _policy(row: Row, side: str) -> str:
+    return f"{row[f'{side}_policy']}: {_ms(row[f'{side}_median_ms'])} ms"
+
+
+def _rates(reports: Sequence[Report]) -> list[str]:
+    rows = [
+        (
+            _case(row, report),
+            _both(row, "model_tflop_per_s", _number),
+            _both(row, "mfu", _percent),
+            _both(row, "peak_memory_gib", _number),
+            _both(row, "attention_kernels", _first),
+        )
+        for report in reports
+        for row in report["rows"]
+        if "ours_median_ms" in row or "diffusers_median_ms" in row
+    ]
+    head = ("case, cogfast / diffusers", "TFLOP/s", "MFU", "peak GiB", "attention kernel")
+    return _question("How well does a step use the machine?", head, rows)
+
+
+def _ops(rows: Sequence[Row]) -> list[str]:
     timed = [row for row in rows if "percent_of_copy" in row or row.get("status") == "FAILED"]
-    names = list(dict.fromkeys(key for row in timed for key in row if key.startswith("vs ")))
-    names.sort(key=lambda name: not any(word in name for word in _PEERS_FIRST))
-    head = ("op", "ms", "GB/s", "of the copy rate", "goal", *(f"speed-up {n}" for n in names))
     body = []
     for row in timed:
         name = f"{row['op']} {row['way']}, {row['model']}"
         if row.get("status") == "FAILED":
-            body.append((name, "wrong: not timed", *[_NONE] * (3 + len(names))))
+            body.append((name, "wrong: not timed", *[_EMPTY] * 3))
             continue
         goal = row.get("goal_percent")
         cells = (_number(row["median_ms"]), _number(row["gb_per_s"]))
-        cells += (f"{row['percent_of_copy']:.0f}%", _NONE if goal is None else f"{goal:.0f}%")
-        speed_ups = (f"{row[n]:.2f}x" if n in row else _NONE for n in names)
-        body.append((name, *cells, *speed_ups))
-    return _table(head, body) if body else []
+        cells += (f"{row['percent_of_copy']:.0f}%", _EMPTY if goal is None else f"{goal:.0f}%")
+        body.append((name, *cells))
+    head = ("operation", "ms", "GB/s", "of the copy rate", "goal")
+    lines = _question("How close to the copy rate are the fused operations?", head, body)
+    # One table for each operation: each has peers of its own.
+    for op in dict.fromkeys(row["op"] for row in timed):
+        of_op = [row for row in timed if row["op"] == op and row.get("status") != "FAILED"]
+        peers = list(dict.fromkeys(key for row in of_op for key in row if key.startswith("vs ")))
+        peers.sort(key=lambda name: not any(word in name for word in _FIRST_PEERS))
+        speed_ups = lambda row: [f"{row[p]:.2f}x" if p in row else _EMPTY for p in peers]  # noqa: B023
+        body = [(f"{row['way']}, {row['model']}", *speed_ups(row)) for row in of_op]
+        if peers:
+            lines += _question(f"{op}: speed-up over", ("", *(p[3:] for p in peers)), body)
+    return lines
 
 
-def _attention(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    head = ("attention [B, S, H, D]", "backend", "TFLOP/s forward", "TFLOP/s backward", "kernel")
+def _attention(rows: Sequence[Row]) -> list[str]:
+    head = ("[B, S, H, D]", "backend", "TFLOP/s forward", "TFLOP/s backward", "kernel")
     body = [
         (
             str(row["shape_bshd"]),
@@ -180,49 +249,67 @@ def _attention(rows: Sequence[Mapping[str, object]]) -> list[str]:
         for row in rows
         if "forward_tflop_per_s" in row
     ]
-    return _table(head, body) if body else []
+    return _question("How fast is attention by each backend?", head, body)
 
 
-def _data(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """A row for every clip; one reader's rates, on a CPU, as what two add to them."""
+def _data(rows: Sequence[Row]) -> list[str]:
+    """A table for each number of readers, and what a second reader adds."""
     of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
     clips = list(dict.fromkeys(row["clip"] for row in rows))
-    sides = list(dict.fromkeys((row["side"], row["readers"]) for row in rows))
-    shown = [(side, n) for side, n in sides if n != 1 or (side, 2) not in sides]
-    names = [f"{side}, {n} readers" if n else side for side, n in shown]
-    ratios = {
-        "ours / decord, per CPU second": (("ours", 0), ("decord", 0), "clips_per_cpu_s"),
-        "ours, 2 readers / 1": (("ours", 2), ("ours", 1), "clips_per_s"),
-    }
-    body = []
-    for clip in clips:
-        rates = (_number(of[clip, side, n]["clips_per_s"]) for side, n in shown)
-        quotients = []
-        for above, below, key in ratios.values():
-            pair = [of.get((clip, *side)) for side in (above, below)]
-            quotients.append(f"{pair[0][key] / pair[1][key]:.2f}" if all(pair) else _NONE)
-        one = of.get((clip, "ours", 1))
-        memory = _NONE if one is None else _number(one["resident_mib"])
-        body.append((str(clip), *rates, *quotients, memory))
-    return _table(
-        ("clips of 17 frames, 240x360, per second", *names, *ratios, "a reader of ours, MiB"), body
-    )
+    counts = sorted({row["readers"] for row in rows})
+    lines = []
+    for count in counts:
+        if count == 1 and 2 in counts:
+            continue  # the table of two readers shows what the second adds
+        sides = list(dict.fromkeys(row["side"] for row in rows if row["readers"] == count))
+        extra = {}
+        if count == 0:
+            extra["cogfast / decord, per CPU second"] = lambda clip: _quotient(
+                of.get((clip, "ours", 0)), of.get((clip, "decord", 0)), "clips_per_cpu_s"
+            )
+        if count == 2:
+            extra["cogfast, 2 readers / 1"] = lambda clip: _quotient(
+                of.get((clip, "ours", 2)), of.get((clip, "ours", 1)), "clips_per_s"
+            )
+            extra["a reader of cogfast, MiB"] = lambda clip: _memory(of.get((clip, "ours", 1)))
+        body = []
+        for clip in clips:
+            rates = [_number(of[clip, side, count]["clips_per_s"]) for side in sides]
+            body.append([str(clip), *rates, *(show(clip) for show in extra.values())])
+        head = ["clips of 17 frames, 240x360", *map(shown_side, sides), *extra]
+        who = f"do {count} readers" if count > 1 else f"does one {'reader' if count else 'process'}"
+        lines += _question(f"How many clips per second {who} read?", head, body)
+    return lines
 
 
-def _data_runs(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    head = ("whole commands", "clips", "clips per second", "ms per step", "wait for data")
-    head += ("seconds in all", "MiB")
-    shown = {"clips": str, "clips_per_s": _number, "step_median_ms": _ms}
-    shown |= {"data_wait_percent": lambda value: f"{value:.2f}%"}
-    shown |= {"seconds": _number, "mib": _number}
-    body = [
-        (str(row["run"]), *(show(row[key]) if key in row else _NONE for key, show in shown.items()))
-        for row in rows
-    ]
-    return _table(head, body)
+def shown_side(side: str) -> str:
+    """The name of a side of bench.data in tables and plots: its JSON says "ours" for cogfast."""
+    return side.replace("ours", "cogfast")
 
 
-def _case(row: Mapping[str, object], report: Report) -> str:
+def _quotient(above: Row | None, below: Row | None, key: str) -> str:
+    return _EMPTY if above is None or below is None else f"{above[key] / below[key]:.2f}"
+
+
+def _memory(row: Row | None) -> str:
+    return _EMPTY if row is None else _number(row["resident_mib"])
+
+
+def _data_runs(rows: Sequence[Row]) -> list[str]:
+    def cells(row: Row, keys: Iterable[str]) -> Cells:
+        return [str(row["run"]), *(_SHOWN_OF_RUN[k](row[k]) if k in row else _EMPTY for k in keys)]
+
+    keys = ("clips", "clips_per_s", "step_median_ms", "data_wait_percent", "seconds")
+    head = ("run", "clips", "clips per second", "ms per step", "wait for data", "seconds in all")
+    body = [cells(row, keys) for row in rows if "data_wait_percent" in row]
+    lines = _question("How long does training wait for data?", head, body)
+    keys = ("clips", "clips_per_s", "seconds", "mib")
+    head = ("command", "clips", "clips per second", "seconds in all", "MiB")
+    body = [cells(row, keys) for row in rows if "data_wait_percent" not in row]
+    return lines + _question("How long do `cogfast cache` and a start take?", head, body)
+
+
+def _case(row: Row, report: Report) -> str:
     threads = f", {report['threads']} threads" if report.get("threads", 1) > 1 else ""
     if report.get("threads") == 1:
         threads = ", one thread"
@@ -230,7 +317,7 @@ def _case(row: Mapping[str, object], report: Report) -> str:
     return f"{_model(row)}, {engine}{threads}"
 
 
-def _model(row: Mapping[str, object]) -> str:
+def _model(row: Row) -> str:
     layers, whole = row["num_layers"], row["num_layers_of_model"]
     fewer = f" with {layers} of {whole} layers" if layers != whole and row["what"] == "step" else ""
     name = str(row["model"])
@@ -239,24 +326,26 @@ def _model(row: Mapping[str, object]) -> str:
     return f"{name}{fewer} {row['what']}, {trained}, {row['dtype']}"
 
 
-def _speed_up(row: Mapping[str, object]) -> str:
-    """Or why there is none."""
+def _speed_up(row: Row) -> str:
+    """The speed-up over diffusers, or why there is none."""
     if "ratio" in row:
         return f"{1 / row['ratio']:.2f}x"
-    for side in ("ours", "diffusers"):
+    for side, name in _SIDES.items():
         for key, text in (("does_not_fit", "does not fit"), ("unavailable", "not installed")):
             if f"{side}_{key}" in row:
-                return f"{side}: {text}"
+                return f"{name}: {text}"
         if f"{side}_error" in row:
-            return f"{side}: failed"
+            return f"{name}: failed"
     return NOT_MEASURED
 
 
-def _both(row: Mapping[str, object], key: str, show: Callable[[object], str]) -> str:
-    values = [row.get(f"{side}_{key}") for side in ("ours", "diffusers")]
-    if not any(value is not None and value != [] for value in values):
-        return _NONE
-    shown = [_NONE if value is None or value == [] else show(value) for value in values]
+def _each(row: Row, key: str, show: Callable[[object], str]) -> list[str]:
+    values = [row.get(f"{side}_{key}") for side in _SIDES]
+    return [_EMPTY if value is None or value == [] else show(value) for value in values]
+
+
+def _both(row: Row, key: str, show: Callable[[object], str]) -> str:
+    shown = _each(row, key, show)
     return shown[0] if shown[0] == shown[1] else " / ".join(shown)
 
 
@@ -277,39 +366,131 @@ def _first(names: Sequence[str]) -> str:
     return f"`{name}`" if len(name) <= 60 else f"`{name[:57]}...`"
 
 
+_SHOWN_OF_RUN: dict[str, Callable[[object], str]] = {
+    "clips": str,
+    "clips_per_s": _number,
+    "step_median_ms": _ms,
+    "data_wait_percent": lambda value: f"{value:.2f}%",
+    "seconds": _number,
+    "mib": _number,
+}
+
+
+def _range(values: Sequence[float], unit: str) -> str | None:
+    """The smallest and the largest value, as `1.01x to 1.02x`; None of no values."""
+    shown = list(dict.fromkeys(f"{value:.2f}{unit}" for value in sorted(values)))
+    return f"{shown[0]} to {shown[-1]}" if len(shown) > 1 else next(iter(shown), None)
+
+
+def _step_speed_up(rows: Sequence[Row]) -> str | None:
+    return _range([1 / r["ratio"] for r in rows if r["what"] == "step" and "ratio" in r], "x")
+
+
+def _reading_speed_up(above: tuple[str, int], below: tuple[str, int], key: str) -> Callable:
+    def summarize(rows: Sequence[Row]) -> str | None:
+        of = {(row["clip"], row["side"], row["readers"]): row[key] for row in rows}
+        clips = [clip for clip, *side in of if tuple(side) == above and (clip, *below) in of]
+        return _range([of[clip, *above] / of[clip, *below] for clip in clips], "x")
+
+    return summarize
+
+
+def _data_wait(rows: Sequence[Row]) -> str | None:
+    waits = [
+        f"{row['data_wait_percent']:.1f}% ({row['run'].removeprefix('training from ')})"
+        for row in rows
+        if "data_wait_percent" in row and "," not in row["run"]
+    ]
+    return ", ".join(waits) or None
+
+
+def _attention_rate(rows: Sequence[Row]) -> str | None:
+    rates = [row["forward_tflop_per_s"] for row in rows if "forward_tflop_per_s" in row]
+    return f"{_number(max(rates))} TFLOP/s forward" if rates else None
+
+
+_COMPILED = "vs torch.compile"
+COMPACT_ROWS = (
+    CompactRow("2B training step, speed-up over diffusers", True, ("2b",), _step_speed_up),
+    CompactRow("5B training step, speed-up over diffusers", True, ("5b",), _step_speed_up),
+    CompactRow(
+        "fused operations, speed-up over torch.compile",
+        True,
+        ("op_times",),
+        lambda rows: _range([row[_COMPILED] for row in rows if _COMPILED in row], "x"),
+    ),
+    CompactRow("attention at 17,776 tokens, best backend", True, ("attention",), _attention_rate),
+    CompactRow(
+        "clips decoded by DALI, speed-up over 8 CPU readers",
+        True,
+        ("data",),
+        _reading_speed_up(("DALI", 8), ("ours", 8), "clips_per_s"),
+    ),
+    CompactRow("tiny training step, speed-up over diffusers", False, ("step",), _step_speed_up),
+    CompactRow(
+        "clips read per CPU second, speed-up over decord",
+        False,
+        ("data",),
+        _reading_speed_up(("ours", 0), ("decord", 0), "clips_per_cpu_s"),
+    ),
+    CompactRow("share of a step that waits for data", False, ("data_runs",), _data_wait),
+)
+
+
 def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """Lines of Markdown; a column that says nothing is left out."""
-    kept = [i for i in range(len(head)) if any(row[i] != _NONE for row in rows)]
+    """Lines of Markdown, without the columns that are empty in every row."""
+    kept = [i for i in range(len(head)) if any(row[i] != _EMPTY for row in rows)]
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cells[i] for i in kept) + " |" for cells in lines]
 
 
-def replace_section(readme: str, section: str) -> str:
-    """ValueError where the comments are not there, once each and in order."""
-    before, found, rest = readme.partition(START)
+def replace_section(text: str, section: str) -> str:
+    """Replace what stands between the comments; ValueError unless each occurs once, in order."""
+    before, found, rest = text.partition(START)
     _, closed, after = rest.partition(END)
-    if not found or not closed or readme.count(START) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README must hold the lines\n{START}\n{END}\nonce, in this order")
+    if not found or not closed or text.count(START) != 1 or text.count(END) != 1:
+        raise ValueError(f"the file must hold the lines\n{START}\n{END}\nonce, in this order")
     return f"{before}{START}\n\n{section}\n\n{END}{after}"
+
+
+def draw_plots(results: Sequence[Results]) -> None:
+    """Draw the plots of bench.data from its JSON files; other pieces draw theirs when they run."""
+    from bench.data import plots
+    from bench.harness.outcome import draw
+
+    for each in results:
+        for report in each.of("data"):
+            for name, bars in plots(report["rows"]).items():
+                draw(bars, each.folder / f"{name}.png")
 
 
 def all_folders() -> list[Path]:
     return sorted(p for p in RESULTS.glob("*") if p.is_dir()) if RESULTS.is_dir() else []
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+    )
     parser.add_argument("folders", nargs="*", type=Path, help="default: all under bench/results")
-    parser.add_argument("--readme", type=Path, help="write into this file; else print")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="write all tables into this file")
+    parser.add_argument("--readme", type=Path, help="write the compact table into this file")
+    arguments = parser.parse_args(argv)
+    into, readme = arguments.into, arguments.readme
     try:
         folders = [path.resolve() for path in arguments.folders] or all_folders()
-        section = write_section([read_results(folder) for folder in folders])
-        if arguments.readme is None:
-            print(section)
-        else:
-            changed = replace_section(arguments.readme.read_text(encoding="utf-8"), section)
-            arguments.readme.write_text(changed, encoding="utf-8")
+        results = [read_results(folder) for folder in folders]
+        if into is not None:
+            text = into.read_text(encoding="utf-8")
+            replace_section(text, "")  # a file without the comments is refused before any drawing
+            draw_plots(results)
+            section = write_section(results, into.resolve())
+            into.write_text(replace_section(text, section), encoding="utf-8")
+        if readme is not None:
+            changed = replace_section(readme.read_text(encoding="utf-8"), write_compact(results))
+            readme.write_text(changed, encoding="utf-8")
+        if into is readme is None:
+            print(write_section(results))
     except ValueError as error:
         parser.error(str(error))
     return 0

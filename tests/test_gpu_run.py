@@ -141,13 +141,23 @@ def test_training_falls_and_repeats(first: Path) -> None:
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
+def replace_piece(monkeypatch, name: str, function) -> None:
+    load = gpu_run.load_piece
+    monkeypatch.setattr(gpu_run, "load_piece", lambda n: function if n == name else load(n))
+
+
+def test_every_piece_can_be_loaded() -> None:
+    for name in gpu_run.PIECES:
+        assert callable(gpu_run.load_piece(name))
+
+
 def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
     def fail(settings: Settings) -> Outcome:
         raise KeyError("no such thing")
 
-    monkeypatch.setitem(gpu_run.PIECES, "rates", fail)
+    replace_piece(monkeypatch, "rates", fail)
     wrong = lambda settings: Outcome({"size": 3}, problems=["the size is wrong"])
-    monkeypatch.setitem(gpu_run.PIECES, "goldens", wrong)
+    replace_piece(monkeypatch, "goldens", wrong)
     monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "goldens", "facts"))
     words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     assert gpu_run.main(words) == 1
@@ -207,7 +217,7 @@ def test_what_there_was_stays_when_a_piece_ends_early(tmp_path: Path, monkeypatc
         settings.keep(Outcome(rows=[{"ms": 1.0}], shown=("ms",)))
         raise error
 
-    monkeypatch.setitem(gpu_run.PIECES, "rates", end)
+    replace_piece(monkeypatch, "rates", end)
     words = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     error: BaseException = ValueError("gone")
     assert gpu_run.main(words) == 1
@@ -229,7 +239,7 @@ def test_minutes_leave_out_what_would_end_later(tmp_path: Path, monkeypatch, cap
         monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 1e9)  # as if it took them all
         return Outcome({"size": 3})
 
-    monkeypatch.setitem(gpu_run.PIECES, "rates", measure)
+    replace_piece(monkeypatch, "rates", measure)
     monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "matmul", "facts"))
     (tmp_path / "facts.json").write_text('{"of": "an earlier call"}')
     words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
