@@ -20,12 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_SECONDS = 10.0  # of CPU time, so that other jobs on the machine do not count
-MAX_WAIT = 30.0  # wall clock: a process that waits for something that never comes
+MAX_WAIT = 60.0  # wall clock: a process that waits for something that never comes
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
 # What a run may start: it notes the commit and the machine that it ran on.
 COMMANDS = frozenset({"git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc", "c++", "g++"})
 
+_SCRATCH_VARIABLES = (
+    *("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"),
+    "TRITON_CACHE_DIR",
+)
 _STARTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _WRITES = (
     *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
@@ -128,11 +132,13 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         sys.dont_write_bytecode = True
         scratch = root / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
+        for name in _SCRATCH_VARIABLES:
             os.environ[name] = str(scratch)
         tempfile.tempdir = None
         os.chdir(root)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + int(2 * MAX_SECONDS),) * 2)  # endless loop
         _clear_peak()
         os.write(report, f"m {_resident(os.getpid())}\n".encode())
         sys.addaudithook(_auditor(root, report))
