@@ -236,16 +236,25 @@ def _check_deepspeed(
         check_type(key, value, TOP_KEYS[name])
         if key in UNUSED:
             unused[key] = UNUSED[key]
-        for inner, inner_value in value.items() if name in SECTION_KEYS else ():
-            inner_key = join(key, str(inner))
-            if inner not in SECTION_KEYS[name]:
-                raise unknown_key(key, str(inner), SECTION_KEYS[name])
-            check_type(inner_key, inner_value, SECTION_KEYS[name][inner])
-            if inner_key in UNUSED:
-                unused[inner_key] = UNUSED[inner_key]
+        _check_deepspeed_section(name, value, unused)
     optimizer = section.get("optimizer")
     if optimizer:
         _check_optimizer(optimizer, allow_import, unused)
+
+
+def _check_deepspeed_section(name: str, section: object, unused: dict[str, str]) -> None:
+    """Check what DeepSpeed would refuse by a traceback of its own, or read as something else."""
+    known = SECTION_KEYS.get(name)
+    if known is None or not isinstance(section, Mapping):
+        return
+    for inner, value in section.items():
+        key = f"deepspeed.{name}.{inner}"
+        if inner not in known:
+            raise unknown_key(f"deepspeed.{name}", str(inner), known)
+        check_type(key, value, known[inner])
+        if key in UNUSED:
+            unused[key] = UNUSED[key]
+        _check_deepspeed_section(f"{name}.{inner}", value, unused)
 
 
 def _check_optimizer(

@@ -40,8 +40,19 @@ TOP_KEYS: dict[str, Any] = {
     "log_level": str,
 }
 
-# Sections whose keys are few and often misspelt. Source: deepspeed/runtime/zero/config.py,
-# precision_config.py.
+_SHARE = Annotated[float, Range(0, 1)]
+_DTYPE = Literal["fp32", "fp16", "bf16"] | None
+_OFFLOAD: dict[str, Any] = {
+    "device": Literal["none", "cpu", "nvme"],
+    "nvme_path": str | None,
+    "buffer_count": Annotated[int, Range(1, 10**6)],
+    "pin_memory": bool,
+}
+
+# Dotted key of a section -> its keys and their types; a section that is missing here is not checked
+# further. Source: deepspeed/runtime/zero/{config,offload_config,leaf_module_config}.py,
+# runtime/{precision_config,zenflow/zenflow_config,activation_checkpointing/config}.py,
+# runtime/swap_tensor/constants.py, profiling/constants.py, comm/config.py, utils/config.py.
 SECTION_KEYS: dict[str, dict[str, Any]] = {
     "zero_optimization": {
         "stage": Literal[0, 1, 2, 3],
@@ -102,6 +113,57 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
         "fp16_master_weights_and_grads": bool,
     },
     "optimizer": {"type": str, "params": Mapping | None, "legacy_fusion": bool},
+    "zero_optimization.offload_optimizer": {
+        **_OFFLOAD,
+        **dict.fromkeys(("pipeline_read", "pipeline_write", "fast_init", "super_offload"), bool),
+        **dict.fromkeys(("ratio", "cpuadam_cores_perc"), _SHARE),
+    },
+    "zero_optimization.offload_param": {
+        **_OFFLOAD,
+        **dict.fromkeys(("buffer_size", "max_in_cpu"), _COUNT),
+    },
+    "zero_optimization.leaf_module": dict.fromkeys(
+        ("classes", "names", "name_suffixes"), list[str] | str
+    ),
+    "zero_optimization.zenflow": {
+        **dict.fromkeys(("topk_ratio", "auto_ratio", "pt_reserved_cores_perc"), _SHARE),
+        "select_strategy": Literal["auto", "step", "epoch"],
+        **dict.fromkeys(("select_interval", "update_interval"), _BATCH | Literal["auto"]),
+        **dict.fromkeys(("overlap_step", "offload"), bool),
+        "full_warm_up_rounds": Annotated[int, Range(0, 10**9)],
+    },
+    "activation_checkpointing": {
+        "number_checkpoints": Annotated[int, Range(1, 10**5)] | None,
+        **dict.fromkeys(
+            (
+                *("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"),
+                *("profile", "synchronize_checkpoint_boundary"),
+            ),
+            bool,
+        ),
+    },
+    "data_types": {
+        **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), _DTYPE),
+        "keep_in_fp32_modules": Literal["auto"] | list[str],
+    },
+    "flops_profiler": {
+        **dict.fromkeys(("enabled", "detailed"), bool),
+        **dict.fromkeys(("recompute_fwd_factor", "module_depth"), float),
+        **dict.fromkeys(("profile_step", "top_modules"), _BATCH),
+        "output_file": str | None,
+    },
+    "comms_logger": {
+        **dict.fromkeys(("enabled", "prof_all", "verbose", "debug"), bool),
+        "prof_ops": list[str],
+    },
+    "aio": {
+        **dict.fromkeys(
+            ("block_size", "queue_depth", "intra_op_parallelism"), Annotated[int, Range(1, 2**40)]
+        ),
+        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), bool),
+    },
+    "timers": {"throughput": Mapping},
+    "timers.throughput": dict.fromkeys(("enabled", "synchronized"), bool),
 }
 
 REFUSED_DEEPSPEED: dict[str, str] = {

@@ -90,7 +90,10 @@ def at(node: object, path: tuple) -> object:
 
 def mutate(config: dict, rng: random.Random) -> str:
     """Change one value, key or component of `config` in place; returns what was done."""
-    path = rng.choice(nodes_of(config))
+    paths = nodes_of(config)
+    if not paths:  # an earlier step took all of it
+        return "nothing"
+    path = rng.choice(paths)
     parent, key = at(config, path[:-1]), path[-1]
     kinds = (
         "number",
