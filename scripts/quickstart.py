@@ -11,7 +11,7 @@ python scripts/quickstart.py look SAMPLES [SAMPLES ...]
     scores folders of sampled mp4s. SAMPLES/prompts.json is {file: caption}; a folder with videos/
     and labels/ works too.
 python scripts/quickstart.py animate SAMPLES PICTURE.webp
-    draws twelve of the videos, the held-out captions first, as one moving picture.
+    draws twelve of the videos, those of held-out captions in the first row, as one moving picture.
 """
 
 from __future__ import annotations
@@ -104,15 +104,14 @@ def look(folders: list[Path]) -> None:
 
 
 def animate(folder: Path, path: Path) -> None:
-    """Draw the four held-out captions and eight others, spread over all, as one moving picture."""
+    """Draw the four held-out captions, then eight others, as one moving picture."""
     videos, captions = read_samples(folder)
     held_out = {caption_of(*parts) for parts in HELD_OUT}
     first = [i for i, caption in enumerate(captions) if caption in held_out]
     others = [i for i, caption in enumerate(captions) if caption not in held_out]
     count = NUM_ANIMATED - len(first)
     chosen = first + [others[round((k + 0.5) * len(others) / count - 0.5)] for k in range(count)]
-    shown = [captions[i] + (" (not seen)" if i in first else "") for i in chosen]
-    write_animation(path, [videos[i] for i in chosen], shown, FPS)
+    write_animation(path, [videos[i] for i in chosen], [captions[i] for i in chosen], FPS)
 
 
 def read_samples(folder: Path) -> tuple[list[np.ndarray], list[str]]:

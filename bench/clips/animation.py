@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-_SCALE = 2  # nearest neighbour, so that every sampled pixel stays visible
+_SCALE = 3  # nearest neighbour, so that every sampled pixel stays visible
 _GAP = 8  # pixels between videos
 _TEXT_HEIGHT = 20
 _PAPER, _INK = (255, 255, 255), (36, 36, 36)
@@ -28,7 +28,7 @@ def write_animation(
     cell_height = _SCALE * height + _TEXT_HEIGHT + _GAP
     rows = -(-len(videos) // columns)
     page = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _PAPER)
-    font = ImageFont.load_default(size=12)
+    font = ImageFont.load_default(size=13)
     places = [
         (_GAP + i % columns * cell_width, _GAP + i // columns * cell_height)
         for i in range(len(videos))
