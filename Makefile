@@ -29,7 +29,7 @@ test: $(INSTALLED)
 
 test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
-	$(BIN)/python -m pytest tests/test_dali_reader.py
+	$(BIN)/python -m pytest tests/data/video/test_dali_reader.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

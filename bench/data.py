@@ -37,14 +37,14 @@ from bench.harness.machine import describe_machine
 from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
 from bench.results_table import shown_side
 from cogfast.data.batches import BatchLoader
-from cogfast.data.clip import select_frames
-from cogfast.data.clip_list import ClipList
-from cogfast.data.clip_settings import ClipSettings
-from cogfast.data.clip_transform import resize_and_center_crop
-from cogfast.data.dali_reader import VideoBackend, check_backend
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.packed_strings import PackedStrings
-from cogfast.data.video_reader import open_video
+from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.video.clip import select_frames
+from cogfast.data.video.dali import VideoBackend, check_backend
+from cogfast.data.video.reader import open_video
+from cogfast.data.video.settings import ClipSettings
+from cogfast.data.video.transform import resize_and_center_crop
 
 SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17
 _COPIES = 64  # of a file in a data set: readers look no further ahead than that

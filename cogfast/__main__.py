@@ -12,8 +12,15 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
-from cogfast.standard_streams import keep_streams
-from cogfast.stop_signals import (
+from cogfast.cli.standard_streams import keep_streams
+from cogfast.schema.values import Problems, one_line, printable
+from cogfast.train.distributed.process_watch import (
+    OTHER_RANK,
+    is_of_another_rank,
+    tell_torchrun,
+    watch_launcher,
+)
+from cogfast.train.run.stop_signals import (
     Interrupted,
     StopSignals,
     end_by,
@@ -21,13 +28,6 @@ from cogfast.stop_signals import (
     settle_signals,
     write_last_line,
 )
-from cogfast.train.process_watch import (
-    OTHER_RANK,
-    is_of_another_rank,
-    tell_torchrun,
-    watch_launcher,
-)
-from cogfast.value_check import Problems, one_line, printable
 
 _USAGE = """\
 usage: cogfast {train,cache,sample,convert} ...
@@ -52,25 +52,25 @@ _GRACE_SECONDS = 3  # time that torchrun has to stop this rank after rank 0 fail
 
 
 def train(words: Sequence[str]) -> None:
-    from cogfast.command_line import parse_train
+    from cogfast.cli.options import parse_train
 
     request = parse_train(words)
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
     _start_logging()
-    from cogfast.train.precision import take_precision
+    from cogfast.train.preflight.precision import take_precision
 
     take_precision(config)
     if request.dry_run:
         if _is_first_rank():
             sys.stdout.write(config.describe())
         return
-    from cogfast.train.preflight import check_train
+    from cogfast.train.preflight.check import check_train
 
     check_train(config)
     _name_unused(config.unused)
-    from cogfast.train.trial_build import warn_of_different_schedules
+    from cogfast.train.preflight.trial_build import warn_of_different_schedules
     from cogfast.train.video_size import warn_of_pipeline_positions
 
     if _is_first_rank():
@@ -82,30 +82,30 @@ def train(words: Sequence[str]) -> None:
 
 
 def cache(words: Sequence[str]) -> None:
-    from cogfast.command_line import parse_cache
+    from cogfast.cli.options import parse_cache
 
     request = parse_cache(words)
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
     _start_logging()
-    from cogfast.train.precision import take_precision
-    from cogfast.train.preflight import check_cache
+    from cogfast.train.preflight.check import check_cache
+    from cogfast.train.preflight.precision import take_precision
 
     take_precision(config)
     check_cache(config)
-    from cogfast.train.cache import cache_latents
+    from cogfast.train.caching.command import cache_latents
 
     cache_latents(config)
 
 
 def sample(words: Sequence[str]) -> None:
-    from cogfast.command_line import parse_sample, read_prompts
+    from cogfast.cli.options import parse_sample, read_prompts
 
     request = parse_sample(words)
     from cogfast.config import load_config
-    from cogfast.train.model_folder import fill_from_pipeline
-    from cogfast.train.precision import take_precision
+    from cogfast.train.preflight.precision import take_precision
+    from cogfast.train.sampling.model_folder import fill_from_pipeline
 
     config = load_config(request.base, request.overrides, request.allow_import)
     config = fill_from_pipeline(config)
@@ -116,17 +116,17 @@ def sample(words: Sequence[str]) -> None:
             sys.stdout.write(config.describe())
         return
     prompts, images = read_prompts(request, config.args)
-    from cogfast.train.preflight import check_sample
+    from cogfast.train.preflight.check import check_sample
 
     check_sample(config, request.weights, has_images=any(images))
     _name_unused(config.unused)
-    from cogfast.train.trial_build import warn_of_different_schedules
+    from cogfast.train.preflight.trial_build import warn_of_different_schedules
 
     warn_of_different_schedules(config)
     from pathlib import Path
 
-    from cogfast.train.added_lora import AddedLora
-    from cogfast.train.sample import sample as sample_videos
+    from cogfast.train.sampling.added_lora import AddedLora
+    from cogfast.train.sampling.command import sample as sample_videos
 
     sample_videos(
         config,
@@ -141,7 +141,7 @@ def sample(words: Sequence[str]) -> None:
 
 
 def convert(words: Sequence[str]) -> None:
-    from cogfast.convert_words import parse_convert
+    from cogfast.cli.convert_words import parse_convert
 
     arguments = parse_convert(words)
     _start_logging()

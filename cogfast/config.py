@@ -17,15 +17,15 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.component_factory import instantiate, resolve
-from cogfast.config_check import (
+from cogfast.schema.components import instantiate, resolve
+from cogfast.schema.sections import (
     COMMAND_LINE,
     DEFAULT,
     KeyProblem,
     check_sections,
     complete_sections,
 )
-from cogfast.value_check import cut, one_line
+from cogfast.schema.values import cut, one_line
 
 __all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
 

@@ -11,71 +11,37 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tiny_run import ROOT
+from tests.support.tiny_run import ROOT
 
 PACKAGE = ROOT / "cogfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
-GROUND = (
-    *("shapes", "slot_random", "files", "kernels", "value_check", "json_files"),
-    "stop_signals",
+# From the ground floor up: a part may import its own modules and those of the floors below it.
+FLOORS = (
+    ("shapes", "slot_random", "files"),
+    ("kernels",),
+    ("schema",),
+    ("config",),
+    ("model", "diffusion", "data"),  # these three do not know each other
+    ("train",),
+    ("cli",),
+    ("__main__",),
 )
-MIDDLE = ("model", "diffusion", "data")
-FACTORY = (
-    *("component_factory", "component_places", "config", "config_check", "deepspeed_keys"),
-    *("sat_names", "sat_network", "sat_unused"),
-)
-ENTRY = ("__main__", "command_line", "convert_words", "standard_streams")
-# What modules of each part may import besides their own part.
-MAY_IMPORT = {
-    **dict.fromkeys(GROUND, GROUND),
-    **dict.fromkeys(MIDDLE, GROUND),
-    **dict.fromkeys(FACTORY, (*FACTORY, "value_check", "json_files")),
-    "train": (*GROUND, *MIDDLE, *FACTORY),
-    **dict.fromkeys(ENTRY, (*FACTORY, *GROUND, "train", "model", *ENTRY)),
+# What a floor may not use although it lies above: parts that stand alone.
+CLOSED = {
+    "kernels": ("slot_random",),
+    "model": ("config",),
+    "diffusion": ("config",),
+    "data": ("config",),
 }
-# (module, what it imports): why it may, all the same.
-EXCEPTIONS = {
-    ("config_check.py", "cogfast.train.arguments"): "the args section is checked against it",
-    ("model/transformer.py", "cogfast.sat_names"): "build_transformer reads SAT's section",
-    ("model/weights/run.py", "cogfast.sat_names"): "a run's config says what its model is",
-    ("sat_network.py", "cogfast.shapes"): "patch_size becomes a PatchSize",
-    ("sat_network.py", "cogfast.model.transformer"): "its params become a TransformerConfig",
-    ("sat_network.py", "cogfast.model.autoencoder"): "the autoencoder's two sections are compared",
-}
+MOST_ENTRIES = 12  # files and folders in a folder
 MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
 LATE = (
     *("diffusers", "transformers", "deepspeed", "decord", "av", "matplotlib", "wandb"),
     *("tensorboard", "rich", "PIL", "sentencepiece"),
 )
-# Words of names that say how processes are arranged, which only train/ knows.
-PARALLEL_WORDS = (
-    *("rank", "ranks", "world", "group", "groups", "dist", "distributed", "nccl", "gloo", "mpu"),
-    *("dp", "tp", "ddp", "fsdp"),
-)
-# (file, name): what the word means there.
-OTHER_MEANINGS = {
-    ("model/lora.py", "rank"): "of the matrices",
-    ("model/transformer.py", "lora_rank"): "of the matrices",
-    ("model/weights/convert.py", "rank"): "of LoRA's matrices",
-    ("model/weights/diffusers.py", "lora_rank"): "of LoRA's matrices",
-    ("model/weights/adapters.py", "ranks"): "of LoRA's matrices",
-    ("model/weights/adapters.py", "lora_rank"): "of LoRA's matrices",
-    ("model/weights/extract_lora.py", "rank"): "of LoRA's matrices",
-    ("model/weights/convert_adapters.py", "rank"): "of LoRA's matrices",
-    ("model/weights/identify.py", "ranks"): "of LoRA's matrices",
-    ("model/weights/peft.py", "ranks"): "of LoRA's matrices",
-    ("model/weights/peft.py", "rank"): "of LoRA's matrices",
-    ("model/weights/safetensors_files.py", "groups"): "of tensors, one per file",
-    ("model/autoencoder.py", "_NORM_GROUPS"): "of group norm",
-    ("model/weights/vae.py", "norm_num_groups"): "of group norm",
-    ("model/autoencoder.py", "latent_dist"): "diffusers' name for a distribution",
-    ("diffusion/timestep_sampling.py", "group_num"): "SAT's name for the number of strata",
-    ("kernels/fused_ema_adam.py", "group"): "of parameters, as in torch.optim",
-    ("kernels/fused_ema_adam.py", "param_groups"): "as in torch.optim",
-}
 HOSTS = {"www.apache.org", "download.pytorch.org", "arxiv.org", "github.com"}
 
 
@@ -102,32 +68,79 @@ def is_module(dotted: str) -> bool:
     return f"{path}.py" in SOURCES or f"{path}/__init__.py" in SOURCES
 
 
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+
+
+def may_import(part: str, other: str) -> bool:
+    """Whether modules of `part` may import those of `other`."""
+    if part == other or part in FLOORS[0] and other in FLOORS[0]:
+        return True
+    return FLOOR_OF[other] < FLOOR_OF[part] and other not in CLOSED.get(part, ())
+
+
 def test_every_file_has_a_part() -> None:
     parts = {name.split("/")[0].removesuffix(".py") for name in SOURCES} - {"__init__"}
-    assert parts == set(MAY_IMPORT)
+    assert parts == set(FLOOR_OF)
 
 
 def test_imports_go_one_way() -> None:
-    seen, wrong = set(), []
+    wrong = []
     for name in SOURCES:
-        own = name.split("/")[0].removesuffix(".py")
+        part = name.split("/")[0].removesuffix(".py")
         for module in imports_of(name):
-            if (name, module) in EXCEPTIONS:
-                seen.add((name, module))
-            elif part_of(module) not in (own, *MAY_IMPORT.get(own, ())):
+            if part_of(module) and not may_import(part, part_of(module)):
                 wrong.append(f"{name} imports {module}")
     assert not wrong
-    assert seen == set(EXCEPTIONS), "an exception that nothing needs"
 
 
-def test_a_middle_part_stands_alone() -> None:
-    """The rule above, told again where it counts: model, diffusion and data know no other."""
-    for name in SOURCES:
-        own = name.split("/")[0]
-        if own in MIDDLE:
-            others = set(MIDDLE) - {own}
-            met = {module for module in imports_of(name) if part_of(module) in others}
-            assert not met, f"{name} imports {met}"
+def test_imports_have_no_circle() -> None:
+    """At any level, inside functions too: then every module can be read after what it uses."""
+    below = {
+        "cogfast." + name.removesuffix(".py").replace("/", "."): set(imports_of(name))
+        for name in SOURCES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " imports ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for other in below.get(module, ()):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in below:
+        visit(module, ())
+
+
+def test_only_train_knows_how_processes_are_arranged() -> None:
+    """model, diffusion and kernels work on one process and on many: they use no process group."""
+    wrong = []
+    for name, tree in TREES.items():
+        if name.split("/")[0] not in ("model", "diffusion", "kernels"):
+            continue
+        for node in ast.walk(tree):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                modules = [ast.unparse(node)]
+            parallel = ("torch.distributed", "deepspeed", "cogfast.train")
+            wrong += [f"{name}:{node.lineno}: {m}" for m in modules if m.startswith(parallel)]
+    assert not wrong
+
+
+def test_folders_have_few_entries() -> None:
+    entries: dict[str, set[str]] = {}
+    for root in ("cogfast", "bench", "tests"):
+        for path in (ROOT / root).rglob("*.py"):
+            for parent in path.relative_to(ROOT).parents:
+                if parent.name and path.name != "__init__.py":
+                    inner = path.relative_to(ROOT / parent).parts[0]
+                    entries.setdefault(parent.as_posix(), set()).add(inner)
+    many = {folder: len(found) for folder, found in entries.items() if len(found) > MOST_ENTRIES}
+    assert not many
 
 
 def test_files_are_short_and_init_files_empty() -> None:
@@ -193,47 +206,6 @@ def test_nothing_reads_the_environment_when_imported() -> None:
         for node in ast.walk(tree):
             is_read = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
             assert not is_read or id(node) in inside, f"{name}:{node.lineno} reads the environment"
-
-
-def names_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every name that code uses: variables, attributes, arguments, functions, imported modules."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id, node.lineno
-        elif isinstance(node, ast.Attribute):
-            yield node.attr, node.lineno
-        elif isinstance(node, ast.arg):
-            yield node.arg, node.lineno
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield node.arg, node.value.lineno
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name, node.lineno
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for dotted in [*module, *(alias.name for alias in node.names)]:
-                yield from ((word, node.lineno) for word in dotted.split("."))
-
-
-def words_of(name: str) -> set[str]:
-    """world_size, WorldSize and WORLD_SIZE -> {world, size}."""
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    return set(spaced.lower().split("_"))
-
-
-def test_only_train_knows_how_processes_are_arranged() -> None:
-    seen, wrong = set(), []
-    for name, tree in TREES.items():
-        if name.split("/")[0] not in ("model", "diffusion", "kernels"):
-            continue
-        for used, line in names_in(tree):
-            if not words_of(used) & set(PARALLEL_WORDS):
-                continue
-            if (name, used) in OTHER_MEANINGS:
-                seen.add((name, used))
-            else:
-                wrong.append(f"{name}:{line}: {used}")
-    assert not wrong
-    assert seen == set(OTHER_MEANINGS), "an exception that nothing needs"
 
 
 def test_nothing_prints() -> None:

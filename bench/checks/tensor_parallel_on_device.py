@@ -32,8 +32,8 @@ from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import sat_name
 from cogfast.model.weights.shard import Shard
-from cogfast.train.parallelize import allocate, find_shards, parallelize
-from cogfast.train.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.parallelize import allocate, find_shards, parallelize
+from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 
 _CASE, _SIZE = "t2v_5b", 2
 _ROOT = GOLDEN.parents[1]

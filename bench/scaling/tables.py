@@ -15,9 +15,9 @@ from pathlib import Path
 from bench.scaling.traffic import Layout, Traffic, count_traffic
 from cogfast.config import load_config
 from cogfast.model.transformer import TransformerConfig
-from cogfast.sat_names import transformer_arguments
+from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.shapes import SPATIAL_COMPRESSION
-from cogfast.train.generate import LatentSize
+from cogfast.train.sampling.generate import LatentSize
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

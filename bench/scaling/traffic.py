@@ -31,8 +31,8 @@ from cogfast.model.transformer import (
     assemble_transformer,
 )
 from cogfast.model.weights.sat import freeze
-from cogfast.train.parallelize import parallelize
-from cogfast.train.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.parallelize import parallelize
+from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 
 PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's default
 _FLOAT32 = 4

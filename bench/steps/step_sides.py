@@ -20,10 +20,13 @@ from bench.steps.step_models import Batch, BlockInput, Variant
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
-from cogfast.model.weights.diffusers import diffusers_names
-from cogfast.train.activation_checkpointing import ActivationCheckpointing, apply_policies
-from cogfast.train.memory_plan import LADDER, Policy, PolicyChoice
-from cogfast.train.process_groups import ProcessGroups
+from cogfast.model.weights.formats.diffusers import diffusers_names
+from cogfast.train.distributed.activation_checkpointing import (
+    ActivationCheckpointing,
+    apply_policies,
+)
+from cogfast.train.distributed.memory_plan import LADDER, Policy, PolicyChoice
+from cogfast.train.distributed.process_groups import ProcessGroups
 
 
 class Side(Protocol):
@@ -92,7 +95,7 @@ class Ours:
         return self.checkpointing.policies
 
     def compile_blocks(self) -> None:
-        # as cogfast.train.compilers does, which needs the packages that read a configuration
+        # as cogfast.train.distributed.compilers does, which needs the packages that read a configuration
         for block in self.network.blocks:
             block.compile(fullgraph=True)
         apply_policies(self.network, self.layer_policies, is_compiled=True)
@@ -256,7 +259,7 @@ def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(our_name: str, tensor: Tensor, num_parts: int) -> Sequence[Tensor]:
-    """The inverse of cogfast.model.weights.diffusers.from_diffusers."""
+    """The inverse of cogfast.model.weights.formats.diffusers.from_diffusers."""
     if num_parts == 0:  # SAT's unused table
         return ()
     if ".modulation." in our_name:

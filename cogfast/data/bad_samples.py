@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from cogfast.files import set_aside
-from cogfast.json_files import check, read_limited
-from cogfast.value_check import printable
+from cogfast.schema.json_files import check, read_limited
+from cogfast.schema.values import printable
 
 logger = logging.getLogger(__name__)
 

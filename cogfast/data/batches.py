@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.cached_videos import CachedVideos
-from cogfast.data.dali_reader import dali_of_this_process
+from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.read_ahead import Reads, read_ahead
+from cogfast.data.video.dali import dali_of_this_process
+from cogfast.data.workers.read_ahead import Reads, read_ahead
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cogfast.data.clip import Span, frames_within, select_frames
-from cogfast.data.clip_settings import Bucket, ClipSettings
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.video_headers import Header, read_headers
-from cogfast.value_check import printable
+from cogfast.data.sources.headers import Header, read_headers
+from cogfast.data.video.clip import Span, frames_within, select_frames
+from cogfast.data.video.settings import Bucket, ClipSettings
+from cogfast.schema.values import printable
 
 _SLOW = 0.95  # of data.params.fps; 7.99 for 8 is the same
 _NUMBER = re.compile(r"\d+(\.\d+)?")

@@ -21,23 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.clip import named_bytes, read_clip, read_image
-from cogfast.data.clip_list import ClipList, join
-from cogfast.data.clip_settings import (
-    ClipSettings,
-    FramesPerSecond,
-    Mebibytes,
-    NumFrames,
-    ShortClips,
-    Side,
-    SkippedFrames,
-)
-from cogfast.data.clip_transform import FrameSelection
-from cogfast.data.dali_reader import VideoBackend, on_readers_device
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.manifest import read_manifest
-from cogfast.data.packed_strings import PackedStrings
-from cogfast.data.sample_files import (
+from cogfast.data.sources.clip_list import ClipList, join
+from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
     data_folders,
@@ -52,7 +38,21 @@ from cogfast.data.sample_files import (
     sat_label,
     text_lines,
 )
-from cogfast.data.tar_shards import read_member
+from cogfast.data.sources.manifest import read_manifest
+from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.sources.tar_shards import read_member
+from cogfast.data.video.clip import named_bytes, read_clip, read_image
+from cogfast.data.video.dali import VideoBackend, on_readers_device
+from cogfast.data.video.settings import (
+    ClipSettings,
+    FramesPerSecond,
+    Mebibytes,
+    NumFrames,
+    ShortClips,
+    Side,
+    SkippedFrames,
+)
+from cogfast.data.video.transform import FrameSelection
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cogfast.data.clip_list import ClipList, join
-from cogfast.data.clip_settings import (
+from cogfast.data.datasets import Buckets, ListedVideos
+from cogfast.data.sources.clip_list import ClipList, join
+from cogfast.data.sources.folders import ADD_CAPTIONS, DataDir, data_sources, refuse_samples
+from cogfast.data.sources.tar_shards import list_shard, shards_of
+from cogfast.data.video.dali import VideoBackend
+from cogfast.data.video.settings import (
     FramesPerSecond,
     Mebibytes,
     NumFrames,
@@ -14,11 +18,7 @@ from cogfast.data.clip_settings import (
     Side,
     SkippedFrames,
 )
-from cogfast.data.clip_transform import FrameSelection
-from cogfast.data.dali_reader import VideoBackend
-from cogfast.data.datasets import Buckets, ListedVideos
-from cogfast.data.sample_files import ADD_CAPTIONS, DataDir, data_sources, refuse_samples
-from cogfast.data.tar_shards import list_shard, shards_of
+from cogfast.data.video.transform import FrameSelection
 
 
 class VideoShards(ListedVideos):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.json_files import Range
+from cogfast.schema.json_files import Range
 
 Scale = Annotated[float, Range(-(10**4), 10**4)]
 

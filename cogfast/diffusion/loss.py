@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
-from cogfast.json_files import Range
+from cogfast.schema.json_files import Range
 from cogfast.slot_random import SlotRandom
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cogfast.diffusion.denoiser import Schedule
 from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
-from cogfast.json_files import Range
+from cogfast.schema.json_files import Range
 from cogfast.slot_random import SlotRandom
 
 

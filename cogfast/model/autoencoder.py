@@ -24,9 +24,9 @@ from cogfast.model.decode_memory import (
     plan_decode,
     tiled,
 )
-from cogfast.model.weights.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.source import check_tensors, first_of
-from cogfast.model.weights.vae import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cogfast.json_files import InsideName, Range, brief, read_json
+from cogfast.schema.json_files import InsideName, Range, brief, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.json_files import brief
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -25,6 +24,7 @@ from cogfast.model.positions import (
     RotaryPositions,
 )
 from cogfast.model.weights.sat import DEFAULT_FROZEN_PREFIXES, freeze
+from cogfast.schema.json_files import brief
 from cogfast.shapes import PatchSize, TokenGrid
 
 OUTPUT_NORM_EPS = 1e-6  # SAT's; diffusers has 1e-5 here, which shifts outputs by 2e-5
@@ -316,7 +316,7 @@ def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> Diffus
     requires_grad as `not_trainable_prefixes` and `lora_train` ask. Under `torch.device("meta")` it
     is built without memory."""
     # imported here: the table is the factory's, and a transformer can be built without it
-    from cogfast.sat_names import transformer_arguments
+    from cogfast.schema.sat_classes import transformer_arguments
 
     arguments = transformer_arguments(model_section["network_config"]["params"])
     transformer = assemble_transformer(TransformerConfig(**arguments), seed)

@@ -16,27 +16,27 @@ from torch.utils.data import Dataset, Subset
 
 from cogfast.config import Config, instantiate, resolve
 from cogfast.data.batches import BatchLoader
-from cogfast.data.cached_videos import CachedVideos
-from cogfast.data.clip_settings import ClipSettings
+from cogfast.data.cache.dataset import CachedVideos
+from cogfast.data.cache.shards import Spec
+from cogfast.data.cache.source_hashes import Sources
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.latent_cache import Spec
-from cogfast.data.source_hashes import Sources
+from cogfast.data.video.settings import ClipSettings
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.model.initialization import initialize
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
-from cogfast.model.weights.adapters import adapters_of, open_adapter
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
+from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
+from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.slot_random import random_bits
-from cogfast.train.arguments import ModelArguments, TrainArguments
 from cogfast.train.cache_key import cache_specs
-from cogfast.train.compilers import compile_blocks
+from cogfast.train.distributed.compilers import compile_blocks
+from cogfast.train.distributed.model_batches import ModelBatches
+from cogfast.train.distributed.parallelize import allocate, find_shards, parallelize
+from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.encode import Encoder
-from cogfast.train.model_batches import ModelBatches
-from cogfast.train.parallelize import allocate, find_shards, parallelize
-from cogfast.train.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 

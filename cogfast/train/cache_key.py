@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.component_factory import resolve
 from cogfast.config import Config
-from cogfast.data.clip_settings import ClipSettings
-from cogfast.data.latent_cache import Spec
-from cogfast.data.source_hashes import Sources, hash_text
-from cogfast.train.arguments import ModelArguments, TrainArguments
+from cogfast.data.cache.shards import Spec
+from cogfast.data.cache.source_hashes import Sources, hash_text
+from cogfast.data.video.settings import ClipSettings
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.components import resolve
 
 # Arguments of frozen parts that change no number of what they encode.
 _WITHOUT_EFFECT = ("decode_chunks", "use_slicing", "freeze", "device", "cache_dir", "ignore_keys")

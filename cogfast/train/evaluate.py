@@ -17,22 +17,28 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from cogfast.data.batches import BatchLoader
-from cogfast.data.cached_videos import CachedVideos
-from cogfast.data.clip_transform import resize_and_center_crop
+from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.files import WriteError
+from cogfast.schema.arguments import TrainArguments
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.slot_random import SlotRandom
-from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
+from cogfast.train.distributed.model_batches import ModelBatches
+from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
+from cogfast.train.distributed.process_watch import is_of_another_rank
+from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder, in_unit_range
-from cogfast.train.generate import EvaluationStopped, LatentSize, Prompt, VideoMaker, write_samples
-from cogfast.train.model_batches import ModelBatches
-from cogfast.train.process_groups import OtherRankError, ProcessGroups, StopRequest
-from cogfast.train.process_watch import is_of_another_rank
-from cogfast.train.zero_engine import ZeroEngine
+from cogfast.train.sampling.generate import (
+    EvaluationStopped,
+    LatentSize,
+    Prompt,
+    VideoMaker,
+    write_samples,
+)
 
 logger = logging.getLogger(__name__)
 

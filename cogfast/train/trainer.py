@@ -14,11 +14,10 @@ from cogfast.config import Config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.run_checkpoint import RESUMABLE, read_manifest
+from cogfast.model.weights.formats.run_manifest import RESUMABLE, read_manifest
+from cogfast.schema.arguments import TrainArguments
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
-from cogfast.train.activation_checkpointing import ActivationCheckpointing
-from cogfast.train.arguments import TrainArguments
 from cogfast.train.assembly import (
     assemble_batches,
     assemble_datasets,
@@ -27,30 +26,31 @@ from cogfast.train.assembly import (
     assemble_order,
     assemble_transformer,
 )
-from cogfast.train.attention_choice import choose_for_training
-from cogfast.train.checkpoint import load_checkpoint
-from cogfast.train.checkpoint_writer import CheckpointWriter
-from cogfast.train.data_survey import record_bad, survey_datasets
+from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
+from cogfast.train.distributed.attention_choice import choose_for_training
+from cogfast.train.distributed.model_parallel_unit import ModelParallelUnit
+from cogfast.train.distributed.parallelize import count_trained
+from cogfast.train.distributed.process_groups import StopRequest, start_processes
+from cogfast.train.distributed.replica_check import ReplicaCheck
+from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.evaluate import Evaluator
-from cogfast.train.generate import DEFAULT_FPS, LatentSize
-from cogfast.train.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.learning_rate import build_learning_rate
-from cogfast.train.metrics import Metrics
-from cogfast.train.model_parallel_unit import ModelParallelUnit
 from cogfast.train.optimizer import build_optimizer, parameter_groups
-from cogfast.train.parallelize import count_trained
-from cogfast.train.preflight import check_train
-from cogfast.train.process_groups import StopRequest, start_processes
-from cogfast.train.profiling import Profiler
-from cogfast.train.replica_check import ReplicaCheck
-from cogfast.train.run_folder import (
+from cogfast.train.preflight.check import check_train
+from cogfast.train.preflight.data_survey import record_bad, survey_datasets
+from cogfast.train.run.checkpoint import load_checkpoint
+from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from cogfast.train.run.folder import (
     check_changes,
     describe_run,
     open_run_folder,
     plain_sections,
 )
+from cogfast.train.run.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.metrics import Metrics
+from cogfast.train.run.profiling import Profiler
+from cogfast.train.sampling.generate import DEFAULT_FPS, LatentSize
 from cogfast.train.video_size import bucket_sizes, sampled_size
-from cogfast.train.zero_engine import ZeroEngine, deepspeed_config
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments, refuse
-from cogfast.data.clip import read_pixels
-from cogfast.data.clip_settings import checked_buckets, checked_size
+from cogfast.data.video.clip import read_pixels
+from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.transformer import TransformerConfig
-from cogfast.sat_names import transformer_arguments
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
     PatchSize,
@@ -23,8 +24,7 @@ from cogfast.shapes import (
     check_video_size,
     num_pixel_frames,
 )
-from cogfast.train.arguments import TrainArguments
-from cogfast.train.generate import DEFAULT_FPS, LatentSize
+from cogfast.train.sampling.generate import DEFAULT_FPS, LatentSize
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.adapters import MergeRounding
-from cogfast.model.weights.cogfast_folder import write_cogfast
 from cogfast.model.weights.convert_adapters import extracted, with_lora_options, write_adapters
-from cogfast.model.weights.diffusers import write_diffusers
 from cogfast.model.weights.family import Family
+from cogfast.model.weights.formats.cogfast_folder import write_cogfast
+from cogfast.model.weights.formats.diffusers import write_diffusers
+from cogfast.model.weights.formats.sat_files import write_sat
 from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.lora.adapters import MergeRounding
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.sat_files import write_sat
 from cogfast.model.weights.source import WeightSource, first_of
-from cogfast.model.weights.vae_files import convert_vae, open_vae, verify_vae
+from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
 from cogfast.model.weights.verify import check_memory
 from cogfast.model.weights.verify import verify as verify_target
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
-from cogfast.model.weights.adapters import (
+from cogfast.model.weights.formats.peft import write_peft
+from cogfast.model.weights.formats.sat_files import write_sat
+from cogfast.model.weights.lora.adapters import (
     MergeRounding,
     adapters_of,
     merge_lora,
@@ -18,10 +20,8 @@ from cogfast.model.weights.adapters import (
     with_adapters,
     without_adapters,
 )
-from cogfast.model.weights.extract_lora import Extraction, extract_lora
+from cogfast.model.weights.lora.extract import Extraction, extract_lora
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.peft import write_peft
-from cogfast.model.weights.sat_files import write_sat
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.verify_peft import verify_peft
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.adapters import check_config, only_adapters
 from cogfast.model.weights.family import Family, check_family, check_size
 from cogfast.model.weights.identify import identify
+from cogfast.model.weights.lora.adapters import check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of

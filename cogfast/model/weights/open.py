@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cogfast.model.weights.cogfast_folder import is_cogfast_folder, open_cogfast
-from cogfast.model.weights.diffusers import find_diffusers_folder, open_diffusers
-from cogfast.model.weights.run import open_run
-from cogfast.model.weights.run_checkpoint import find_run_checkpoint
-from cogfast.model.weights.safetensors_files import SafetensorsFiles
-from cogfast.model.weights.sat_files import find_sat_files, open_sat
+from cogfast.model.weights.formats.cogfast_folder import is_cogfast_folder, open_cogfast
+from cogfast.model.weights.formats.diffusers import find_diffusers_folder, open_diffusers
+from cogfast.model.weights.formats.run_checkpoint import open_run
+from cogfast.model.weights.formats.run_manifest import find_run_checkpoint
+from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.formats.sat_files import find_sat_files, open_sat
 from cogfast.model.weights.source import WeightSource
 
 
@@ -41,7 +41,7 @@ def _open_safetensors(path: Path) -> WeightSource | None:
     if is_file or (folder is None and any(path.glob("*.safetensors"))):
         names = SafetensorsFiles(path).names()
         if any("lora" in name for name in names) or (is_file and folder is None):
-            from cogfast.model.weights.peft import open_peft
+            from cogfast.model.weights.formats.peft import open_peft
 
             return open_peft(path)
     return None if folder is None else open_diffusers(folder)

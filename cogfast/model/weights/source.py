@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.json_files import brief
 from cogfast.model.weights.shard import Shard
+from cogfast.schema.json_files import brief
 from cogfast.shapes import PatchSize
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

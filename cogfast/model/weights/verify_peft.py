@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from cogfast.model.lora import SAT_ALPHA
-from cogfast.model.weights.adapters import adapters_of
-from cogfast.model.weights.peft import linear_parts
+from cogfast.model.weights.formats.peft import linear_parts
+from cogfast.model.weights.lora.adapters import adapters_of
 from cogfast.model.weights.source import WeightSource
 
 _HEAD_WIDTH = 64  # any that divides the width

@@ -1,0 +1,256 @@
+"""The samples of a latent cache in the place of their videos, in the same order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.cache.shards import (
+    CacheIndex,
+    Spec,
+    is_being_written,
+    read_row,
+)
+from cogfast.data.cache.source_hashes import Sources, hash_text
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.clip_list import ClipList
+from cogfast.schema.values import fits
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.5  # seconds between looks for a shard
+_TOLD_AFTER, _TOLD_EVERY = 5.0, 60.0  # seconds of waiting until it is told, and again
+_KINDS = ("video", "text")
+_TENSORS = {"video": ("mean",), "text": ("embedding",)}  # that a row must have
+_ABOUT = {"video": ("fps", "num_frames", "num_padded"), "text": ()}  # numbers, likewise
+_STORED = {  # {key of an item: tensor of a row}, where the row has it
+    "latent_mean": "mean",
+    "latent_logvar": "logvar",
+    "images": "first_frame",
+    "noised_image_mean": "noised_image_mean",
+    "noised_image_logvar": "noised_image_logvar",
+}
+
+
+class CachedVideos(CaptionedVideos):
+    """What `cogfast cache` made of a data set of video files, sample by sample.
+
+    An item is {"latent_mean" [C, T, h, w], "latent_logvar" (where the first stage has one), "images"
+    uint8 [3, H, W] (the first frame, where it was kept), or "noised_image_mean" [N, C, 1, h, w] and
+    "noised_image_logvar" in its place, "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
+    "num_padded"}. One whose shard is not written yet is waited for.
+
+    videos: the data set in whose place this one comes. specs: {"video", "text"}, what the entries
+    must have been made with.
+    """
+
+    def __init__(self, folder: Path, videos: CaptionedVideos, specs: dict[str, Spec]) -> None:
+        super().__init__(videos.clips, videos.settings, videos.source_sizes)
+        self.folder, self.specs = folder, specs
+        if videos.settings.buckets is not None and videos.clips.buckets is None:
+            return  # what becomes of its clips is not known yet: `with_clips` brings it
+        self.used = used_samples(self)
+        index, keys, num_changed = self._look()
+        # Arrays: what a forked worker reads of them is not copied.
+        self._files: dict[str, list[str]] = {}
+        self._places: dict[str, np.ndarray] = {}  # kind: [n, 2] file and row, -1 where it has none
+        for kind in _KINDS:
+            places = index.places(kind, specs[kind])
+            files = {file: i for i, file in enumerate(dict.fromkeys(f for f, _ in places.values()))}
+            found = (places.get(key) for key in keys[kind])
+            rows = [(-1, -1) if at is None else (files[at[0]], at[1]) for at in found]
+            self._files[kind], self._places[kind] = list(files), np.array(rows, dtype=np.int32)
+        self._is_there = {
+            kind: np.array([(folder / file).exists() for file in files], dtype=bool)
+            for kind, files in self._files.items()
+        }
+        self._check(index, num_changed)
+
+    def with_clips(self, clips: ClipList) -> CachedVideos:
+        return CachedVideos(self.folder, super().with_clips(clips), self.specs)
+
+    def __getitem__(self, index: int) -> dict:
+        self.wait(index)
+        tensors, about = self._read_row("video", index)
+        text, _ = self._read_row("text", index)
+        return {
+            **{name: tensors[stored] for name, stored in _STORED.items() if stored in tensors},
+            "prompt_embedding": text["embedding"],
+            "txt": self.captions[index],
+            "fps": about["fps"],
+            "num_frames": about["num_frames"],
+            "path": self.name(index),
+            "num_padded": about["num_padded"],
+        }
+
+    def first_frame(self, index: int) -> Tensor:
+        """Uint8 [3, H, W]: what the image of a sample's noised ones is, read from its files."""
+        sample = super().__getitem__(index)
+        return sample["images"] if self.has_images else sample["video"][0]
+
+    def _read_row(self, kind: str, index: int) -> tuple[dict, dict]:
+        from safetensors import SafetensorError
+
+        number, row = self._places[kind][index]
+        file = self.folder / self._files[kind][number]
+        try:
+            tensors, about = read_row(file, int(row))
+        except (OSError, SafetensorError, ValueError, IndexError) as error:
+            text = f"{file} is damaged ({error}); delete it and run `cogfast cache` again"
+            raise BadSample(self.name(index), text) from None
+        if "bad" in about:
+            raise BadSample(self.name(index), str(about["bad"])[:300])
+        missing = [name for name in _TENSORS[kind] if name not in tensors]
+        missing += [name for name in _ABOUT[kind] if not fits(about.get(name), float)]
+        if missing:
+            text = (
+                f"{file} has no {missing[0]} in row {row}; delete it and run `cogfast cache` again"
+            )
+            raise BadSample(self.name(index), text)
+        return tensors, about
+
+    def wait(self, index: int, is_told: bool = False) -> None:
+        """Return when the sample's shards are there; RuntimeError where nobody makes them."""
+        for kind in _KINDS:
+            number = int(self._places[kind][index][0])
+            if not self._is_there[kind][number]:
+                self._wait_for(kind, number, index, is_told)
+                self._is_there[kind][number] = True
+
+    def _wait_for(self, kind: str, number: int, index: int, is_told: bool) -> None:
+        file = self.folder / self._files[kind][number]
+        start, next_line = time.monotonic(), _TOLD_AFTER
+        while not file.exists():
+            # In this order: a writer that has just ended has made its files before.
+            if not is_being_written(self.folder) and not file.exists():
+                raise RuntimeError(
+                    f"args.latent_cache={self.folder}: {file.name}, for {self.name(index)}, is not "
+                    "there, and no `cogfast cache` is making it; run it again, it goes on"
+                )
+            waited = time.monotonic() - start
+            if is_told and waited >= next_line:
+                next_line += _TOLD_EVERY
+                logger.info(
+                    "waiting for `cogfast cache`: %s, for %s, since %.0f s (%d of %d such files "
+                    "are there)",
+                    *(file.name, self.name(index), waited, self._count(kind)),
+                    len(self._files[kind]),
+                )
+            time.sleep(_POLL)
+
+    def _count(self, kind: str) -> int:
+        return sum((self.folder / file).exists() for file in self._files[kind])
+
+    def _look(self) -> tuple[CacheIndex, dict[str, list[str]], int]:
+        """The index, the keys of the samples, and how many videos are not those that were hashed.
+
+        A writer that is at work completes the index before it encodes.
+        """
+        files, is_told = source_files(self, self.used), False
+        texts = [hash_text(caption) for caption in self.captions]
+        while True:
+            is_written = is_being_written(self.folder)
+            index, sources = CacheIndex.read(self.folder), Sources(self.folder)
+            # What could not be read is a bad sample of the cache.
+            changed = [f for f in sources.changed(files) if not sources.was_unreadable(f)]
+            keys = {"video": _keys(self, sources, set(changed)), "text": texts}
+            is_whole = all(
+                index.places(kind, self.specs[kind]).keys() >= {keys[kind][i] for i in self.used}
+                for kind in _KINDS
+            )
+            if is_whole or not is_written:
+                return index, keys, len(changed)
+            if not is_told:
+                logger.info("waiting for `cogfast cache` to look through the videos")
+                is_told = True
+            time.sleep(_POLL)
+
+    def _check(self, index: CacheIndex, num_changed: int) -> None:
+        """ValueError where samples have no place in the cache, or nobody makes what is missing."""
+        total = len(self.used)
+        files = {kind: at[self.used, 0] for kind, at in self._places.items()}
+        usable = sum((files["video"] >= 0) & (files["text"] >= 0))
+        if usable < total:
+            differences = [index.difference(kind, self.specs[kind]) for kind in _KINDS]
+            why = "; ".join(text for text in dict.fromkeys(differences) if text)
+            if not index.shards:
+                why = "no cache there"
+            elif not why:
+                changed = f"{num_changed} videos changed or moved since caching"
+                why = changed if num_changed else "new captions"
+            raise ValueError(
+                f"args.latent_cache={self.folder}: {why}: {usable} of {total} usable; run "
+                "`cogfast cache` again with this configuration"
+            )
+        is_there = np.all([self._is_there[kind][files[kind]] for kind in _KINDS], axis=0)
+        missing = total - sum(is_there)
+        if missing and not is_being_written(self.folder):
+            raise ValueError(
+                f"args.latent_cache={self.folder}: {missing} of {total} samples are not encoded, and "
+                "no `cogfast cache` is at work there; run it again, it goes on"
+            )
+        if missing:
+            logger.info("%d of %d samples are still being encoded", missing, total)
+
+
+def _keys(videos: CaptionedVideos, sources: Sources, changed: set[str]) -> list[str]:
+    """Of all samples; nothing for those of a file that is not the one that was hashed."""
+    keys = [""] * len(videos)
+    for index in used_samples(videos):
+        if changed.isdisjoint(source_files(videos, [index])):
+            keys[index] = sample_key(videos, index, sources)
+    return keys
+
+
+def used_samples(videos: CaptionedVideos) -> list[int]:
+    """The samples that training may ask for: those of some weight, in a bucket."""
+    clips = videos.clips
+    is_used = np.ones(len(videos), dtype=bool)
+    if clips.weights is not None:
+        is_used &= clips.weights > 0
+    if clips.buckets is not None:
+        is_used &= clips.buckets >= 0
+    return np.flatnonzero(is_used).tolist()
+
+
+def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """{file: offset and bytes of a member of a tar shard, or nothing} that samples are made of."""
+    clips, found = videos.clips, {}
+    for index in indices:
+        at = [-1] * 4 if clips.places is None else clips.places[index].tolist()
+        found[clips.files[index]] = tuple(at[:2]) if at[0] >= 0 else ()
+        image = _image_of(clips, index)
+        if image is not None:
+            found[image] = tuple(at[2:]) if at[0] >= 0 and at[2] >= 0 else ()
+    return found
+
+
+def _image_of(clips: ClipList, index: int) -> str | None:
+    """The file, or member of a tar shard, that is the sample's image."""
+    if clips.places is not None and min(clips.places[index, [0, 2]]) >= 0:
+        return clips.files[index] + "::image"
+    return None if clips.images is None else clips.images[index] or None
+
+
+def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
+    """The content of the sample's file, and what else decides what it becomes."""
+    clips, settings, common = videos.clips, videos.settings_of(index), videos.settings
+    content = sources.recorded(clips.files[index])
+    own: dict[str, object] = {}
+    if clips.spans is not None and not np.isnan(clips.spans[index]).all():
+        own["span"] = [str(second) for second in clips.spans[index]]
+    for name in ("fps", "max_num_frames", "video_size"):
+        is_buckets = common.buckets is not None and name != "fps"
+        if is_buckets or getattr(settings, name) != getattr(common, name):
+            own[name] = str(getattr(settings, name))
+    image = _image_of(clips, index)
+    if image is not None:
+        own["image"] = sources.recorded(image)
+    return hash_text(json.dumps([content, own], sort_keys=True)) if own else content

@@ -1,0 +1,314 @@
+"""A folder of encoded samples: what is in it, how it is written, and who writes it now.
+
+    index.jsonl               a header with the specs (what entries were made with), then a line per
+                              shard: {"file", "spec", "keys"}; it names a shard before it is there
+    video-00000.safetensors   "<row>.mean", "<row>.logvar" [C, T, h, w] of the row-th key, the content
+                              hash of a video file (and of what else is its own: the part, the size,
+                              the rate, the image); for image-to-video "<row>.first_frame" [3, H, W],
+                              or "<row>.noised_image_mean", "..._logvar" [N, C, 1, h, w] in its place
+    text-00000.safetensors    "<row>.embedding" [L, E] of the row-th key, the hash of a caption
+    sources.json              {file: [bytes, time of change, content hash]}, so that only files whose
+                              first two are other ones are read again
+    bad_samples.jsonl         what could not be encoded, with the reason
+    writer                    there while `cogfast cache` works; touched again and again
+
+A shard's head has a checksum of each row. A shard has its name once it is complete. Its bytes follow
+from the index and the sources alone: who writes it and what was interrupted leave no trace.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired
+
+import torch
+from torch import Tensor
+
+from cogfast.data.cache.source_hashes import hash_text, unreadable
+from cogfast.files import WriteError, write_text, write_whole
+from cogfast.schema.json_files import brief, parse_json
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "cogfast-latents-2"
+# Samples of a shard: files stay few, while a killed rank loses little and training can go on with
+# what is there. Captions are quick to encode.
+SHARD_SAMPLES = {"video": 8, "text": 32}
+SILENCE = 60.0  # seconds after which a writer that touches nothing is gone
+_SHARDS_KEPT_OPEN = 64  # by a process that reads; opening takes longer than reading a small row
+_WRITTEN_THROUGH = ("writer", "bad_samples.jsonl")  # all others are replaced by whole files
+_BEAT = 5.0  # seconds between two touches
+
+_SHARD = re.compile(r"(video|text)-\d{5,12}\.safetensors")
+_HEADER = {"format": str, "specs": NotRequired[dict[str, dict[str, Any]]]}
+
+Spec = dict[str, object]  # what entries depend on besides their source: {name: plain value}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """file: its name, which starts with its kind. keys: of its rows, in order."""
+
+    file: str
+    spec: str  # id of the spec
+    keys: list[str]
+
+    @classmethod
+    def parse(cls, line: str, specs: Mapping[str, Spec]) -> Shard:
+        """The shard of a line of the index; ValueError where it is none, or names another file."""
+        # Not by json_files: a large cache has 100,000 lines, which that would read for a minute.
+        try:
+            row = json.loads(line)
+            file, spec, keys = row["file"], row["spec"], row["keys"]
+            is_sound = _SHARD.fullmatch(file) and spec in specs and isinstance(keys, list)
+            if is_sound and all(isinstance(key, str) for key in keys):
+                return cls(file, spec, keys)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise ValueError(f"{brief(line)} is not a shard, video-00000.safetensors say, of its specs")
+
+    @property
+    def kind(self) -> str:
+        return self.file.partition("-")[0]
+
+
+@dataclass(slots=True)
+class CacheIndex:
+    """Which shard holds what. specs: {id: spec}."""
+
+    specs: dict[str, Spec] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> CacheIndex:
+        """The index of a cache; an empty one where there is none."""
+        file = folder / "index.jsonl"
+        try:
+            if not file.is_file():
+                return cls()
+            header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
+            header = parse_json(header, _HEADER, "line 1", "line 1 is its header")
+            found = header["format"]
+            if found == FORMAT:
+                specs = header.get("specs", {})
+                return cls(specs, [Shard.parse(line, specs) for line in lines])
+        except OSError as error:
+            raise ValueError(unreadable(file, error)) from None
+        except ValueError as error:
+            found = f"nothing readable ({brief(str(error))})"
+        raise ValueError(
+            f"{file} holds {found[:200]}, not {FORMAT}; remove the folder, whose shards are of no use without "
+            "it, or name another"
+        )
+
+    def write(self, folder: Path) -> None:
+        lines = [{"format": FORMAT, "specs": self.specs}]
+        lines += [{"file": s.file, "spec": s.spec, "keys": s.keys} for s in self.shards]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_text(folder / "index.jsonl", text)
+
+    def plan(self, kind: str, spec: Spec, keys: Iterable[str], folder: Path) -> list[Shard]:
+        """Give every key a place, those that have none in shards of their own; returns the shards
+        that hold any of `keys`.
+
+        A planned shard that is not there yet stays only if all of its keys are still wanted: else
+        it could never be made.
+        """
+        wanted = list(dict.fromkeys(keys))
+        known, name = set(wanted), spec_id(spec)
+        self.specs[name] = spec
+        self.shards = [
+            shard
+            for shard in self.shards
+            if (shard.kind, shard.spec) != (kind, name)
+            or known.issuperset(shard.keys)
+            or is_complete(folder, shard)
+        ]
+        placed = {key for shard in self._of(kind, name) for key in shard.keys}
+        new = [key for key in wanted if key not in placed]
+        # Behind all files, too: those of an index that was lost hold nobody knows what.
+        files = [s.file for s in self.shards if s.kind == kind]
+        files += [path.name for path in folder.glob(f"{kind}-*") if _SHARD.fullmatch(path.name)]
+        numbers = (int(file.split("-")[1].split(".")[0]) for file in files)
+        number = 1 + max(numbers, default=-1)
+        for start in range(0, len(new), SHARD_SAMPLES[kind]):
+            part = new[start : start + SHARD_SAMPLES[kind]]
+            self.shards.append(Shard(f"{kind}-{number:05d}.safetensors", name, part))
+            number += 1
+        return [shard for shard in self._of(kind, name) if not known.isdisjoint(shard.keys)]
+
+    def places(self, kind: str, spec: Spec) -> dict[str, tuple[str, int]]:
+        """{key: (file, row)} of the entries made with `spec`."""
+        shards = self._of(kind, spec_id(spec))
+        return {key: (s.file, row) for s in shards for row, key in enumerate(s.keys)}
+
+    def _of(self, kind: str, spec: str) -> list[Shard]:
+        return [s for s in self.shards if (s.kind, s.spec) == (kind, spec)]
+
+    def difference(self, kind: str, spec: Spec) -> str | None:
+        """How the cache's newest entries of the kind were made otherwise; None: they were not."""
+        names = [shard.spec for shard in self.shards if shard.kind == kind]
+        if not names or spec_id(spec) in names:
+            return None
+        made = self.specs[names[-1]]
+        return "; ".join(
+            f"cache made by {name} {made.get(name, 'none')}, the config has {spec.get(name, 'none')}"
+            for name in {**made, **spec}
+            if made.get(name) != spec.get(name)
+        )
+
+
+def spec_id(spec: Spec) -> str:
+    return hash_text(json.dumps(spec, sort_keys=True))
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mapping]) -> None:
+    """rows: what else there is to say of each, plain values; {"bad": reason}: it has no tensors."""
+    from safetensors.torch import save
+
+    own: list[dict[str, Tensor]] = [{} for _ in rows]
+    for key, tensor in tensors.items():
+        row, _, name = key.partition(".")
+        own[int(row)][name] = tensor
+    marked = [
+        {**row, "crc32": _checksum(path, parts)} for row, parts in zip(rows, own, strict=True)
+    ]
+    # One entry: the order of several is not fixed.
+    content = save(dict(tensors), metadata={"rows": json.dumps(marked)})
+    write_whole(path, lambda draft: draft.write_bytes(content))
+
+
+def read_row(path: Path, row: int) -> tuple[dict[str, Tensor], dict]:
+    """The tensors of a row, by what stands after the dot, and what else is said of it; ValueError
+    where they are not those that were written under that name."""
+    found = os.stat(path)
+    file, names, rows = _opened(path, found.st_size, found.st_mtime_ns)
+    tensors = {name: file.get_tensor(f"{row}.{name}") for name in names[row]}
+    if rows[row].get("crc32") != _checksum(path, tensors):
+        raise ValueError("its checksum is another one")
+    return tensors, rows[row]
+
+
+def _checksum(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Of a row's bytes, and of the shard's name, so that no shard passes for another."""
+    found = zlib.crc32(path.name.encode())
+    for name in sorted(tensors):
+        content = tensors[name].contiguous().flatten().view(torch.uint8)
+        found = zlib.crc32(content.numpy(), zlib.crc32(name.encode(), found))
+    return found
+
+
+@lru_cache(maxsize=_SHARDS_KEPT_OPEN)
+def _opened(path: Path, size: int, time_of_change: int) -> tuple:
+    """An open shard, the names of each row's tensors, and what it says of them."""
+    from safetensors import safe_open
+
+    file = safe_open(path, framework="pt")
+    rows = _rows_in(file)
+    names: list[list[str]] = [[] for _ in rows]
+    for key in file.keys():  # noqa: SIM118 - not a dict
+        row, _, name = key.partition(".")
+        names[int(row)].append(name)
+    return file, names, rows
+
+
+def _rows_in(file: safe_open) -> list[dict]:
+    """What an open shard says of its rows; ValueError where it does not."""
+    text = (file.metadata() or {}).get("rows", "null")
+    return parse_json(text, list[dict[str, Any]], "its rows")
+
+
+def rows_of(path: Path) -> list[dict]:
+    """What a shard says of its rows."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return _rows_in(file)
+
+
+def is_complete(folder: Path, shard: Shard) -> bool:
+    """Whether a shard is there, as long as its head says, and with a row for every key."""
+    from safetensors import SafetensorError
+
+    try:
+        return len(rows_of(folder / shard.file)) == len(shard.keys)
+    except (OSError, SafetensorError, ValueError):
+        return False
+
+
+class Writer:
+    """Within `with`: nobody else writes the cache, and who reads it sees that somebody does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "writer"
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Writer:
+        for name in _WRITTEN_THROUGH:
+            if (self.path.parent / name).is_symlink():
+                raise ValueError(
+                    f"args.latent_cache={self.path.parent}: {name} is a link, and what it names would "
+                    "be written; remove it"
+                )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+")  # noqa: SIM115 - as long as we write
+        except OSError as error:
+            raise ValueError(
+                f"args.latent_cache={self.path.parent}: cannot be written ({error.strerror}); "
+                "name another folder"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            raise ValueError(
+                f"args.latent_cache={self.path.parent}: another `cogfast cache` "
+                f"({self._file.read().strip()}) is writing it; wait for it or end it"
+            ) from None
+        except OSError as error:  # of a file system without locks
+            logger.warning("%s cannot be locked (%s)", self.path, error.strerror)
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+        except OSError as error:
+            raise WriteError(self.path, error) from None
+        self._thread = threading.Thread(target=self._beat, name="cache writer", daemon=True)
+        self._thread.start()
+        return self
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_BEAT):
+            with suppress(OSError):  # readers then wait less long for what is being encoded
+                os.utime(self.path)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+def is_being_written(folder: Path) -> bool:
+    """Whether a writer has touched its file in the last minute."""
+    try:
+        return time.time() - (folder / "writer").stat().st_mtime < SILENCE
+    except OSError:
+        return False

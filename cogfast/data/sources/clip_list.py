@@ -1,0 +1,83 @@
+"""The samples of a data set as columns, which forked workers share and sources are joined from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from cogfast.data.sources.packed_strings import PackedStrings
+
+SPLITS = ("train", "valid", "test")
+_NONE = {"spans": np.nan, "fps": np.nan, "weights": 1.0, "splits": 0, "places": -1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipList:
+    """One entry per sample in every column; a column that no sample needs is None."""
+
+    files: PackedStrings  # a video file, or a member of a tar shard as SHARD::MEMBER
+    captions: PackedStrings
+    images: PackedStrings | None = None  # of image-to-video; "" where the first frame serves
+    spans: np.ndarray | None = None  # float64 [n, 2] seconds: start and end in the file; nan: none
+    fps: np.ndarray | None = None  # float64 [n] frames per second of the clip; nan: the settings'
+    weights: np.ndarray | None = None  # float64 [n] times that an epoch reads it
+    splits: np.ndarray | None = None  # int8 [n], of SPLITS
+    places: np.ndarray | None = None  # int64 [n, 4]: offset, bytes in the shard; the image's; -1
+    buckets: np.ndarray | None = None  # int16 [n] of the settings' sizes; -1: in none
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def take(self, indices: Sequence[int]) -> ClipList:
+        """The samples at `indices`, in that order."""
+        columns = {}
+        for name, column in _columns(self).items():
+            if isinstance(column, PackedStrings):
+                columns[name] = PackedStrings(column[int(i)] for i in indices)
+            elif column is not None:
+                columns[name] = column[np.asarray(indices, dtype=np.int64)]
+        return ClipList(**columns)
+
+    def with_weights(self, weights: np.ndarray) -> ClipList:
+        """Each sample's weight times `weights` [n]."""
+        return replace(self, weights=weights * (1.0 if self.weights is None else self.weights))
+
+    def in_split(self, name: str) -> ClipList:
+        """The samples of a split; all are train where nothing says it."""
+        if self.splits is None:
+            return self if name == SPLITS[0] else self.take([])
+        return self.take(np.flatnonzero(self.splits == SPLITS.index(name)))
+
+
+def join(lists: Sequence[ClipList]) -> ClipList:
+    """The samples of all lists, one after the other."""
+    if len(lists) == 1:
+        return lists[0]
+    columns = {}
+    for field in fields(ClipList):
+        parts = [_columns(one)[field.name] for one in lists]
+        if all(part is None for part in parts):
+            continue
+        if any(isinstance(part, PackedStrings) for part in parts):
+            filled = (
+                part if part is not None else [""] * len(one)
+                for part, one in zip(parts, lists, strict=True)
+            )
+            columns[field.name] = PackedStrings(text for part in filled for text in part)
+        else:
+            like = next(part for part in parts if part is not None)
+            columns[field.name] = np.concatenate(
+                [
+                    part
+                    if part is not None
+                    else np.full((len(one), *like.shape[1:]), _NONE[field.name], like.dtype)
+                    for part, one in zip(parts, lists, strict=True)
+                ]
+            )
+    return ClipList(**columns)
+
+
+def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:
+    return {field.name: getattr(clips, field.name) for field in fields(clips)}

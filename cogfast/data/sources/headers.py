@@ -1,0 +1,184 @@
+"""What the containers of a data set say: frames, rate, rows and columns of every video.
+
+Nothing is decoded. What was read is kept in an index (index_folder.py) under each file's name, size
+and time of its last change, so that only new and changed files are opened again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.index_folder import index_file
+from cogfast.data.sources.store import Store
+from cogfast.data.sources.tar_shards import MEMBER, Member
+from cogfast.data.video.file import (
+    MOST_FRAMES,
+    check_file,
+    one_line,
+    open_container,
+    video_stream,
+)
+
+logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 16  # they wait for disks and networks
+_SECONDS = 10.0  # between lines of progress
+
+
+class Header(NamedTuple):
+    """Of one video; reason: why it cannot be read, or "", without which the rest counts."""
+
+    num_frames: int = 0
+    fps: float = 0.0
+    height: int = 0  # rows
+    width: int = 0  # columns
+    reason: str = ""
+
+
+def read_headers(clips: ClipList) -> list[Header]:
+    """One for each sample; those of a file are the same."""
+    file = index_of(clips)
+    known = _read_index(file)
+    stamps = list(_stamps(clips))
+    wanted: dict[str, int] = {}  # sample of each file that must be opened
+    found: dict[str, Header] = {}
+    for i, (name, stamp) in enumerate(zip(clips.files, stamps, strict=True)):
+        if isinstance(stamp, Header):
+            found[name] = stamp
+        elif known.get(name, ("",))[0] == stamp:
+            found[name] = known[name][1]
+        else:
+            wanted[name] = i
+    if wanted:
+        with _Index(file) as index, ThreadPoolExecutor(_NUM_THREADS) as pool:
+            headers = pool.map(lambda i: _probe(clips, i), wanted.values())
+            start = last = time.monotonic()
+            for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
+                found[name] = header
+                if not header.reason:  # the right to read a file may change, its stamp does not
+                    index.add(name, stamps[wanted[name]], header)
+                if time.monotonic() - last > _SECONDS:
+                    last = time.monotonic()
+                    rate = number / (last - start)
+                    logger.info("headers: %d of %d videos, %.0f/s", number, len(wanted), rate)
+    return [found[name] for name in clips.files]
+
+
+def index_of(clips: ClipList) -> Path:
+    """The index of all that lies in the folder that has all of them in it, now and later."""
+    folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
+    return index_file("headers", [folder])
+
+
+def _stamps(clips: ClipList) -> Iterator[str | Header]:
+    """Of each sample's file, its size and time of change, or why they cannot be asked."""
+    versions: dict[str, str | Header] = {}
+    for i, name in enumerate(clips.files):
+        is_member = clips.places is not None and clips.places[i, 0] >= 0
+        store = name.partition(MEMBER)[0] if is_member else name
+        if store not in versions:
+            try:
+                versions[store] = Store(store).version()
+            except OSError as error:
+                versions[store] = Header(reason=f"cannot be opened ({error.strerror or error})")
+        version = versions[store]
+        is_text = is_member and isinstance(version, str)
+        yield f"{version}-{clips.places[i, 0]}" if is_text else version
+
+
+def _probe(clips: ClipList, index: int) -> Header:
+    name = clips.files[index]
+    if clips.places is not None and clips.places[index, 0] >= 0:
+        offset, size = (int(x) for x in clips.places[index, :2])
+        try:
+            with Member(name, offset, size) as file:
+                return probe(io.BufferedReader(file), size)
+        except (OSError, BadSample) as error:
+            return Header(reason=f"the shard cannot be read ({str(error)[:200]})")
+    try:
+        return probe(name, check_file(name))
+    except BadSample as error:
+        return Header(reason=error.reason)
+
+
+def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
+    """The header of a video file, or why it has none."""
+    import av
+
+    if num_bytes == 0:
+        return Header(reason="the file is empty (0 bytes)")
+    try:
+        with open_container(source) as container:
+            stream = video_stream("", container)
+            rate = stream.average_rate or stream.guessed_rate
+            seconds = stream.duration and float(stream.duration * stream.time_base)
+            if not seconds:
+                seconds = (container.duration or 0) / av.time_base
+            fps = float(rate or 0)
+            num_frames = stream.frames or round(seconds * fps)
+            height, width = stream.height or 0, stream.width or 0
+    except BadSample as error:
+        return Header(reason=error.reason)
+    except (av.error.FFmpegError, ValueError, OSError) as error:
+        return Header(reason=f"not a readable video ({one_line(error)})")
+    if not num_frames or not fps or not height or not width:
+        return Header(reason="no frame in it")
+    if num_frames > MOST_FRAMES:
+        return Header(reason=f"{num_frames} frames, as it says; {MOST_FRAMES} at most are read")
+    return Header(num_frames, fps, height, width)
+
+
+def _read_index(file: Path) -> dict[str, tuple[str, Header]]:
+    """{name: (stamp, header)}; of a name the last line counts, torn lines are passed over."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError:
+        return {}
+    known = {}
+    for line in lines:
+        try:
+            name, stamp, *header = json.loads(line)
+            known[name] = stamp, Header(*header)
+        except (ValueError, TypeError):
+            continue
+    return known
+
+
+class _Index:
+    """The index, open for lines behind its last; a disk that does not take them costs time alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: io.BufferedWriter | None = None
+
+    def __enter__(self) -> _Index:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__
+        except OSError as error:
+            logger.warning("headers are not kept for the next start: %s", error)
+        return self
+
+    def add(self, name: str, stamp: str, header: Header) -> None:
+        if self.file is None:
+            return
+        line = json.dumps([name, stamp, *header]) + "\n"  # what is no UTF-8 as JSON's escapes
+        try:
+            self.file.write(line.encode())
+        except OSError as error:
+            logger.warning("headers are not kept for the next start: %s", error)
+            self.file = None
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.file is not None:
+            self.file.close()

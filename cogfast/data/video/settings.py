@@ -1,0 +1,125 @@
+"""What a video becomes: `data.params` of the YAML, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from cogfast.data.video.dali import VideoBackend, check_backend
+from cogfast.data.video.reader import ReaderName
+from cogfast.data.video.transform import FrameSelection
+from cogfast.schema.json_files import Range
+
+ShortClips = Literal["skip", "pad"]
+# What data.params may say; what a model takes of it is checked against the model.
+Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
+FramesPerSecond = Annotated[int, Range(1, 1000)]
+NumFrames = Annotated[int, Range(1, 10**5)]
+SkippedFrames = Annotated[float, Range(0, 10**6)]
+Mebibytes = Annotated[int, Range(0, 2**24)]
+
+
+class Bucket(NamedTuple):
+    """The size of a clip."""
+
+    num_frames: int
+    height: int  # rows
+    width: int  # columns
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """What a video file becomes: data.params of the YAML.
+
+    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
+    out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
+    pad as upstream does; padded clips are counted either way.
+    video_backend: "dali" decodes in the training process, on its GPU, with PyAV for what DALI cannot
+    read, "pyav" or "decord" in reading processes; "auto" is DALI where it can run, else PyAV.
+    keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
+    small that decoding them again and again would hold training up. DALI's lie on the GPU.
+    buckets: sizes in place of max_num_frames and video_size, of which each clip gets the one that
+    loses least of it (data/buckets.py).
+    """
+
+    video_size: tuple[int, int]  # rows, columns
+    fps: float
+    max_num_frames: int
+    skip_frms_num: float = 0.0
+    frame_selection: FrameSelection = "timestamp"
+    short_clips: ShortClips | None = None
+    video_backend: VideoBackend = "auto"
+    keep_decoded_mib: int = 0
+    buckets: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "video_size", checked_size(self.video_size))
+        object.__setattr__(self, "buckets", checked_buckets(self.buckets))
+        for key, value, least in (
+            ("fps", self.fps, "positive"),
+            ("max_num_frames", self.max_num_frames, "positive"),
+            ("skip_frms_num", self.skip_frms_num, "0 or more"),
+            ("keep_decoded_mib", self.keep_decoded_mib, "0 or more"),
+        ):
+            if value < 0 or (value == 0 and least == "positive"):
+                raise ValueError(f"data.params.{key}={value} must be {least}")
+        for key, value, choices in (
+            ("frame_selection", self.frame_selection, get_args(FrameSelection)),
+            ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
+            ("video_backend", self.video_backend, get_args(VideoBackend)),
+        ):
+            if value not in choices:
+                allowed = ", ".join(str(c) for c in choices if c is not None)
+                raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
+        check_backend(self.video_backend)
+
+    @property
+    def cpu_reader(self) -> ReaderName:
+        """What reads where DALI does not."""
+        return "decord" if self.video_backend == "decord" else "pyav"
+
+    @property
+    def skips_short_clips(self) -> bool:
+        if self.short_clips is None:
+            return self.frame_selection == "timestamp"
+        return self.short_clips == "skip"
+
+    @property
+    def sizes(self) -> tuple[Bucket, ...]:
+        """The buckets, or the one size that there is."""
+        return self.buckets or (Bucket(self.max_num_frames, *self.video_size),)
+
+    def of(self, bucket: Bucket) -> ClipSettings:
+        """Those of a clip in a bucket."""
+        size = bucket.height, bucket.width
+        if (bucket.num_frames, size) == (self.max_num_frames, self.video_size):
+            return self
+        return replace(self, max_num_frames=bucket.num_frames, video_size=size)
+
+
+def checked_size(size: Sequence[int]) -> tuple[int, int]:
+    """data.params.video_size, or a ValueError that says what is wrong with it."""
+    if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
+        raise ValueError(
+            f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
+        )
+    return tuple(size)
+
+
+def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
+    """data.params.buckets, or a ValueError that says what is wrong with it."""
+    if not buckets:
+        return None
+    for i, bucket in enumerate(buckets):
+        if len(bucket) != 3 or not all(isinstance(v, int) and v > 0 for v in bucket):
+            raise ValueError(
+                f"data.params.buckets[{i}]={list(bucket)} must be [frames, rows, columns], e.g. "
+                "[49, 480, 720]"
+            )
+        if list(bucket) in [list(other) for other in buckets[:i]]:
+            raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is there twice; remove it")
+    return tuple(Bucket(*bucket) for bucket in buckets)

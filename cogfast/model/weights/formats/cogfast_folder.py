@@ -1,0 +1,111 @@
+"""Our own format: safetensors files under our names and the TransformerConfig, in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cogfast.files import DamageError, check_checksum, checksum_of
+from cogfast.model.weights.formats.safetensors_files import (
+    SafetensorsFiles,
+    write_json,
+    write_safetensors_folder,
+)
+from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
+from cogfast.model.weights.sat import is_known
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+from cogfast.schema.json_files import InsideName, read_json
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+FORMATS = ("cogfast-weights-1", "cogfast-weights-2")  # the first has no checksums
+FORMAT = FORMATS[-1]  # that is written
+CHECKSUMS = "checksums.json"  # {file: checksum} of all other files of the folder
+_STEM = "weights"
+_AGAIN = "copy the folder again"
+logger = logging.getLogger(__name__)
+
+
+def is_cogfast_folder(path: Path) -> bool:
+    try:
+        return read_json(path / "config.json").get("format") in FORMATS
+    except ValueError:  # whoever reads the folder then says what is wrong
+        return False
+
+
+def open_cogfast(path: Path) -> WeightSource:
+    """The weights in a folder that write_cogfast wrote. A file's checksum is verified before its
+    first tensor is read."""
+    from cogfast.model.transformer import TransformerConfig  # which imports weights/
+
+    file = path / "config.json"
+    try:
+        config = read_json(file, TransformerConfig)
+    except ValueError as error:  # some are its own, about values that do not go together
+        text = str(error)
+        raise ValueError(text if text.startswith(str(file)) else f"{file}: {text}") from None
+    checksums = _checksums(path)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    files = SafetensorsFiles(path, checksums)
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        if shard is None or len(files.shape(name)) != len(shard.shape):
+            return files.read(name) if shard is None else shard.of(files.read(name))
+        stretches = [files.read_range(name, shard.dim, *r) for r in shard.ranges]
+        return torch.cat(stretches, shard.dim)
+
+    names = [name for name in files.names() if is_known(name)]
+    return WeightSource(
+        description=f"weights of cogfast {path}",
+        shapes={name: files.shape(name) for name in names},
+        read=read,
+        dtypes={name: files.dtype(name) for name in names},
+        unexpected=sorted(set(files.names()) - set(names)),
+        facts=fields,
+        lora_alpha=fields["lora_alpha"] if fields["lora_rank"] is not None else None,
+    )
+
+
+def _checksums(path: Path) -> dict[str, str] | None:
+    """The checksums of the folder's files, of which the JSON files are verified; None: it was
+    written before there were any."""
+    config = path / "config.json"
+    if read_json(config)["format"] == FORMATS[0]:
+        logger.info("%s: written by an earlier cogfast, without checksums to verify", path)
+        return None
+    checksums = read_json(path / CHECKSUMS, dict[InsideName, str], _AGAIN)
+    for file in sorted(path.glob("*.json")):
+        if file.name == CHECKSUMS:
+            continue
+        try:
+            check_checksum(file, checksums.get(file.name, "not known"))
+        except DamageError as error:
+            raise ValueError(f"{path}: {error}; {_AGAIN}") from None
+    return checksums
+
+
+def write_cogfast(
+    source: WeightSource,
+    config: TransformerConfig,
+    path: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """A folder with every tensor of `source`. dtype: of the weights; None: the source's."""
+    tensors = [
+        Outgoing(name, shape, source.dtype_in_target(name, dtype), partial(source.read, name, None))
+        for name, shape in source.shapes.items()
+    ]
+    with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
+        write_json(folder / "config.json", {"format": FORMAT, **asdict(config)})
+        checksums = write_safetensors_folder(folder, _STEM, tensors)
+        checksums |= {file.name: checksum_of(file) for file in folder.glob("*.json")}
+        write_json(folder / CHECKSUMS, checksums)

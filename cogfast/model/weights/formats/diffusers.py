@@ -1,0 +1,325 @@
+"""diffusers' names for the same tensors, and its folders of safetensors files."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from torch import Tensor
+
+from cogfast.model.positions import PositionTable
+from cogfast.model.weights.formats.safetensors_files import (
+    SafetensorsFiles,
+    write_json,
+    write_safetensors_folder,
+)
+from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
+from cogfast.model.weights.shard import Shard, join
+from cogfast.model.weights.source import WeightSource, with_flat_patches
+from cogfast.schema.json_files import Range, brief, read_json
+from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
+
+if TYPE_CHECKING:
+    from cogfast.model.transformer import TransformerConfig
+
+_BLOCK = "transformer_blocks.{i}."
+# ours -> the tensors of diffusers that make it up, {i} the block; .weight or .bias goes on the same.
+_MODULES = {
+    "patch_embedding": ["patch_embed.proj"],
+    "text_embedding": ["patch_embed.text_proj"],
+    "position_table.weight": ["patch_embed.pos_embedding"],
+    "time_embedding.fc1": ["time_embedding.linear_1"],
+    "time_embedding.fc2": ["time_embedding.linear_2"],
+    "ofs_embedding.fc1": ["ofs_embedding.linear_1"],
+    "ofs_embedding.fc2": ["ofs_embedding.linear_2"],
+    "blocks.{i}.attention_norm": [_BLOCK + "norm1.norm"],
+    "blocks.{i}.modulation.linear": [_BLOCK + "norm1.linear", _BLOCK + "norm2.linear"],
+    "blocks.{i}.attention.qkv": [_BLOCK + f"attn1.to_{x}" for x in "qkv"],
+    "blocks.{i}.attention.out": [_BLOCK + "attn1.to_out.0"],
+    "blocks.{i}.attention.query_norm": [_BLOCK + "attn1.norm_q"],
+    "blocks.{i}.attention.key_norm": [_BLOCK + "attn1.norm_k"],
+    "blocks.{i}.mlp_norm": [_BLOCK + "norm2.norm"],
+    "blocks.{i}.fc1": [_BLOCK + "ff.net.0.proj"],
+    "blocks.{i}.fc2": [_BLOCK + "ff.net.2"],
+    "final_norm": ["norm_final"],
+    "output_norm": ["norm_out.norm"],
+    "output_modulation": ["norm_out.linear"],
+    "output": ["proj_out"],
+}
+_WITHOUT = ("unused_position_embeddings",)  # SAT's, which no code reads
+_TABLE_ROUNDING = 1e-6  # of the same table in float32
+_STEM = "diffusion_pytorch_model"
+logger = logging.getLogger(__name__)
+CLASS_NAME = "CogVideoXTransformer3DModel"
+OUTPUT_NORM_EPS = 1e-5  # diffusers' own; the models were trained with 1e-6
+
+
+def _num_parts(our_name: str) -> int:
+    """Ours is this many parts one after the other, and each of diffusers' tensors has a stretch of
+    each: the modulation is video's numbers, then text's, and each tensor holds some of both."""
+    return 2 if ".modulation." in our_name else 1
+
+
+def diffusers_names(our_name: str) -> list[str]:
+    """The tensors of diffusers' CogVideoXTransformer3DModel that make up one of ours."""
+    block = re.match(r"blocks\.(\d+)\.", our_name)
+    i = block[1] if block else ""
+    for ours, theirs in _MODULES.items():
+        module = ours.replace("{i}", i)
+        if our_name == module or our_name.startswith(module + "."):
+            rest = our_name.removeprefix(module)
+            return [name.replace("{i}", i) + rest for name in theirs]
+    return []
+
+
+def our_names(theirs: list[str]) -> dict[str, list[str]]:
+    """{our name: diffusers' names} of those of our tensors whose parts are all among `theirs`."""
+    given, found = set(theirs), {}
+    for ours, modules in _MODULES.items():
+        pattern = re.escape(modules[0]).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\.[a-z]+)?)"
+        for name in theirs:
+            match = re.fullmatch(pattern, name)
+            if match:
+                our_name = ours.replace("{i}", match.groupdict().get("i", "")) + match["rest"]
+                parts = diffusers_names(our_name)
+                if given.issuperset(parts):
+                    found[our_name] = parts
+    return found
+
+
+def from_diffusers(our_name: str, parts: list[Tensor]) -> Tensor:
+    """One of our tensors from those that diffusers_names lists."""
+    return join(parts, 0, _num_parts(our_name))
+
+
+def find_diffusers_folder(path: Path) -> Path | None:
+    """The transformer folder that `path` is, or that the pipeline there has, or None."""
+    for folder in (path, path / "transformer"):
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
+            return folder
+    return None
+
+
+def open_diffusers(folder: Path) -> WeightSource:
+    """The weights in a diffusers transformer folder."""
+    config = read_json(folder / "config.json", _Config)
+    files = SafetensorsFiles(folder)
+    held = our_names(files.names())
+    if not held:
+        raise ValueError(f"{folder}: no weights of diffusers' {CLASS_NAME} in it")
+
+    def shape(name: str) -> tuple[int, ...]:
+        sizes = [files.shape(key) for key in held[name]]
+        if len(set(sizes)) > 1 or not sizes[0]:
+            raise ValueError(
+                f"{folder}: {' and '.join(held[name])} have shapes "
+                f"{brief(', '.join(str(list(s)) for s in sizes))}, which must be equal; copy it again"
+            )
+        return (sum(s[0] for s in sizes), *sizes[0][1:])
+
+    shapes = {name: shape(name) for name in held}
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        keys = held[name]
+        if shard is not None and len(shapes[name]) > shard.dim and _num_parts(name) == 1:
+            return torch.cat([read_stretch(keys, shard, *r) for r in shard.ranges], shard.dim)
+        whole = from_diffusers(name, [files.read(key) for key in keys])
+        return whole if shard is None else shard.of(whole)
+
+    def read_stretch(keys: list[str], shard: Shard, start: int, stop: int) -> Tensor:
+        # q, k and v are a tensor each, and no stretch goes over two
+        which = 0
+        if len(keys) > 1:
+            assert shard.dim == 0, f"{keys[0]} is cut along its rows"
+            which, start = divmod(start, shard.shape[0] // len(keys))
+            stop -= which * (shard.shape[0] // len(keys))
+        return files.read_range(keys[which], shard.dim, start, stop)
+
+    used = {key for keys in held.values() for key in keys}
+    source = WeightSource(
+        description=f"diffusers folder {folder}",
+        shapes=shapes,
+        read=read,
+        dtypes={name: files.dtype(keys[0]) for name, keys in held.items()},
+        unexpected=sorted(set(files.names()) - used),
+        facts=_facts(config),
+    )
+    return with_flat_patches(source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The keys of config.json that say what shapes do not; diffusers' defaults."""
+
+    patch_size: Annotated[int, Range(1, 16)] = 2
+    patch_size_t: Annotated[int, Range(1, 16)] | None = None
+    max_text_seq_length: Annotated[int, Range(1, 2**14)] = 226
+    sample_frames: Annotated[int, Range(1, 2**14)] = 49
+    temporal_compression_ratio: Annotated[int, Range(1, 64)] = TEMPORAL_COMPRESSION
+    sample_height: Annotated[int, Range(1, 2**14)] = 60
+    sample_width: Annotated[int, Range(1, 2**14)] = 90
+    use_rotary_positional_embeddings: bool = False
+    use_learned_positional_embeddings: bool = False
+    spatial_interpolation_scale: Annotated[float, Range(0.01, 100)] = 1.875
+    temporal_interpolation_scale: Annotated[float, Range(0.01, 100)] = 1.0
+
+
+def _facts(config: _Config) -> dict[str, Any]:
+    """What config.json says that shapes do not."""
+    is_rotary = config.use_rotary_positional_embeddings
+    facts = {
+        "patch_size": PatchSize(config.patch_size_t or 1, config.patch_size, config.patch_size),
+        "text_length": config.max_text_seq_length,
+        "num_frames": config.sample_frames,
+        "time_compressed_rate": config.temporal_compression_ratio,
+        "latent_height": config.sample_height,
+        "latent_width": config.sample_width,
+        "position": "rotary" if is_rotary else "sincos",
+        "learnable_position": config.use_learned_positional_embeddings,
+    }
+    if not is_rotary:
+        scale = config.spatial_interpolation_scale
+        facts |= {"height_interpolation": scale, "width_interpolation": scale}
+        facts["time_interpolation"] = config.temporal_interpolation_scale
+    return facts
+
+
+def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
+    """sample_frames, sample_height and sample_width: the size at which pipelines count positions
+    one by one, and their default.
+
+    That is the trained one, but where the positions of another size are rescaled to the model's own
+    (rotary_positions: pipeline), where a table has it, and the rows and columns of CogVideoX 1.5,
+    which are the end of its table.
+    """
+    own = (config.num_frames, config.latent_height, config.latent_width)
+    has_table = config.position == "sincos" or config.learnable_position
+    if config.trained_size is None or has_table:
+        return own
+    is_fixed = config.has_rescaled_positions or config.patch_size.t > 1
+    return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size
+
+
+def _say_positions(config: TransformerConfig, path: Path) -> None:
+    """Name the one size at which pipelines have the positions that the model was trained with."""
+    own = (config.latent_height, config.latent_width)
+    sample_size = _sample_size(config)[1:]
+    if sample_size != own:
+        rows, columns = (side * SPATIAL_COMPRESSION for side in sample_size)
+        logger.warning(
+            "%s: trained at %dx%d with integer positions, which diffusers' pipelines have at this "
+            "size alone (sample_height and sample_width of config.json); at any other they rescale "
+            "them (pos_embed_config.params.positions: pipeline trains those)",
+            *(path, rows, columns),
+        )
+
+
+def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
+    """The config.json of diffusers' class."""
+    # what the class is written for, and what it cannot do
+    scales = (config.height_interpolation, config.width_interpolation)
+    for is_met, key, value, rule in (
+        (scales[0] == scales[1], "height_interpolation, width_interpolation", scales, "be equal"),
+        (config.patch_size.h == config.patch_size.w, "patch_size", config.patch_size, "be square"),
+        (config.qk_norm, "qk_ln", config.qk_norm, "be true"),
+        (config.lora_rank is None, "LoRA rank", config.lora_rank, "go: merge it (--merge-lora)"),
+        (config.rope_theta == 10000.0, "theta", config.rope_theta, "be 10000"),
+    ):
+        if not is_met:
+            raise ValueError(
+                f"{key}={value} must {rule} for diffusers' {CLASS_NAME}; use --to sat or cogfast"
+            )
+    is_rotary, is_15 = config.position == "rotary", config.patch_size.t > 1
+    frames, rows, columns = _sample_size(config)
+    return {
+        "_class_name": CLASS_NAME,
+        "_diffusers_version": "0.32.0",  # the first with all five models
+        "activation_fn": "gelu-approximate",
+        "attention_bias": True,
+        "attention_head_dim": config.head_width,
+        "dropout": 0.0,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "in_channels": config.in_channels,
+        "max_text_seq_length": config.text_length,
+        "norm_elementwise_affine": config.elementwise_affine,
+        "norm_eps": OUTPUT_NORM_EPS,
+        "num_attention_heads": config.num_attention_heads,
+        "num_layers": config.num_layers,
+        "ofs_embed_dim": config.ofs_embed_dim,
+        "out_channels": config.out_channels,
+        "patch_bias": not is_15,
+        "patch_size": config.patch_size.h,
+        "patch_size_t": config.patch_size.t if is_15 else None,
+        "sample_frames": frames,
+        "sample_height": rows,
+        "sample_width": columns,
+        "spatial_interpolation_scale": 1.875 if is_rotary else scales[0],
+        "temporal_compression_ratio": config.time_compressed_rate,
+        "temporal_interpolation_scale": 1.0 if is_rotary else config.time_interpolation,
+        "text_embed_dim": config.text_hidden_size,
+        "time_embed_dim": config.time_embed_dim,
+        "timestep_activation_fn": "silu",
+        "use_learned_positional_embeddings": config.learnable_position,
+        "use_rotary_positional_embeddings": is_rotary,
+    }
+
+
+def diffusers_tensors(
+    source: WeightSource, config: TransformerConfig, dtype: torch.dtype | None = None
+) -> Iterator[Outgoing]:
+    """The tensors of `source` under diffusers' names; 2B's fixed table is computed there."""
+    is_conv = config.patch_size.t == 1
+    for name, shape in source.shapes.items():
+        if name in _WITHOUT or (name == "position_table.weight" and config.position == "sincos"):
+            continue
+        if name == "patch_embedding.weight" and is_conv:
+            shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
+        theirs = diffusers_names(name)
+        for index, target in enumerate(theirs):
+            shard = None
+            if len(theirs) > 1:
+                shard = Shard(source.shapes[name], 0, _num_parts(name), index, len(theirs))
+            read = partial(source.read, name, shard)
+            size = shape if shard is None else shard.share_shape
+            yield Outgoing(target, size, source.dtype_in_target(name, dtype), read)
+
+
+def _compare_table(source: WeightSource, config: TransformerConfig) -> None:
+    """Say so where 2B's table in `source` is not the one that diffusers computes in its place: a
+    checkpoint of a bf16 or fp16 run has it rounded."""
+    if config.position != "sincos" or "position_table.weight" not in source.shapes:
+        return
+    scales = (config.time_interpolation, config.height_interpolation, config.width_interpolation)
+    table = PositionTable(config.grid, config.text_length, config.hidden_size, scales).weight
+    off = source.read("position_table.weight", None).float() - table
+    difference = off.abs().max().item()  # sync: none, conversion is on the CPU
+    if difference > _TABLE_ROUNDING:
+        logger.warning(
+            "%s: its table of positions is up to %.1e off the one that diffusers computes in its "
+            "place; the weights are exact",
+            *(source.description, difference),
+        )
+
+
+def write_diffusers(
+    source: WeightSource,
+    config: TransformerConfig,
+    path: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """A transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
+    None: the source's."""
+    about = diffusers_config(config)
+    _say_positions(config, path)
+    _compare_table(source, config)
+    tensors = list(diffusers_tensors(source, config, dtype))
+    with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
+        write_json(folder / "config.json", about)
+        write_safetensors_folder(folder, _STEM, tensors)

@@ -1,0 +1,299 @@
+"""LoRA files of PEFT and diffusers: `to_q.lora_A.weight` and so on in one safetensors file.
+
+diffusers' pipelines read the strength, alpha / r, from the file's header (`lora_adapter_metadata`),
+PEFT itself from adapter_config.json; a file that says nothing has strength 1 in diffusers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
+from cogfast.model.weights.formats.diffusers import diffusers_names
+from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles, write_safetensors
+from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+from cogfast.schema.json_files import Range, brief, check, parse_json, read_json
+
+FILE_NAME = "pytorch_lora_weights.safetensors"  # which diffusers looks for in a folder
+_PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_HEADER_KEY = "lora_adapter_metadata"
+_COMPONENT = "transformer."  # of a pipeline: before every name
+_PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
+_Alpha = Annotated[float, Range(1e-6, 1e6)]
+_NOT_SAID = " (no alpha in it: strength 1; cogfast convert --to peft --lora-alpha X writes another)"
+# our linears that PEFT knows as one linear or several; adapters of any of them can be merged
+_LINEARS = (
+    *(f"blocks.{{i}}.{m}" for m in ("attention.qkv", "attention.out", "fc1", "fc2")),
+    "blocks.{i}.modulation.linear",
+    *("patch_embedding", "text_embedding", "output_modulation", "output"),
+    *(
+        f"{embedding}.{fc}"
+        for embedding in ("time_embedding", "ofs_embedding")
+        for fc in ("fc1", "fc2")
+    ),
+)
+_SIDES = {"A": "A", "down": "A", "B": "B", "up": "B"}
+# PEFT's spelling with or without an adapter's name; diffusers' older ones; kohya's
+_SPELLINGS = (
+    re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.(?!weight)[^.]+)?\.weight"),
+    re.compile(r"(?P<module>.+)[._]lora(_linear_layer)?\.(?P<side>up|down)\.weight"),
+    re.compile(r"(?P<module>.+)\.lora_(?P<side>up|down)\.weight"),
+)
+_ALPHA = re.compile(r"(?P<module>.+?)([._]lora)?\.alpha")
+
+
+def linear_parts(our_module: str) -> list[str]:
+    """diffusers' linears that make up one of ours: three for qkv, two for the modulation."""
+    return [name.removesuffix(".weight") for name in diffusers_names(f"{our_module}.weight")]
+
+
+def peft_name(our_name: str) -> str:
+    """The key in a pipeline's LoRA file of `<our linear>.matrix_A.<part>`, or matrix_B."""
+    module, matrix, part = our_name.rsplit(".", 2)
+    return f"{_COMPONENT}{linear_parts(module)[int(part)]}.lora_{matrix[-1]}.weight"
+
+
+def open_peft(path: str | Path) -> WeightSource:
+    """The adapters in a LoRA file, or in the only one of a folder, under our names.
+
+    Pairs whose alpha is another than most have come with the difference in their matrix B, so that
+    lora_alpha / rank is the strength of all. ValueError for files of other methods, halves of
+    pairs, and files that cannot be read.
+    """
+    file = _find(Path(path))
+    files = SafetensorsFiles(file)
+    keys = files.names()
+    alpha_keys = {key: match for key in keys if (match := _ALPHA.fullmatch(key))}
+    alphas = {_plain_module(m["module"]): _number(file, files, k) for k, m in alpha_keys.items()}
+    found = _Keys.of([key for key in keys if key not in alpha_keys])
+    if not found.ours:
+        raise ValueError(
+            f"{file}: none of its {len(keys)} tensors is LoRA's of diffusers' "
+            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; name a LoRA file of "
+            "this model"
+        )
+    shapes = {name: files.shape(key) for name, key in found.ours.items()}
+    _check_pairs(file, found, shapes)
+    settings = _settings(file, files.metadata)
+    strengths = {}
+    for name in sorted(shapes):
+        if ".matrix_B." in name:
+            module, rank = found.modules[name], shapes[name][1]
+            said = alphas.get(module)
+            strengths[name] = _alpha(module, rank, settings) if said is None else said
+    alpha = Counter(strengths.values()).most_common(1)[0][0]
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        whole = files.read(found.ours[name])
+        if strengths.get(name, alpha) != alpha:
+            whole = (whole.float() * (strengths[name] / alpha)).to(whole.dtype)
+        return whole if shard is None else shard.of(whole)
+
+    is_said = settings is not None or alphas
+    return WeightSource(
+        description=f"PEFT LoRA {file}" + ("" if is_said else _NOT_SAID),
+        shapes=shapes,
+        read=read,
+        dtypes={name: files.dtype(key) for name, key in found.ours.items()},
+        unexpected=found.unexpected,
+        is_partial=True,
+        lora_alpha=alpha,
+    )
+
+
+def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
+    """The strength that a tensor of one number holds."""
+    files.dtype(key)  # refuses those that are no numbers
+    if math.prod(files.shape(key)) != 1:
+        raise ValueError(
+            f"{file}: {brief(key)} has shape {list(files.shape(key))} instead of one number; copy it "
+            "again"
+        )
+    return check(float(files.read(key)), _Alpha, f"{file}: {brief(key)}")
+
+
+def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+    """Write the adapters of `source` into a new folder, as a file that `pipe.load_lora_weights`
+    takes with nothing else said: rank and alpha stand in the header.
+
+    Other tensors of `source` are left out. Where it does not know alpha, it is SAT's default.
+    dtype: of the file; None: the source's. ValueError where it has no adapters.
+    """
+    names = [name for name in source.shapes if is_lora_parameter(name)]
+    if not names:
+        raise ValueError(f"{source.description}: it has no LoRA tensors to write")
+    tensors = [
+        Outgoing(
+            peft_name(name),
+            source.shapes[name],
+            dtype or source.dtypes[name],
+            partial(source.read, name, None),
+        )
+        for name in names
+    ]
+    header = {_HEADER_KEY: json.dumps(_header(source, names))}
+    with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors)) as incomplete:
+        write_safetensors(incomplete / FILE_NAME, tensors, header)
+    return Path(folder) / FILE_NAME
+
+
+def _header(source: WeightSource, names: list[str]) -> dict[str, Any]:
+    """The arguments of peft.LoraConfig for the adapters."""
+    ranks = {
+        peft_name(name).removeprefix(_COMPONENT).removesuffix(".lora_A.weight"): shape[0]
+        for name, shape in source.shapes.items()
+        if name in names and ".matrix_A." in name
+    }
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
+    config = {
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {f"^{module}": r for module, r in ranks.items() if r != rank},
+    }
+    return {_COMPONENT + key: value for key, value in config.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Both by our name. ours: the file's key; modules: diffusers' linear that it belongs to."""
+
+    ours: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, keys: Sequence[str]) -> _Keys:
+        found = cls()
+        blocks = {
+            m[1] for key in keys for m in [re.search(r"transformer_blocks\.(\d+)\.", key)] if m
+        }
+        parts = {}
+        for linear in _LINEARS:
+            for ours in {linear.replace("{i}", i) for i in blocks | {"0"}}:
+                parts |= {theirs: (ours, i) for i, theirs in enumerate(linear_parts(ours))}
+        for key in keys:
+            match = next((m for m in (s.fullmatch(key) for s in _SPELLINGS) if m), None)
+            module = None if match is None else _plain_module(match["module"])
+            if module not in parts:
+                found.unexpected.append(key)
+                continue
+            ours, part = parts[module]
+            name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
+            found.ours[name] = key
+            found.modules[name] = module
+        return found
+
+
+def _plain_module(name: str) -> str:
+    """diffusers' name of a linear, without what tools put around it."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    name = name.replace(".processor.", ".")  # diffusers' before PEFT
+    return f"{name}.0" if name.endswith(".to_out") else name
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    names = (FILE_NAME, _PEFT_FILE_NAME)
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if len(files) != 1:
+        held = f"it holds {len(files)} .safetensors files" if path.is_dir() else "no such file"
+        raise ValueError(f"{path}: {held}, none called {' or '.join(names)}; name the LoRA's file")
+    return files[0]
+
+
+def _check_pairs(file: Path, found: _Keys, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    # Without DoRA's magnitudes its pairs mean something else.
+    dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
+    if dora:
+        raise ValueError(
+            f"{file}: {brief(dora[0])} is DoRA's, and only LoRA is read; merge it where it was made"
+        )
+    for name, key in found.ours.items():
+        other = _partner(name)
+        if other not in shapes:
+            raise ValueError(
+                f"{file}: {brief(key)} is without its other matrix; the file is incomplete, copy it again"
+            )
+        a, b = (shapes[n] for n in sorted((name, other)))
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
+            raise ValueError(
+                f"{file}: {brief(key)}: matrices {brief(str(list(a)))} and {brief(str(list(b)))} are "
+                "no pair [r, in] and [out, r] of a linear; copy it again"
+            )
+
+
+def _partner(name: str) -> str:
+    a, b = ".matrix_A.", ".matrix_B."
+    return name.replace(a, b) if a in name else name.replace(b, a)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The settings of peft.LoraConfig that decide strengths; its defaults."""
+
+    peft_type: Literal["LORA"] | None = "LORA"
+    lora_alpha: _Alpha = 8.0
+    alpha_pattern: dict[str, _Alpha] | None = None
+    use_rslora: bool | None = False
+
+
+def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
+    """PEFT's settings of the adapters: of the header, else of the file beside; None: nothing said."""
+    if _HEADER_KEY in header:
+        where = f"{file}: {_HEADER_KEY}"
+        found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
+        prefixed = {k: v for k, v in found.items() if k.startswith(_COMPONENT)}
+        found = {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}
+        settings = check(found, _Settings, where)
+    else:
+        where = str(file.parent / _PEFT_SETTINGS)
+        settings = read_json(where, _Settings) if Path(where).is_file() else None
+    for pattern in (settings.alpha_pattern if settings is not None else None) or {}:
+        _check_pattern(pattern, where)
+    return settings
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    """Refuse a regular expression whose search could take for ever: a name needs no more."""
+    is_simple = len(re.findall(r"[*+?{]", pattern)) <= 3 and not re.search(r"\)[*+?{]", pattern)
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        is_simple = False
+    if not is_simple or len(pattern) > 200:
+        raise ValueError(
+            f"{where}: alpha_pattern has {brief(pattern)!r}, which must be a regular expression with "
+            "at most three repetitions and none of a group; write the modules' names"
+        )
+
+
+def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
+    """The alpha with which alpha / rank is the strength of a linear's pair."""
+    if settings is None:
+        return float(rank)
+    alpha = settings.lora_alpha
+    for pattern, special in (settings.alpha_pattern or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):  # as peft.utils.other.get_pattern_key
+            alpha = special
+            break
+    return alpha * math.sqrt(rank) if settings.use_rslora else alpha

@@ -1,0 +1,244 @@
+"""Weights out of the checkpoints of a run of ours.
+
+A checkpoint is a folder of safetensors files with slices of flattened parameters, and a
+manifest.json that says which slice of which parameter lies where; see read_run_weights. Where the
+run had a parameter in shares, a slice is a range of one flattened share, and the manifest says of
+which of how many, and how the parameter was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.files import DamageError
+from cogfast.model.weights.formats.run_manifest import read_manifest, refusal, verify_files
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+from cogfast.schema.json_files import read_limited
+
+_MOST_BYTES_OF_CONFIG = 1 << 20
+_Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
+
+
+class RunFiles:
+    """The numbers in a checkpoint's files, read by ranges; a file is opened when it is needed.
+
+    kinds: "master", "shadow" and so on; frozen: the names of the frozen weights that it keeps;
+    shapes: {name: shape} of whole parameters, flat for frozen ones of the first format.
+    """
+
+    def __init__(self, folder: Path, manifest: dict) -> None:
+        self.folder, self._open = folder, {}
+        # Those of each share, (index, count); what the run had whole is share 0 of 1.
+        self._pieces: dict[tuple[str, str], dict[tuple[int, int], list[_Piece]]] = {}
+        for file, slices in manifest["slices"].items():
+            for key, s in slices.items():
+                shares = self._pieces.setdefault((s["parameter"], s["kind"]), {})
+                index, count = s.get("share", (0, 1))
+                shares.setdefault((index, count), []).append((s["start"], s["numel"], file, key))
+        for shares in self._pieces.values():
+            for pieces in shares.values():
+                pieces.sort()
+        self.kinds = {kind for _, kind in self._pieces}
+        self.frozen = sorted(name for name, kind in self._pieces if kind == "frozen")
+        known = {**manifest.get("frozen", {}), **manifest["parameters"]}
+        self._cuts = {name: tuple(about["cut"]) for name, about in known.items() if "cut" in about}
+        flat = {
+            n: (sum(p[1] for p in self._pieces[n, "frozen"][0, 1]),)
+            for n in self.frozen
+            if n not in known
+        }
+        self.shapes = {**flat, **{name: tuple(about["shape"]) for name, about in known.items()}}
+
+    def has_cut(self, name: str, shard: Shard) -> bool:
+        """Whether `shard` is a share of the kind that the files have, or they have it whole."""
+        return self._cuts.get(name, (shard.dim, shard.num_parts)) == (shard.dim, shard.num_parts)
+
+    def fill(
+        self, out: Tensor, name: str, kind: str, shard: Shard | None = None, start: int = 0
+    ) -> None:
+        """Fill `out` [N] with elements [start, start + N) of a flattened parameter, or of the
+        flattened share `shard` of it, from whatever shares the run had.
+
+        DamageError where the files lack one of them or cannot be read.
+        """
+        shares = self._pieces.get((name, kind), {})
+        count = max((count for _, count in shares), default=1)
+        wanted = (0, 1) if shard is None else (shard.index, shard.count)
+        if wanted[1] == count:
+            self._read(out, start, name, kind, wanted)
+            return
+        if shard is None:
+            shard = Shard(self.shapes[name], *self._cuts[name], 0, 1)
+        cut = (shard.dim, shard.num_parts)
+        assert self._cuts.get(name, cut) == cut, f"{name} is cut otherwise: {self._cuts[name]}"
+        stored = [Shard(shard.shape, *cut, index, count) for index in range(count)]
+        is_in_ranges = math.prod(shard.shape[: shard.dim]) == 1
+        fill = self._fill_ranges if is_in_ranges else self._fill_rows
+        fill(out, start, name, kind, shard, stored)
+
+    def _fill_ranges(
+        self, out: Tensor, start: int, name: str, kind: str, shard: Shard, stored: list[Shard]
+    ) -> None:
+        """Of a parameter cut along its first dim, whose stretches are ranges of the flat shares."""
+        inner = math.prod(shard.shape[shard.dim + 1 :])
+        for other in stored:
+            for mine, theirs, length in shard.overlaps(other):
+                low = max(start, mine * inner)
+                high = min(start + out.numel(), (mine + length) * inner)
+                if low < high:
+                    place = out[low - start : high - start]
+                    begin = low + (theirs - mine) * inner
+                    self._read(place, begin, name, kind, (other.index, other.count))
+
+    def _fill_rows(
+        self, out: Tensor, start: int, name: str, kind: str, shard: Shard, stored: list[Shard]
+    ) -> None:
+        """Of a parameter cut along a later dim: the rows (of the dims before) that `out` touches,
+        of every share that has some of ours."""
+        inner = math.prod(shard.shape[shard.dim + 1 :])
+        width = shard.share_shape[shard.dim] * inner
+        first, last = start // width, -(-(start + out.numel()) // width)
+        rows = torch.empty(last - first, width // inner, inner, dtype=out.dtype)
+        for other in stored:
+            stretches = list(shard.overlaps(other))
+            if not stretches:
+                continue
+            part = torch.empty(last - first, *other.share_shape[other.dim :], dtype=out.dtype)
+            begin = first * part[0].numel()
+            self._read(part.view(-1), begin, name, kind, (other.index, other.count))
+            part = part.view(last - first, -1, inner)
+            for mine, theirs, length in stretches:
+                rows[:, mine : mine + length] = part[:, theirs : theirs + length]
+        out.copy_(rows.view(-1)[start - first * width :][: out.numel()])
+
+    def _read(self, out: Tensor, start: int, name: str, kind: str, share: tuple[int, int]) -> None:
+        """Fill `out` with elements [start, start + len(out)) of a flattened share of the run's."""
+        at, end = start, start + out.numel()
+        for begin, numel, file, key in self._pieces.get((name, kind), {}).get(share, []):
+            high = min(begin + numel, end)
+            if begin > at:
+                break
+            if high > at:
+                place = out[at - start : high - start]
+                place.copy_(self._values(file, key, at - begin, high - begin))
+                at = high
+        if at < end:
+            of = f"share {share[0]} of {share[1]} of " if share[1] > 1 else ""
+            raise DamageError(
+                f"{self.folder}: its slices of {of}{name} end at element {at} of {end}"
+            )
+
+    def _values(self, file: str, key: str, low: int, high: int) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            found = self._open[file].get_slice(key)[low:high]
+        except (SafetensorError, OSError) as error:
+            raise DamageError(
+                f"{self.folder / file}: missing, truncated or damaged ({error})"
+            ) from None
+        if found.shape != (high - low,):
+            raise DamageError(f"{self.folder / file}: {key} ends before element {high}")
+        return found
+
+    def holding(self, names: set[str]) -> set[str]:
+        """The files that hold slices of these parameters, of any kind and share."""
+        return {
+            file
+            for (name, _), shares in self._pieces.items()
+            if name in names
+            for pieces in shares.values()
+            for _, _, file, _ in pieces
+        }
+
+
+def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
+    """What a run trained: master weights, or their moving average; with them the frozen ones that
+    the checkpoint keeps. The first read verifies the checksums of all files."""
+    manifest = read_manifest(checkpoint_dir)
+    files = RunFiles(checkpoint_dir, manifest)
+    is_verified = False
+    if ema and "shadow" not in files.kinds:
+        raise ValueError(
+            f"{checkpoint_dir}: it holds no EMA weights, the run's optimizer keeps none; ask for "
+            "the plain ones or train with sat.ops.FusedEmaAdam"
+        )
+    trained = "shadow" if ema else "master"
+
+    def verify() -> None:
+        try:
+            verify_files(checkpoint_dir, manifest, manifest["slices"])
+        except DamageError as error:
+            raise ValueError(refusal(checkpoint_dir, error)) from None
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        nonlocal is_verified
+        if not is_verified:
+            verify()
+            is_verified = True
+        kind = trained if name in manifest["parameters"] else "frozen"
+        if shard is not None and not files.has_cut(name, shard):
+            return shard.of(read(name, None))
+        shape = files.shapes[name] if shard is None else shard.share_shape
+        values = torch.empty(math.prod(shape), dtype=torch.float32)
+        try:
+            files.fill(values, name, kind, shard)
+        except DamageError as error:
+            raise ValueError(refusal(checkpoint_dir, error)) from None
+        return values.view(shape)
+
+    which = "EMA weights" if ema else "weights"
+    return WeightSource(
+        description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
+        shapes=files.shapes,
+        read=read,
+        dtypes=dict.fromkeys(files.shapes, torch.float32),
+        facts=_config_of_run(checkpoint_dir) | _trained_size(manifest),
+        is_partial=True,
+        lora_alpha=_config_of_run(checkpoint_dir).get("lora_alpha"),
+    )
+
+
+def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
+    """The fields of TransformerConfig in the run's training_config.yaml; none: it has no such file,
+    as when a checkpoint was copied alone."""
+    path = checkpoint_dir.parent.parent / "training_config.yaml"
+    if not path.is_file():
+        return {}
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from cogfast.schema.sat_classes import transformer_arguments  # its table is the factory's
+
+    fix = "copy it again, or name a checkpoint that was copied without it"
+    try:
+        text = read_limited(path, _MOST_BYTES_OF_CONFIG, fix)
+        params = OmegaConf.create(text.decode()).model.network_config.params
+    except (UnicodeDecodeError, YAMLError, OmegaConfBaseException, AttributeError, RecursionError):
+        raise ValueError(f"{path}: damaged, it has no network; {fix}") from None
+    return transformer_arguments(params)
+
+
+def _trained_size(manifest: dict) -> dict[str, Any]:
+    """The field of TransformerConfig where the run had videos of one size; none: it had several, or
+    its checkpoints do not say."""
+    sizes = manifest.get("video_sizes") or []
+    return {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
+
+
+def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(our name, float32 tensor) of every parameter that the checkpoint holds, whole, one at a
+    time; frozen ones of the first format, which does not note their shape, come flat."""
+    source = open_run(Path(checkpoint_dir), ema)
+    for name in source.shapes:
+        yield name, source.read(name, None)

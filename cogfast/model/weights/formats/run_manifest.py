@@ -1,0 +1,235 @@
+"""A run's checkpoint as a folder: which one is meant, its manifest, and whether it is as written.
+
+    <run>/checkpoints/<step>/manifest.json           what is where; its last entry is a checksum of
+                                                     all text before it
+    <run>/checkpoints/<step>/rank-00000.safetensors  whose checksum the manifest has
+    <run>/checkpoints/latest                         the name of the newest complete step
+
+Formats 1 and 2, which are still read, have no checksums; format 1 has no shares either.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from cogfast.files import DamageError, check_checksum, check_size, checksum_of_bytes
+from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, read_limited
+
+FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2", "cogfast-checkpoint-3")
+FORMAT = FORMATS[-1]  # that is written
+_MOST_BYTES = 1 << 30  # of a manifest; one of 512 ranks with 2,000 parameters has about 2**28
+_STEP = re.compile(r"\d{1,12}")
+_HASHING_THREADS = 4  # that read files beside each other; a hash alone takes 0.15 s per GiB
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
+
+_Count = Annotated[int, Range(0, 2**48)]
+_Part = Annotated[int, Range(0, 2**20)]
+_PARAMETER = {
+    "shape": list[_Count],
+    "cut": NotRequired[tuple[_Part, Size]],  # dim, num_parts
+}
+_SLICE = {
+    "parameter": str,
+    "kind": str,
+    "start": _Count,
+    "numel": _Count,
+    "share": NotRequired[tuple[_Part, Size]],  # index, count
+}
+MANIFEST = {
+    "format": str,
+    "step": _Count,
+    "parameters": dict[str, _PARAMETER],
+    "frozen": NotRequired[dict[str, _PARAMETER]],
+    "slices": dict[str, dict[str, _SLICE]],
+    "bytes": NotRequired[dict[str, _Count]],
+    "checksums": NotRequired[dict[str, str]],
+    "attention_backend": NotRequired[str | None],
+    "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
+}
+# What a run needs to go on, besides the weights.
+RESUMABLE = {
+    **MANIFEST,
+    "bytes": dict[str, _Count],
+    "counters": dict[str, dict[str, float]],
+    "loss_scaler": dict[str, bool | int | float],
+    "global_batch": _Count,
+    "optimizer": NotRequired[str],
+    "num_samples": NotRequired[_Count],
+    "data_order": NotRequired[str],
+    "config": NotRequired[dict[str, Any]],
+}
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that `<run>/checkpoints/latest` names, or None where the run has none.
+
+    ValueError where that file is damaged: it names the last good checkpoint.
+    """
+    folder = run / "checkpoints"
+    latest = folder / "latest"
+    if not latest.is_symlink() and not latest.exists():
+        # A kill before the first `latest` leaves one; among several the newest is not known.
+        found = _complete(folder)
+        if len(found) > 1:
+            raise ValueError(f"{latest}: missing; {_last_good(folder, None)}")
+        return found[0] if found else None
+    try:
+        name = read_limited(latest, 64).decode("ascii").strip()
+    except ValueError:  # also of the decoding
+        name = ""
+    if not _STEP.fullmatch(name):
+        raise ValueError(f"{latest}: damaged, it names no step; {_last_good(folder, None)}")
+    checkpoint = folder / name
+    replaced = replaced_name(checkpoint)
+    # A run was killed between the two renames that put a new checkpoint in an old one's place.
+    return replaced if replaced.is_dir() and not checkpoint.is_dir() else checkpoint
+
+
+def find_run_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or the newest of the run or of the folder of checkpoints that
+    it is; None: it is none of these."""
+    if (path / "manifest.json").is_file() or _is_torn(path):
+        return path
+    if path.name == "checkpoints" and _complete(path):
+        return newest_checkpoint(path.parent)
+    if not (path / "checkpoints").is_dir():
+        return None
+    return newest_checkpoint(path)
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether it is a checkpoint that has lost its manifest."""
+    return path.is_dir() and any(path.glob("rank-*.safetensors"))
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that have a manifest, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)]
+    found = [p for p in found if (p / "manifest.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name), reverse=True)
+
+
+def replaced_name(checkpoint: Path) -> Path:
+    """What a checkpoint is called while another of its step takes its place."""
+    return checkpoint.with_name(f"{checkpoint.name}.incomplete.old")
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Write manifest.json, with the checksum of its text as its last entry."""
+    text = json.dumps(manifest)[:-1]
+    checksum = checksum_of_bytes(text.encode())
+    (folder / "manifest.json").write_text(f'{text}, "checksum": "{checksum}"}}')
+
+
+def read_manifest(path: Path, schema: dict = MANIFEST, is_verified: bool = True) -> dict:
+    """The manifest of a checkpoint folder, whose files have the sizes that it says.
+
+    ValueError where the folder is missing, incomplete or damaged; it names the last good one.
+    is_verified: whether its text must have its checksum.
+    """
+    try:
+        return _intact_manifest(path, schema, is_verified)
+    except DamageError as error:
+        raise ValueError(refusal(path, error)) from None
+
+
+def refusal(path: Path, error: DamageError) -> str:
+    """The line that says what is wrong with a checkpoint, and which one is good."""
+    return f"{path}: cannot be read: {error}; {_last_good(path.parent, path)}"
+
+
+def _last_good(folder: Path, bad: Path | None) -> str:
+    """The newest other checkpoint whose bytes are those that were written."""
+    for other in _complete(folder):
+        if other == bad:
+            continue
+        try:
+            manifest = _intact_manifest(other, RESUMABLE, is_verified=True)
+            verify_files(other, manifest, manifest.get("checksums", ()))
+        except DamageError:
+            continue
+        return f"the last good one is that of step {int(other.name)}: --resume {other}"
+    return "there is no other one in its folder"
+
+
+def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
+    """DamageError where one of these files has another checksum than when it was written."""
+    checksums = manifest.get("checksums", {})
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        checks = [
+            pool.submit(check_checksum, folder / name, checksums[name])
+            for name in names
+            if name in checksums
+        ]
+        for check in checks:
+            check.result()
+
+
+def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
+    if not path.is_dir():
+        raise DamageError("no such folder")
+    file = path / "manifest.json"
+    if not file.exists():
+        raise DamageError("it has no manifest.json")
+    try:
+        text = read_limited(file, _MOST_BYTES)
+        seal = _SEAL.search(text)
+        # First of all: what else a damaged text says of itself is not to be relied on.
+        if is_verified and seal and checksum_of_bytes(text[: seal.start()]) != seal[1].decode():
+            raise DamageError("manifest.json is damaged: it has another checksum")
+        manifest = parse_json(text, {"format": str}, "manifest.json", "it is damaged")
+        if manifest["format"] not in FORMATS:
+            found = brief(manifest["format"])
+            raise DamageError(f"its manifest.json says format {found}, not {FORMAT}")
+        manifest = parse_json(text, schema, "manifest.json", "it is damaged")
+    except ValueError as error:
+        raise DamageError(str(error).replace(str(file), file.name)) from None
+    if manifest["format"] == FORMAT and not (seal and "checksums" in manifest):
+        raise DamageError("its manifest.json has no checksums")
+    _check_consistent(manifest)
+    for name, size in manifest.get("bytes", {}).items():
+        check_size(path / name, size)
+    return manifest
+
+
+def _check_consistent(manifest: dict) -> None:
+    """Its tables are about the same files and parameters, and files lie in the folder."""
+    names = manifest["slices"].keys()
+    for name in names:
+        if "/" in name or not Inside().allows(name):
+            raise DamageError(f"its manifest.json names {brief(name)}, which is not in the folder")
+    for table in ("bytes", "checksums"):
+        if manifest.get(table, manifest["slices"]).keys() != names:
+            raise DamageError(f"the {table} in its manifest.json are not those of its files")
+    lacking = manifest["parameters"].keys() - manifest.get("counters", manifest["parameters"])
+    if lacking:
+        raise DamageError(f"its manifest.json has no counters of {brief(min(lacking))}")
+    known = {**manifest.get("frozen", {}), **manifest["parameters"]}
+    for slices in manifest["slices"].values():
+        for piece in slices.values():
+            about = known.get(piece["parameter"])
+            if about is None and piece["kind"] != "frozen":  # of format 1, which notes no shape
+                name = brief(piece["parameter"])
+                raise DamageError(f"its manifest.json has slices of {name} and not its shape")
+            if about and not _fits(piece, about):
+                name = brief(piece["parameter"])
+                raise DamageError(f"its manifest.json has a slice that does not fit {name}")
+
+
+def _fits(piece: dict, about: dict) -> bool:
+    """Whether a slice may be one of a parameter, or of the share of it that it names."""
+    shape, (index, count) = about["shape"], piece.get("share", (0, 1))
+    if piece["start"] + piece["numel"] > math.prod(shape) or index >= count:
+        return False
+    if count == 1:
+        return True
+    dim, num_parts = about.get("cut", (len(shape), 1))
+    return dim < len(shape) and shape[dim] % (num_parts * count) == 0

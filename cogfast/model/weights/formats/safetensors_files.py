@@ -1,0 +1,185 @@
+"""Folders of safetensors files: read by name, and written one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.files import ChecksumFile, DamageError, check_checksum
+from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.schema.json_files import InsideName, brief, read_json
+
+MOST_BYTES = 5 * 10**9  # of a file, as the libraries count 5 GB
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class SafetensorsFiles:
+    """The tensors of the *.safetensors files of a folder, or of one file. checksums: of the files, by
+    name, each verified before the first tensor is read from it; None: they have none.
+
+    ValueError for a file that is damaged, missing from the folder's index or in it without its
+    tensors.
+    """
+
+    def __init__(self, path: Path, checksums: Mapping[str, str] | None = None) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        index = None if path.is_file() else _index_of(path)
+        paths = [path] if path.is_file() else _files_of(path, index)
+        self._open, self._file_of = {}, {}
+        self.metadata: dict[str, str] = {}
+        for file in paths:
+            try:
+                opened = self._open[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                reason = brief(str(error))
+                raise ValueError(
+                    f"{file}: truncated or damaged ({reason}); copy it again"
+                ) from None
+            self.metadata |= opened.metadata() or {}
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                if key in self._file_of:
+                    raise ValueError(
+                        f"{file}: {brief(key)} is in {self._file_of[key].name} too; the folder mixes two "
+                        "models, leave the files of one"
+                    )
+                self._file_of[key] = file
+        _check_index(path, index or {}, self._file_of)
+        names = {} if checksums is None else checksums
+        self._unverified = {
+            f: names.get(f.name, "not known") for f in paths if checksums is not None
+        }
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._open[self._file_of[name]].get_slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise ValueError(
+                f"{self._file_of[name]}: {brief(name)} is {found}, and weights are "
+                f"{', '.join(_DTYPES)}; use weights that are not quantized"
+            )
+        return _DTYPES[found]
+
+    def read(self, name: str) -> Tensor:
+        return self._verified(name).get_tensor(name)
+
+    def read_range(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        found = self._verified(name).get_slice(name)
+        return found[(slice(None),) * dim + (slice(start, stop),)]
+
+    def _verified(self, name: str) -> Any:
+        """The open file of a tensor."""
+        file = self._file_of[name]
+        checksum = self._unverified.pop(file, None)
+        if checksum is not None:
+            try:
+                check_checksum(file, checksum)
+            except DamageError as error:
+                raise ValueError(f"{file.parent}: {error}; copy the folder again") from None
+        return self._open[file]
+
+
+def _index_of(folder: Path) -> dict[str, str] | None:
+    """{tensor: file} of the folder's index; None: it has none."""
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if not indexes:
+        return None
+    return read_json(indexes[0], {"weight_map": dict[str, InsideName]})["weight_map"]
+
+
+def _files_of(folder: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is None:
+        paths = sorted(folder.glob("*.safetensors"))
+        says = "it is no regular file"
+    else:
+        paths = [folder / name for name in sorted(set(index.values()))]
+        says = f"its index names {len(paths)} files"
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise ValueError(f"{folder}: {brief(absent[0])} is missing, {says}; copy it again")
+    return paths
+
+
+def _check_index(path: Path, index: dict[str, str], file_of: dict[str, Path]) -> None:
+    for name, file in index.items():
+        if name not in file_of or file_of[name] != path / file:
+            raise ValueError(
+                f"{path}: its index says {brief(name)} is in {brief(file)}, which does not hold it; "
+                "the files are of different models, copy the folder again"
+            )
+
+
+def plan_files(
+    tensors: Sequence[Outgoing], stem: str, most_bytes: int = MOST_BYTES
+) -> dict[str, list[Outgoing]]:
+    """{file name: its tensors}, in order, no file larger than most_bytes unless one tensor is."""
+    groups: list[list[Outgoing]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    count = len(groups)
+    return {f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups)}
+
+
+def write_safetensors_folder(
+    folder: Path, stem: str, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
+) -> dict[str, str]:
+    """<stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index. Returns the
+    checksums of the files with tensors, by name."""
+    files = plan_files(tensors, stem, most_bytes)
+    checksums = {name: write_safetensors(folder / name, held) for name, held in files.items()}
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in tensors)},
+            "weight_map": {t.name: name for name, held in files.items() for t in held},
+        }
+        write_json(folder / f"{stem}.safetensors.index.json", index)
+    return checksums
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[Outgoing], metadata: dict[str, str] | None = None
+) -> str:
+    """One file, one tensor in memory at a time; returns its checksum."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    place = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with ChecksumFile(path) as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            out.write(tensor.bytes())
+    return out.checksum
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,161 @@
+"""torch.save's files, read and written without a copy of their tensors in memory."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.schema.json_files import brief
+
+_ALIGNMENT = 64  # bytes, of every tensor in the file, as torch.save has it
+_PICKLE_MAGIC = b"\x80\x02"  # at the start of files that are no zip
+_ROOT = "archive"
+_LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
+_EXTRA_HEADER_BYTES = 4
+_STORAGE_TYPES = {
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float64: torch.DoubleStorage,
+}
+
+
+def read_torch_file(path: Path) -> dict[str, Any]:
+    """The content of a .pt file, tensors mapped into memory; nothing but tensors and plain data is
+    unpickled. ValueError for a file that is damaged or wants more."""
+    _check_zip(path)
+    try:
+        with torch.serialization.safe_globals(_numpy_rng_globals()):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines() or [""]
+        named = next((line.strip() for line in reason if "GLOBAL" in line), reason[0])
+        raise ValueError(
+            f"{path}: refused, since reading it would run pickled code ({brief(named)}); save it "
+            "again with tensors only: torch.save({'module': state_dict}, path)"
+        ) from None
+    except Exception as error:  # a damaged pickle lets the unpickler raise nearly anything
+        reason = brief(str(error).partition("\n")[0] or type(error).__name__)
+        raise ValueError(
+            f"{path}: truncated or damaged ({reason}); copy it again and compare its size with the "
+            "original"
+        ) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _check_zip(path: Path) -> None:
+    """ValueError where `path` is no file of torch.save, which stores all entries as they are: what
+    is packed could fill the memory when it is unpacked."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # zipfile, too, raises more than BadZipFile on damaged headers
+        with path.open("rb") as file:
+            is_old = file.read(2) == _PICKLE_MAGIC
+        if is_old:
+            raise ValueError(
+                f"{path}: in the format of torch.save before torch 1.6, which cannot be mapped into "
+                "memory; torch.load it and torch.save it again"
+            ) from None
+        raise ValueError(
+            f"{path}: truncated or not a file of torch.save ({brief(str(error))}); copy it again "
+            "and compare its size with the original"
+        ) from None
+    size = path.stat().st_size
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
+            raise ValueError(
+                f"{path}: its entry {brief(entry.filename)} of {entry.file_size} bytes is packed, "
+                "which torch.save does not do; save it again with torch.save"
+            )
+
+
+def _numpy_rng_globals() -> list[object]:
+    """What SAT's training checkpoints hold beside tensors: the state of numpy's generator."""
+    import numpy as np
+    from numpy._core.multiarray import _reconstruct
+
+    return [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.uint32]
+
+
+def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:
+    """Write {key: {name: tensor}} as torch.save does, one tensor in memory at a time.
+
+    A zip of the pickled dict, whose tensors refer to entries data/0, data/1, ... with their bytes.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        _add(archive, "data.pkl", memoryview(_pickled(key, tensors)))
+        _add(archive, "byteorder", memoryview(b"little"))
+        for index, tensor in enumerate(tensors):
+            _add(archive, f"data/{index}", tensor.bytes())
+        _add(archive, "version", memoryview(b"3\n"))
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
+    entry = zipfile.ZipInfo(f"{_ROOT}/{name}")
+    entry.file_size = content.nbytes
+    place = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(entry.filename) + _EXTRA_HEADER_BYTES
+    padding = -place % _ALIGNMENT
+    entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    with archive.open(entry, "w") as out:
+        out.write(content)
+
+
+class _Storage:
+    """Stands for a tensor's bytes while the dict is pickled."""
+
+    def __init__(self, index: int, tensor: Outgoing) -> None:
+        kind = _STORAGE_TYPES[tensor.dtype]
+        self.reference = ("storage", kind, str(index), "cpu", math.prod(tensor.shape))
+
+
+class _Tensor:
+    def __init__(self, index: int, tensor: Outgoing) -> None:
+        self.storage, self.shape = _Storage(index, tensor), tensor.shape
+
+    def __reduce__(self) -> tuple:
+        stride = torch.empty(self.shape, device="meta").stride()
+        arguments = (self.storage, 0, self.shape, stride, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> tuple | None:
+        return obj.reference if isinstance(obj, _Storage) else None
+
+
+def _pickled(key: str, tensors: Sequence[Outgoing]) -> bytes:
+    file = io.BytesIO()
+    content = {key: {t.name: _Tensor(i, t) for i, t in enumerate(tensors)}}
+    _Pickler(file, protocol=2).dump(content)
+    return file.getvalue()
+
+
+def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
+    """The tensors among the entries of `content`, which `path` held. ValueError where it is no
+    mapping, and for tensors that do not have all their numbers in the file."""
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ValueError(
+            f"{path}: a {kind} where a mapping of names to tensors belongs; it is no checkpoint of "
+            "SAT, copy it again"
+        )
+    found = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    for name, tensor in found.items():
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{path}: {brief(name)} is no plain tensor (sparse, without numbers, or of fewer "
+                "than its shape has); save it again with torch.save({'module': state_dict}, path)"
+            )
+    return found

@@ -1,0 +1,225 @@
+"""The 3D VAE between SAT's 3d-vae.pt and diffusers' vae folder; every tensor goes as it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.model.weights.formats.safetensors_files import (
+    SafetensorsFiles,
+    write_json,
+    write_safetensors_folder,
+)
+from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
+from cogfast.model.weights.formats.torch_files import (
+    only_tensors,
+    read_torch_file,
+    write_torch_file,
+)
+from cogfast.model.weights.source import check_tensors, first_of
+from cogfast.model.weights.vae.names import (
+    CLASS_NAME,
+    SAT_PREFIX,
+    check_vae_config,
+    read_vae_config,
+    to_diffusers,
+    to_sat,
+)
+from cogfast.shapes import TEMPORAL_COMPRESSION
+
+logger = logging.getLogger(__name__)
+
+SAT_FILE_NAME = "3d-vae.pt"
+SCALING_FACTOR = 0.7  # of all members but 2B; the tensors do not show it
+_STEM = "diffusion_pytorch_model"
+_FIRST = "encoder.conv_in.conv.weight"  # of both formats, and of no transformer
+_SHOWN = (_FIRST, "decoder.conv_in.conv.weight", "decoder.conv_out.conv.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class VaeSource:
+    """A VAE's tensors under diffusers' names, read one by one; scaling_factor: None, unknown."""
+
+    description: str
+    is_sat: bool
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[str], Tensor]
+    num_levels: int
+    num_res_blocks: int
+    scaling_factor: float | None
+
+    def __post_init__(self) -> None:
+        check_tensors(self.description, self.shapes, self.dtypes)
+
+
+def open_vae(path: Path) -> VaeSource | None:
+    """The VAE at `path`: a .pt file, or a folder of diffusers; None: something else is there."""
+    if path.is_file() and path.suffix != ".safetensors":
+        content = read_torch_file(path)
+        state = only_tensors(path, content.get("state_dict", content))
+        if any(key.startswith(SAT_PREFIX + _FIRST) for key in state):
+            state = {k.removeprefix(SAT_PREFIX): v for k, v in state.items() if SAT_PREFIX in k}
+        if _FIRST not in state:
+            return None
+        # the discriminator and the like of the VAE's own training stay behind
+        state = {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}
+        sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.", path)
+        theirs = to_diffusers({name: name for name in state}, *sizes)
+        return VaeSource(
+            description=f"SAT VAE {path}",
+            is_sat=True,
+            shapes={name: tuple(state[key].shape) for name, key in theirs.items()},
+            dtypes={name: state[key].dtype for name, key in theirs.items()},
+            read=lambda name: state[theirs[name]],
+            num_levels=sizes[0],
+            num_res_blocks=sizes[1],
+            scaling_factor=None,
+        )
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
+        return None
+    files = SafetensorsFiles(path)
+    if _FIRST not in files.names():
+        return None
+    sizes = _count(files.names(), r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.", path)
+    return VaeSource(
+        description=f"diffusers VAE {path}",
+        is_sat=False,
+        shapes={name: files.shape(name) for name in files.names()},
+        dtypes={name: files.dtype(name) for name in files.names()},
+        read=files.read,
+        num_levels=sizes[0],
+        num_res_blocks=sizes[1],
+        scaling_factor=read_vae_config(path).scaling_factor,
+    )
+
+
+def _count(names: Iterable[str], pattern: str, path: Path) -> tuple[int, int]:
+    """Levels of the encoder, and blocks of each."""
+    found = [match for match in (re.match(pattern, name) for name in names) if match]
+    numbers = [{match[i] for match in found} for i in (1, 2)]
+    if any(not held or held != set(map(str, range(len(held)))) for held in numbers):
+        raise ValueError(
+            f"{path}: the blocks of the VAE's encoder are not all there; copy it again"
+        )
+    return len(numbers[0]), len(numbers[1])
+
+
+def convert_vae(
+    vae: VaeSource,
+    path: Path,
+    to: str,
+    dtype: torch.dtype | None = None,
+    scaling_factor: float | None = None,
+) -> None:
+    """Write a folder with 3d-vae.pt (`to` sat), or diffusers' vae folder. scaling_factor: of
+    latents, for diffusers' config; None: the source's, or 0.7."""
+    if to not in ("sat", "diffusers"):
+        raise ValueError(f"{vae.description}: a VAE goes --to sat or diffusers, not {to}")
+    config = vae_config(vae)
+    if scaling_factor is None:
+        scaling_factor = vae.scaling_factor
+    if scaling_factor is None:
+        scaling_factor = SCALING_FACTOR
+        if to == "diffusers":
+            logger.info(
+                "%s does not say its scaling factor: %s is written, which is right for all but 2B "
+                "(--scaling-factor 1.15258426)",
+                vae.description,
+                SCALING_FACTOR,
+            )
+    names = {name: name for name in vae.shapes}
+    if to == "sat":
+        names = to_sat(names, vae.num_levels, vae.num_res_blocks)
+    tensors = [
+        Outgoing(name, vae.shapes[k], dtype or vae.dtypes[k], partial(vae.read, k))
+        for name, k in names.items()
+    ]
+    with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
+        if to == "sat":
+            write_torch_file(folder / SAT_FILE_NAME, "state_dict", tensors)
+        else:
+            write_json(folder / "config.json", {**config, "scaling_factor": scaling_factor})
+            write_safetensors_folder(folder, _STEM, tensors)
+    count = sum(t.nbytes for t in tensors) / 2**20
+    logger.info("%s: %d tensors, %.0f MiB, written to %s", vae.description, len(names), count, path)
+
+
+def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
+    """Load the target into diffusers' class and compare every tensor with the source's in `dtype`,
+    the target's (None: each has its own). Returns what was found in one line; ValueError where they
+    differ."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    file = target / SAT_FILE_NAME
+    written = open_vae(file if file.is_file() else target)
+    with torch.device("meta"):
+        model = AutoencoderKLCogVideoX.from_config(vae_config(written))
+    model.load_state_dict({name: written.read(name) for name in written.shapes}, assign=True)
+    difference = 0.0
+    for name, tensor in model.state_dict().items():
+        off = (tensor.float() - vae.read(name).to(dtype or vae.dtypes[name]).float()).abs().max()
+        off = off.item()  # sync: none, conversion is on the CPU
+        difference = difference if off <= difference else off  # max() would hide NaN
+    if difference != 0:  # also where it is NaN
+        raise ValueError(
+            f"{target}: its tensors differ from the source's by {difference}; delete it"
+        )
+    return f"loads into diffusers' {CLASS_NAME}, largest difference of a number {difference:.1e}"
+
+
+def vae_config(vae: VaeSource) -> dict[str, Any]:
+    """diffusers' config.json, all but the scaling factor. ValueError for tensors of another kind."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    levels = range(vae.num_levels)
+    if any(len(vae.shapes.get(name, ())) != 5 for name in _SHOWN):
+        raise ValueError(f"{vae.description}: its convolutions are not all there; copy it again")
+    first = "encoder.down_blocks.{}.resnets.0.conv1.conv.weight"
+    try:
+        config = {
+            "_class_name": CLASS_NAME,
+            "_diffusers_version": "0.32.0",
+            "act_fn": "silu",
+            "block_out_channels": [vae.shapes[first.format(i)][0] for i in levels],
+            "down_block_types": ["CogVideoXDownBlock3D"] * vae.num_levels,
+            "force_upcast": True,
+            "in_channels": vae.shapes[_FIRST][1],
+            "latent_channels": vae.shapes["decoder.conv_in.conv.weight"][1],
+            "latents_mean": None,
+            "latents_std": None,
+            "layers_per_block": vae.num_res_blocks,
+            "norm_eps": 1e-6,
+            "norm_num_groups": 32,
+            "out_channels": vae.shapes["decoder.conv_out.conv.weight"][0],
+            "sample_height": 480,
+            "sample_width": 720,
+            "shift_factor": None,
+            "temporal_compression_ratio": TEMPORAL_COMPRESSION,
+            "up_block_types": ["CogVideoXUpBlock3D"] * vae.num_levels,
+            "use_post_quant_conv": False,
+            "use_quant_conv": False,
+        }
+    except KeyError as missing:
+        raise ValueError(f"{vae.description}: no {missing} in it; copy the file again") from None
+    checked = check_vae_config(config, vae.description)
+    with torch.device("meta"):
+        wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
+    differing = sorted(
+        {n for n in wanted if n in vae.shapes and tuple(wanted[n].shape) != vae.shapes[n]}
+        | (wanted.keys() ^ vae.shapes.keys())
+    )
+    if differing:
+        raise ValueError(
+            f"{vae.description}: {len(differing)} tensors are missing, unknown or of another size, "
+            f"first {first_of(differing)}; it is no whole VAE of CogVideoX"
+        )
+    return config

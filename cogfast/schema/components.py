@@ -1,0 +1,262 @@
+"""Builds objects from `{target: class path, params: {...}}`, SAT's way of naming components.
+
+One rule: a param `foo` or `foo_config` that is itself a component supplies the argument `foo` and
+is built first. Keys and values are checked against the constructor's signature before anything
+runs, so a misspelt key never reaches a constructor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, get_args, get_origin
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from cogfast.schema.places import describe_place, our_path, place_of
+from cogfast.schema.sat_classes import REFUSED, TARGETS, SatClass
+from cogfast.schema.values import (
+    KeyProblem,
+    check_fields,
+    check_keys,
+    check_mapping,
+    check_type,
+    cut,
+    join,
+    nearest,
+    takes_component,
+    unknown_key,
+)
+
+_KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
+_PLAIN = (bool, int, float, str, type(None))
+# What stands beside target and params in an entry of conditioner_config's emb_models.
+_BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """A constructor argument: its value, or the component that makes it, and its dotted key."""
+
+    value: object
+    key: str
+
+
+def instantiate(node: Mapping, allow_import: Sequence[str] = (), **given: object) -> Any:
+    """Build the object that a `{target, params}` node describes, `given` arguments added."""
+    return _instantiate(node, "", allow_import, given)
+
+
+def _instantiate(node: Mapping, where: str, allow_import: Sequence[str], given: Mapping) -> Any:
+    target, arguments = _arguments(node, where, allow_import, given, {})
+    built = {name: _build(a.value, name, allow_import) for name, a in arguments.items()}
+    return target(**built, **given)
+
+
+def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
+    """The callable and its checked arguments; nested components are still nodes."""
+    target, arguments = _arguments(node, "", allow_import, None, {})
+    return target, {name: argument.value for name, argument in arguments.items()}
+
+
+def check_component(
+    node: object,
+    where: str,
+    allow_import: Sequence[str],
+    unused: dict[str, str],
+    given: Collection[str] | None = (),
+) -> None:
+    """Check a component and all components inside it; `where` is its dotted key.
+
+    given: arguments that the caller will add (None: do not ask for missing ones); keys that are
+    accepted and not used are added to `unused` with the reason.
+    """
+    _, arguments = _arguments(node, where, allow_import, given, unused)
+    for argument in arguments.values():
+        for component, key in _components(argument.value, argument.key):
+            check_component(component, key, allow_import, unused)
+
+
+def is_component(node: object) -> bool:
+    return isinstance(node, Mapping | DictConfig) and "target" in node
+
+
+def import_target(
+    path: str, key: str, allow_import: Sequence[str] = (), place: str = ""
+) -> Callable:
+    """The class or function that a dotted path names; nothing is imported before it is judged.
+
+    place: where it stands (component_places.py); "": any place, for nodes that were checked before.
+    """
+    ours = our_path(path, place)
+    if ours is not None:
+        module, _, name = ours.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    for package in allow_import:
+        if path.startswith(f"{package}."):
+            return _import_allowed(path, key, package)
+    hint = describe_place(path, place)
+    root = path.partition(".")[0]
+    if "did you mean" not in hint and root.isidentifier() and root not in _KNOWN_ROOTS:
+        hint += f"; classes of your own package need --allow-import {root}"
+    raise KeyProblem(key, f"{key}={cut(path)}: {hint}")
+
+
+def _import_allowed(path: str, key: str, package: str) -> Callable:
+    """A class or function that `package` defines: what it imports from elsewhere does not count."""
+    if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
+        raise KeyProblem(key, f"{key}={cut(path)} is no dotted name of a class or function")
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise KeyProblem(key, f"{key}={path}: importing it failed: {error}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        hint = nearest(name, dir(module))
+        raise KeyProblem(key, f"{key}={path}: {module_name} has no {name}{hint}")
+    home = str(getattr(found, "__module__", None))
+    is_code = inspect.isclass(found) or inspect.isfunction(found)
+    if not is_code or not f"{home}.".startswith(f"{package}."):
+        text = f"{key}={cut(path)} is no class or function that {package} defines"
+        raise KeyProblem(key, text + (f", but one of {home}" if is_code else ""))
+    return found
+
+
+def _arguments(
+    node: object,
+    where: str,
+    allow_import: Sequence[str],
+    given: Collection[str] | None,
+    unused: dict[str, str],
+) -> tuple[Callable, dict[str, Argument]]:
+    """A node's callable, and its arguments by name after SAT's names became ours."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
+        raise KeyProblem(where, f"{where or 'component'} must be a mapping with target and params")
+    check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
+    path, key = node["target"], join(where, "target")
+    where_params = join(where, "params")
+    params = check_mapping(where_params, node.get("params"))
+    if path in REFUSED:
+        raise KeyProblem(key, f"{key}={path}: {REFUSED[path]}")
+    sat = TARGETS.get(path)
+    target = import_target(path, key, allow_import, place_of(where))
+    if sat:
+        params = _to_ours(sat, params, where_params, path, unused)
+    parameters = _parameters(target)
+    hints = _hints(target)
+    arguments: dict[str, Argument] = {}
+    for given_name, value in params.items():
+        name, key = given_name, join(where_params, given_name)
+        if name not in parameters and name.endswith("_config"):
+            name = name.removesuffix("_config")
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if name not in parameters and not takes_any:
+            known = {k: v for k, v in parameters.items() if k not in (given or ())}
+            raise unknown_key(where_params, given_name, _known_names(known, hints, params))
+        if name in (given or ()):
+            raise KeyProblem(key, f"{key} is set by the trainer itself; remove it")
+        if name in arguments:
+            raise KeyProblem(key, f"{key} and {arguments[name].key} both set {name}")
+        arguments[name] = Argument(_fit(value, hints.get(name, Any), key), key)
+    if given is not None:
+        for name in given:
+            if name not in parameters and not any(
+                p.kind is p.VAR_KEYWORD for p in parameters.values()
+            ):
+                key = join(where, "target")
+                raise KeyProblem(key, f"{key}={path}: it must take an argument {name}")
+        _require(target, parameters, {*arguments, *given}, where_params)
+    return target, arguments
+
+
+def _to_ours(sat: SatClass, params: Mapping, where: str, path: str, unused: dict) -> dict:
+    try:
+        return sat.to_ours(params, where, path, unused)
+    except KeyProblem:
+        raise
+    except ValueError as error:  # of a constructor, which knows no key
+        raise KeyProblem(where, f"{where}: {error}") from None
+
+
+def _fit(value: object, annotation: object, key: str) -> object:
+    """The value, checked; a mapping for a dataclass becomes the dataclass."""
+    is_union = get_origin(annotation) in (typing.Union, types.UnionType)
+    options = get_args(annotation) if is_union else (annotation,)
+    if any(
+        option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
+    ):
+        return value  # the constructor reads the mapping itself, with or without a target in it
+    if _components(value, key) and not all(_is_plain(option) for option in options):
+        return value
+    check_type(key, value, annotation)
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+            check_fields(value, option, key)
+            hints = typing.get_type_hints(option, include_extras=True)
+            return option(**{k: _fit(v, hints[k], join(key, k)) for k, v in value.items()})
+    return tuple(value) if get_origin(annotation) is tuple else value
+
+
+def _is_plain(annotation: object) -> bool:
+    return annotation in _PLAIN or get_origin(annotation) is Annotated
+
+
+def _require(target: Callable, parameters: Mapping, have: set[str], where: str) -> None:
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty
+        if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name not in have:
+            raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
+
+
+def _build(value: object, name: str, allow_import: Sequence[str]) -> object:
+    """The object of a component, or those of a list of them, that stands for argument `name`."""
+    if is_component(value):
+        return _instantiate(value, name, allow_import, {})
+    if isinstance(value, list) and _components(value, ""):
+        return [_build(item, name, allow_import) for item in value]
+    return value
+
+
+def _components(value: object, key: str) -> list[tuple[object, str]]:
+    """The components that a value is or lists, with their dotted keys."""
+    if is_component(value):
+        return [(value, key)]
+    if isinstance(value, list | ListConfig) and value and all(is_component(v) for v in value):
+        return [(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return []
+
+
+def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(target).parameters)
+    except ValueError:  # a function of C without a signature takes what it takes
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _hints(target: Callable) -> dict[str, object]:
+    try:
+        call = target.__init__ if inspect.isclass(target) else target
+        return typing.get_type_hints(call, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # names that only a type checker imports
+        return {}
+
+
+def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
+    """Keys to suggest: SAT's spelling `foo_config` where a component is expected."""
+    names = []
+    for name in parameters:
+        is_built = takes_component(hints.get(name)) and name not in params
+        if f"{name}_config" in params or is_built:
+            name = f"{name}_config"
+        if name not in ("args", "kwargs", "self"):
+            names.append(name)
+    return names

@@ -1,0 +1,187 @@
+"""The keys of DeepSpeed's configuration that are passed on to it, with the types they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from cogfast.schema.json_files import Range
+
+_COUNT = Annotated[float, Range(0, 10**12)]  # bucket sizes are often written as 5e8
+_BATCH = Annotated[int, Range(1, 10**5)]
+
+# Top-level key -> type. Source: deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
+TOP_KEYS: dict[str, Any] = {
+    "train_batch_size": Annotated[int, Range(1, 10**9)],
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "gradient_clipping": float,
+    "steps_per_print": Annotated[int, Range(1, 10**9)] | None,
+    "prescale_gradients": bool,
+    "gradient_predivide_factor": float,
+    "communication_data_type": Literal["fp32", "fp16", "bf16"] | None,
+    "zero_optimization": Mapping,
+    "zero_allow_untested_optimizer": bool,
+    "zero_force_ds_cpu_optimizer": bool,
+    "bf16": Mapping,
+    "fp16": Mapping,
+    "optimizer": Mapping,
+    "activation_checkpointing": Mapping,
+    "data_types": Mapping,
+    "flops_profiler": Mapping,
+    "comms_logger": Mapping,
+    "aio": Mapping,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "disable_allgather": bool,
+    "disable_python_gc": bool,
+    "timers": Mapping,
+    "log_level": str,
+}
+
+_SHARE = Annotated[float, Range(0, 1)]
+_DTYPE = Literal["fp32", "fp16", "bf16"] | None
+_OFFLOAD: dict[str, Any] = {
+    "device": Literal["none", "cpu", "nvme"],
+    "nvme_path": str | None,
+    "buffer_count": Annotated[int, Range(1, 10**6)],
+    "pin_memory": bool,
+}
+
+# Dotted key of a section -> its keys and their types; a section that is missing here is not checked
+# further. Source: deepspeed/runtime/zero/{config,offload_config,leaf_module_config}.py,
+# runtime/{precision_config,zenflow/zenflow_config,activation_checkpointing/config}.py,
+# runtime/swap_tensor/constants.py, profiling/constants.py, comm/config.py, utils/config.py.
+SECTION_KEYS: dict[str, dict[str, Any]] = {
+    "zero_optimization": {
+        "stage": Literal[0, 1, 2, 3],
+        **dict.fromkeys(
+            (
+                *("allgather_partitions", "allgather_sequential", "contiguous_gradients"),
+                *("cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks"),
+                *("gather_16bit_weights_on_model_save", "ignore_unused_parameters"),
+                *("legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings"),
+                *(
+                    "memory_efficient_linear",
+                    "override_module_apply",
+                    "pipeline_loading_checkpoint",
+                ),
+                *("reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory"),
+                *("stage3_gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params"),
+                *("use_multi_rank_bucket_allreduce", "zero_quantized_gradients"),
+                *("zero_quantized_nontrainable_weights", "zero_quantized_weights"),
+                *("compute_grad_norm", "overlap_comm", "stage3_gather_fp16_weights_on_model_save"),
+                *("cpu_offload_param", "cpu_offload", "stage3_allgather_sequential"),
+                *("stage3_use_all_reduce_for_fetch_params",),
+            ),
+            bool | None,
+        ),
+        **dict.fromkeys(
+            (
+                *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size"),
+                *("max_live_parameters", "max_reuse_distance", "model_persistence_threshold"),
+                *("module_granularity_threshold", "param_persistence_threshold"),
+                *("prefetch_bucket_size", "zero_hpz_partition_size", "parameter_alignment"),
+                *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+                *("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+                *("stage3_model_persistence_threshold", "stage3_module_granularity_threshold"),
+            ),
+            _COUNT | None,
+        ),
+        "offload_optimizer": Mapping | None,
+        "offload_param": Mapping | None,
+        "leaf_module": Mapping | None,
+        "zenflow": Mapping | None,
+    },
+    "bf16": {
+        "enabled": bool,
+        "immediate_grad_update": bool,
+        "check_grad_overflow": bool,
+        "bf16_master_weights_and_grads": bool,
+        "bf16_optimizer_states": bool,
+    },
+    "fp16": {
+        "enabled": bool,
+        "auto_cast": bool,
+        "loss_scale": float,
+        "loss_scale_window": Annotated[int, Range(1, 10**9)],
+        "initial_scale_power": Annotated[int, Range(0, 64)],
+        "hysteresis": Annotated[int, Range(1, 10**9)],
+        "consecutive_hysteresis": bool,
+        "min_loss_scale": float,
+        "fp16_master_weights_and_grads": bool,
+    },
+    "optimizer": {"type": str, "params": Mapping | None, "legacy_fusion": bool},
+    "zero_optimization.offload_optimizer": {
+        **_OFFLOAD,
+        **dict.fromkeys(("pipeline_read", "pipeline_write", "fast_init", "super_offload"), bool),
+        **dict.fromkeys(("ratio", "cpuadam_cores_perc"), _SHARE),
+    },
+    "zero_optimization.offload_param": {
+        **_OFFLOAD,
+        **dict.fromkeys(("buffer_size", "max_in_cpu"), _COUNT),
+    },
+    "zero_optimization.leaf_module": dict.fromkeys(
+        ("classes", "names", "name_suffixes"), list[str] | str
+    ),
+    "zero_optimization.zenflow": {
+        **dict.fromkeys(("topk_ratio", "auto_ratio", "pt_reserved_cores_perc"), _SHARE),
+        "select_strategy": Literal["auto", "step", "epoch"],
+        **dict.fromkeys(("select_interval", "update_interval"), _BATCH | Literal["auto"]),
+        **dict.fromkeys(("overlap_step", "offload"), bool),
+        "full_warm_up_rounds": Annotated[int, Range(0, 10**9)],
+    },
+    "activation_checkpointing": {
+        "number_checkpoints": Annotated[int, Range(1, 10**5)] | None,
+        **dict.fromkeys(
+            (
+                *("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"),
+                *("profile", "synchronize_checkpoint_boundary"),
+            ),
+            bool,
+        ),
+    },
+    "data_types": {
+        **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), _DTYPE),
+        "keep_in_fp32_modules": Literal["auto"] | list[str],
+    },
+    "flops_profiler": {
+        **dict.fromkeys(("enabled", "detailed"), bool),
+        **dict.fromkeys(("recompute_fwd_factor", "module_depth"), float),
+        **dict.fromkeys(("profile_step", "top_modules"), _BATCH),
+        "output_file": str | None,
+    },
+    "comms_logger": {
+        **dict.fromkeys(("enabled", "prof_all", "verbose", "debug"), bool),
+        "prof_ops": list[str],
+    },
+    "aio": {
+        **dict.fromkeys(
+            ("block_size", "queue_depth", "intra_op_parallelism"), Annotated[int, Range(1, 2**40)]
+        ),
+        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), bool),
+    },
+    "timers": {"throughput": Mapping},
+    "timers.throughput": dict.fromkeys(("enabled", "synchronized"), bool),
+}
+
+REFUSED_DEEPSPEED: dict[str, str] = {
+    "scheduler": "the learning rate is set by args.lr_schedule, lr_decay_style and warmup; remove it",
+    "amp": "apex mixed precision is not used; enable bf16 or fp16",
+    "torch_autocast": "the model has the precision of bf16 or fp16; enable one of them",
+    "tensorboard": "the run folder holds tensorboard/ already; remove it",
+    "wandb": "set args.wandb=true",
+    "csv_monitor": "the run folder holds metrics.jsonl; remove it",
+    "curriculum_learning": "not in this version; remove it",
+    "data_efficiency": "not in this version; remove it",
+    "elasticity": "checkpoints load at any world size; remove it",
+    "autotuning": "not in this version; remove it",
+    "compression_training": "not in this version; remove it",
+    "sparse_attention": "not in this version; remove it",
+    "sparse_gradients": "no embedding of the network has sparse gradients; remove it",
+    "pipeline": "not in this version; remove it",
+    "tensor_parallel": "set args.model_parallel_size",
+    "checkpoint": "checkpoints are not DeepSpeed's; see args.save_interval and keep_last",
+    "compile": "torch.compile is not in this version; remove it",
+}

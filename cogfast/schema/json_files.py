@@ -1,0 +1,255 @@
+"""Reads JSON that comes from outside: downloaded folders, other tools, files that may be damaged.
+
+Text is checked against a schema before anything uses it, and every failure is a ValueError of one
+line: where, key, value, rule, fix. A schema is a type:
+
+    bool, int, float, str, None, Any, Literal[...], X | Y, list[X], tuple[X, Y], dict[X, Y]
+    Annotated[X, rule]    with a further rule: Range(low, high), or Inside() for names of files
+    a dataclass           for a mapping -> an instance; unknown keys are ignored
+    {key: type}           for a mapping -> a dict that keeps unknown keys; NotRequired[type] for a
+                          key that may be absent
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import stat
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Annotated, Any, NotRequired, Union, get_args, get_origin
+
+from cogfast.schema.values import describe_type, fits, join, show
+
+MOST_BYTES = 64 << 20  # of a file; the index of a model with a million tensors has fewer
+MOST_NESTED = 32  # levels of lists and mappings
+_MOST_NAME = 1024  # bytes of a file that holds a name
+_MOST_SHOWN = 100  # characters of a value or a key in a message
+_AGAIN = "copy it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number from `low` to `high`, both included."""
+
+    low: float
+    high: float
+
+    def allows(self, value: float | int) -> bool:
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The name of a file below the folder that names it: no absolute path and no `..`."""
+
+    def allows(self, value: str) -> bool:
+        parts = (PurePosixPath(value), PureWindowsPath(value))
+        is_rooted = any(path.is_absolute() or path.drive or path.root for path in parts)
+        is_up = any(".." in path.parts for path in parts)
+        return bool(value.strip(".")) and "\0" not in value and not is_rooted and not is_up
+
+    def __str__(self) -> str:
+        return "that names a file inside the folder"
+
+
+Size = Annotated[int, Range(1, 2**24)]  # a width, a length, a number of layers
+InsideName = Annotated[str, Inside()]
+
+
+class _Mismatch(Exception):
+    """What is wrong with the value of a dotted key. is_near: its basic type is right."""
+
+    def __init__(self, key: str, text: str, is_near: bool) -> None:
+        super().__init__(text)
+        self.key, self.is_near = key, is_near
+
+
+def read_json(
+    path: str | Path, schema: Any = dict[str, Any], fix: str = _AGAIN, most_bytes: int = MOST_BYTES
+) -> Any:
+    """The content of the file at `path` as `schema` has it. fix: what the user can do."""
+    return parse_json(read_limited(path, most_bytes, fix), schema, str(path), fix)
+
+
+def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) -> Any:
+    """As read_json, of text that came with something else. where: for messages."""
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_number)
+        _walk(value)
+    except RecursionError:
+        text = f"its values nest in more than {MOST_NESTED} levels"
+        raise _error(where, text, fix) from None
+    except UnicodeDecodeError as error:
+        raise _error(where, f"damaged, its byte {error.start} is no UTF-8 text", fix) from None
+    except ValueError as error:  # JSONDecodeError, numbers of too many digits, and those below
+        raise _error(where, f"damaged JSON ({brief(str(error))})", fix) from None
+    return check(value, schema, where, fix)
+
+
+def check(value: object, schema: Any, where: str, fix: str = _AGAIN) -> Any:
+    """`value`, which json gave, as `schema` has it. where: for messages."""
+    try:
+        return _checked(value, schema, "")
+    except _Mismatch as error:
+        raise _error(where, str(error), fix) from None
+
+
+def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
+    """The bytes of a regular file of at most `most_bytes`. ValueError for anything else: a folder,
+    a pipe (which would block), a larger file."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise _error(str(path), "not a regular file", fix)
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise _error(str(path), f"cannot be read ({error.strerror})", fix) from None
+    if len(content) > most_bytes:
+        raise _error(str(path), f"more than {most_bytes} bytes, too many for its kind", fix)
+    return content
+
+
+def read_name(path: str | Path, fix: str = _AGAIN) -> str:
+    """The name, of a file or folder beside it, that is all the text of a file such as `latest`."""
+    try:
+        name = read_limited(path, _MOST_NAME, fix).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise _error(str(path), "damaged, it is no UTF-8 text", fix) from None
+    return check(name, InsideName, str(path), fix)
+
+
+def brief(text: str) -> str:
+    """The first characters of a value or a message, on one line that a terminal can show."""
+    text = " ".join(text[: 4 * _MOST_SHOWN].split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def _error(where: str, text: str, fix: str) -> ValueError:
+    return ValueError(f"{where}: {text}; {fix}")
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {brief(twice)} is there twice")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not a number of JSON")
+
+
+def _walk(value: object) -> None:
+    """Refuse what json lets through: deep nesting, 1e999, halves of surrogate pairs."""
+    level: list[Any] = [value]
+    for depth in itertools.count():
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                if not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
+                    raise ValueError("half of a surrogate pair in its text")
+            elif isinstance(item, float):
+                if not math.isfinite(item):
+                    raise ValueError("a number beyond the range of floats")
+            elif isinstance(item, dict | list):
+                if depth == MOST_NESTED:
+                    raise RecursionError
+                below += item
+                below += item.values() if isinstance(item, dict) else ()
+        if not below:
+            return
+        level = below
+
+
+def _checked(value: Any, schema: Any, key: str) -> Any:
+    if isinstance(schema, Mapping):
+        return _checked_keys(value, schema, key)
+    if dataclasses.is_dataclass(schema):
+        return _checked_fields(value, schema, key)
+    origin, args = get_origin(schema), get_args(schema)
+    if origin is Annotated:
+        found = _checked(value, args[0], key)
+        if not all(rule.allows(found) for rule in args[1:]):
+            raise _mismatch(key, value, schema, is_near=True)
+        return found
+    if origin in (Union, types.UnionType):
+        return _checked_union(value, schema, key)
+    if origin is list and isinstance(value, list):
+        return [_checked(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
+    if origin is tuple and isinstance(value, list):
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(value, kinds, strict=True))
+            return tuple(_checked(v, kind, f"{key}[{i}]") for i, (v, kind) in pairs)
+    elif origin is dict and isinstance(value, dict):
+        return {
+            _checked(k, args[0], key): _checked(v, args[1], join(key, brief(k)))
+            for k, v in value.items()
+        }
+    elif fits(value, schema):
+        return float(value) if schema is float else value
+    raise _mismatch(key, value, schema)
+
+
+def _checked_union(value: Any, schema: Any, key: str) -> Any:
+    """As the first that fits; where none does, the message of one whose basic type fits."""
+    near = None
+    for kind in get_args(schema):
+        try:
+            return _checked(value, kind, key)
+        except _Mismatch as error:
+            near = error if error.is_near or error.key != key else near
+    raise near or _mismatch(key, value, schema)
+
+
+def _checked_fields(value: Any, schema: Any, key: str) -> Any:
+    if not isinstance(value, dict):
+        raise _mismatch(key, value, dict)
+    hints, given = _hints(schema), {}
+    for field in dataclasses.fields(schema):
+        if field.name in value:
+            place = join(key, field.name)
+            given[field.name] = _checked(value[field.name], hints[field.name], place)
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise _Mismatch(key, f"key {join(key, field.name)} is missing", is_near=True)
+    return schema(**given)
+
+
+def _checked_keys(value: Any, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _mismatch(key, value, dict)
+    found = dict(value)
+    for name, kind in schema.items():
+        is_optional = get_origin(kind) is NotRequired
+        if name in value:
+            kind = get_args(kind)[0] if is_optional else kind
+            found[name] = _checked(value[name], kind, join(key, name))
+        elif not is_optional:
+            raise _Mismatch(key, f"key {join(key, name)} is missing", is_near=True)
+    return found
+
+
+@functools.cache
+def _hints(schema: Any) -> dict[str, Any]:
+    return typing.get_type_hints(schema, include_extras=True)
+
+
+def _mismatch(key: str, value: object, schema: Any, is_near: bool = False) -> _Mismatch:
+    rule, shown = describe_type(schema), brief(show(value))
+    text = f"{brief(key)}={shown} must be {rule}" if key else f"{shown} must be {rule}"
+    return _Mismatch(key, text, is_near)

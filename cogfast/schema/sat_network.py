@@ -1,0 +1,328 @@
+"""SAT's nested network_config and first_stage_config turned into our constructors' arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from cogfast.schema.json_files import Range
+from cogfast.schema.sat_unused import UNUSED
+from cogfast.schema.values import KeyProblem, check_mapping, check_type, join, show, unknown_key
+
+_NETWORK = "model.network_config.params"
+POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
+POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
+PATCH_EMBED = "dit_video_concat.ImagePatchEmbeddingMixin"
+ADALN = "dit_video_concat.AdaLNMixin"
+FINAL_LAYER = "dit_video_concat.FinalLayerMixin"
+LORA = "sat.model.finetune.lora2.LoraMixin"
+REGULARIZER = "vae_modules.regularizers.DiagonalGaussianRegularizer"
+
+_Width = Annotated[int, Range(1, 2**16)]  # of embeddings
+_Side = Annotated[int, Range(1, 4096)]
+_Length = Annotated[int, Range(1, 10**5)]
+_TextLength = Annotated[int, Range(0, 4096)]  # tokens
+_Scale = Annotated[float, Range(1e-3, 1000)]
+_Interpolation = {f"{axis}_interpolation": _Scale for axis in ("height", "width", "time")}
+_Patch = Annotated[int, Range(1, 64)]
+_PatchSize = _Patch | tuple[_Patch, _Patch, _Patch]
+# Key -> type of what SAT's DiffusionTransformer takes and we read.
+_NETWORK_KEYS: dict[str, Any] = {
+    "num_frames": _Length,
+    "time_compressed_rate": Annotated[int, Range(1, 64)],
+    **dict.fromkeys(("latent_width", "latent_height", "in_channels", "out_channels"), _Side),
+    "hidden_size": _Width,
+    "num_layers": Annotated[int, Range(1, 1000)],
+    "num_attention_heads": _Side,
+    "patch_size": _PatchSize,
+    "elementwise_affine": bool,
+    "time_embed_dim": _Width | None,
+    "ofs_embed_dim": _Width | None,
+    "default_ofs": Annotated[
+        float, Range(-(10**6), 10**6)
+    ],  # ours: what the network gets as `ofs` where nothing else is given
+    **_Interpolation,
+}
+_REQUIRED = (
+    *("num_frames", "time_compressed_rate", "latent_width", "latent_height", "in_channels"),
+    *("out_channels", "hidden_size", "num_layers", "num_attention_heads", "patch_size"),
+    "elementwise_affine",
+)
+# Key -> the one value with which SAT's class is the network of CogVideoX.
+_NETWORK_ONLY = {
+    "num_classes": None,
+    "input_time": "adaln",
+    "use_SwiGLU": False,
+    "use_RMSNorm": False,
+}
+_TRANSFORMER_ARGS: dict[str, Any] = {"checkpoint_activations": bool, "max_sequence_length": _Length}
+_TRANSFORMER_ARGS_ONLY = {
+    "layernorm_order": "pre",
+    "is_decoder": False,
+    "is_gated_mlp": False,
+    "is_rotary_emb": False,  # SAT's own rotary embedding, not the video one
+    "num_multi_query_heads": 0,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "drop_path": 0.0,
+    "layernorm_epsilon": 1e-5,
+    "inner_hidden_size": None,
+    "hidden_size_per_attention_head": None,
+}
+_MODULES = (
+    "pos_embed_config",
+    "patch_embed_config",
+    "adaln_layer_config",
+    "final_layer_config",
+    "lora_config",
+)
+_POSITION: dict[str, Any] = {"text_length": _TextLength, **_Interpolation}
+_ROTARY = {
+    "hidden_size_head": _Width,
+    "text_length": _TextLength,
+    "theta": Annotated[float, Range(1, 10**9)],
+    "learnable_pos_embed": bool,
+    "positions": Literal["integer", "pipeline"],  # ours
+}
+_LORA: dict[str, Any] = {
+    "r": _Side,
+    "lora_alpha": Annotated[float, Range(-(10**6), 10**6)],
+    "lora_dropout": Annotated[float, Range(0, 0.999)],
+    "layer_range": list[int] | None,
+    "target_modules": list[str],  # ours
+}
+# Names of the linears that have adapters, SAT's and diffusers' -> diffusers'
+_LORA_TARGETS = {
+    "query_key_value": ("to_q", "to_k", "to_v"),
+    "dense": ("to_out.0",),
+    **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0")},
+}
+# What both halves of SAT's autoencoder take; z_channels, ch and so on are read by ours.
+_CODER: dict[str, Any] = {
+    **dict.fromkeys(("z_channels", "in_channels", "out_ch", "ch"), Annotated[int, Range(1, 1024)]),
+    "num_res_blocks": Annotated[int, Range(1, 16)],
+    "ch_mult": list[Annotated[int, Range(1, 16)]],
+    "double_z": bool,
+    "temporal_compress_times": Annotated[int, Range(1, 64)],
+}
+_CODER_ONLY = {
+    "attn_resolutions": [],
+    "resamp_with_conv": True,
+    "pad_mode": "first",
+    "zq_ch": None,
+    "add_conv": False,
+    "give_pre_end": False,
+}
+
+
+def transformer_arguments(
+    params: Mapping, where: str = _NETWORK, unused: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The fields of TransformerConfig for SAT's network_config.params, every key checked.
+
+    Both forms are read: CogVideoX 1.0 (patch_size: 2) and 1.5 ([2, 2, 2]); the interpolations may
+    stand beside num_frames or in pos_embed_config. `unused` receives accepted keys nobody reads.
+    """
+    from cogfast.shapes import PatchSize  # here, since it imports torch
+
+    unused = {} if unused is None else unused
+    if isinstance(params, DictConfig):
+        params = OmegaConf.to_container(params, resolve=True)
+    own = {k: v for k, v in params.items() if k not in ("transformer_args", "modules")}
+    fields = _read(own, _NETWORK_KEYS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
+    _require(fields, _REQUIRED, where)
+    _require_positive(fields, fields.keys() - {"default_ofs"}, where)
+    fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
+    if fields.get("time_embed_dim") is None:
+        fields["time_embed_dim"] = fields["hidden_size"]
+    where_args = join(where, "transformer_args")
+    args = check_mapping(where_args, params.get("transformer_args"))
+    fields |= _read(
+        args, _TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
+    )
+    fields.pop("checkpoint_activations", None)  # the trainer's: args.activation_checkpointing
+    _require_positive(fields, ["max_sequence_length"], where_args)
+    where_modules = join(where, "modules")
+    modules = check_mapping(where_modules, params.get("modules"))
+    for name in modules:
+        if name not in _MODULES:
+            raise unknown_key(where_modules, name, _MODULES)
+    _require(modules, _MODULES[:-1], where_modules)
+    fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
+    patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
+    where_patch = join(where_modules, "patch_embed_config.params")
+    known = {"text_hidden_size": _Width}
+    fields |= _read(patch, known, where_patch, unused, "ImagePatchEmbeddingMixin", {"bias": True})
+    _require(fields, ("text_hidden_size",), where_patch)
+    adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
+    where_adaln = join(where_modules, "adaln_layer_config.params")
+    fields["qk_norm"] = _read(adaln, {"qk_ln": bool}, where_adaln, unused).get("qk_ln", True)
+    final = _module(modules, "final_layer_config", [FINAL_LAYER], where_modules)
+    _read(final, {}, join(where_modules, "final_layer_config.params"), unused)
+    if modules.get("lora_config") is not None:
+        fields |= _lora(modules, where_modules, unused)
+    return fields
+
+
+def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    """The argument of assemble_transformer for SAT's network_config.params."""
+    fields = transformer_arguments(params, where, unused)
+    from cogfast.model.transformer import TransformerConfig  # the factory may know the model
+
+    return {"config": TransformerConfig(**fields)}
+
+
+def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    """Fields about positions; interpolations at the network's level are already in `fields`."""
+    key = join(where, "pos_embed_config")
+    targets = (POSITION_SINCOS, POSITION_ROTARY)
+    params = _module({"pos_embed_config": node}, "pos_embed_config", targets, where)
+    where_params = join(key, "params")
+    head_width = fields["hidden_size"] // fields["num_attention_heads"]
+    if node["target"] == POSITION_SINCOS:
+        found = _read(params, _POSITION, where_params, unused)
+        _require_positive(found, _Interpolation, where_params)
+        for name in _Interpolation:
+            if name in found and fields.get(name, found[name]) != found[name]:
+                raise KeyProblem(
+                    join(where_params, name),
+                    f"{join(where_params, name)}={found[name]} but network_config.params.{name}="
+                    f"{fields[name]}; keep one of them",
+                )
+        return {"text_length": 0, **found, "position": "sincos"}
+    for name in _Interpolation:
+        if fields.pop(name, None) is not None:
+            outer = where.removesuffix(".modules")
+            unused[join(outer, name)] = UNUSED[f"Rotary3DPositionEmbeddingMixin.{name}"]
+    only = {"rot_v": False}
+    found = _read(params, _ROTARY, where_params, unused, "Rotary3DPositionEmbeddingMixin", only)
+    _require(found, ("hidden_size_head", "text_length"), where_params)
+    if found["hidden_size_head"] != head_width:
+        raise KeyProblem(
+            join(where_params, "hidden_size_head"),
+            f"{join(where_params, 'hidden_size_head')}={found['hidden_size_head']} must be "
+            f"hidden_size / num_attention_heads = {head_width}",
+        )
+    return {
+        "position": "rotary",
+        "text_length": found["text_length"],
+        "rope_theta": float(found.get("theta", 10000.0)),
+        "learnable_position": found.get("learnable_pos_embed", False),
+        "rotary_positions": found.get("positions", "integer"),
+    }
+
+
+def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    params = _module(modules, "lora_config", [LORA], where)
+    where_params = join(where, "lora_config.params")
+    found = _read(params, _LORA, where_params, unused, "LoraMixin", {"qlora": False})
+    _require(found, ("r",), where_params)
+    _require_positive(found, ["r"], where_params)
+    layers = found.get("layer_range")
+    key = join(where_params, "target_modules")
+    targets = found.get("target_modules", ["query_key_value", "dense"])
+    if not targets or not all(name in _LORA_TARGETS for name in targets):
+        use = f"one or more of {', '.join(_LORA_TARGETS)}"
+        raise KeyProblem(key, f"{key}={show(targets)}: adapters go on {use}")
+    return {
+        "lora_targets": tuple(dict.fromkeys(t for name in targets for t in _LORA_TARGETS[name])),
+        "lora_rank": found["r"],
+        "lora_alpha": float(found.get("lora_alpha", 1.0)),  # SAT's default: scaling is 1/r
+        "lora_dropout": float(found.get("lora_dropout", 0.0)),
+        "lora_layers": None if layers is None else tuple(layers),
+    }
+
+
+def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
+    """Arguments of video_autoencoder_from_sat for the params of SAT's wrapper, ours allowed too."""
+    kinds: dict[str, Any] = {
+        "ckpt_path": str | None,
+        "ignore_keys": list[str],
+        "encode_chunks": Literal["whole", "diffusers"],
+        "decode_chunks": Literal["serial", "whole"],
+        "use_slicing": bool,
+        "use_tiling": bool,
+        "tile_size": tuple[_Side, _Side] | None,
+    }
+    nested = ("encoder_config", "decoder_config", "regularizer_config")
+    own = {k: v for k, v in params.items() if k not in nested}
+    arguments = _read(own, kinds, where, unused, "VideoAutoencoderInferenceWrapper")
+    _require(params, nested[:2], where)
+    for name, target in zip(nested[:2], ("Encoder3D", "Decoder3D"), strict=True):
+        paths = [
+            f"{home}.cp_enc_dec.ContextParallel{target}" for home in ("vae_modules", "sgm.modules")
+        ]
+        coder = _module(params, name, paths, where)
+        where_coder = join(where, f"{name}.params")
+        arguments[name] = _read(coder, _CODER, where_coder, unused, "encoder_config", _CODER_ONLY)
+        _require(arguments[name], ("z_channels", "ch", "ch_mult", "num_res_blocks"), where_coder)
+        _require_positive(arguments[name], arguments[name], where_coder)
+        for multiple in arguments[name]["ch_mult"]:
+            _require_positive({"ch_mult": multiple}, ["ch_mult"], where_coder)
+    from cogfast.model.autoencoder import autoencoder_sizes  # the factory may know the model
+
+    autoencoder_sizes(arguments["encoder_config"], arguments["decoder_config"])
+    if params.get("regularizer_config") is not None:
+        regularizers = [
+            REGULARIZER,
+            "sgm.modules.autoencoding.regularizers." + REGULARIZER.split(".")[-1],
+        ]
+        chosen = _module(params, "regularizer_config", regularizers, where)
+        where_regularizer = join(where, "regularizer_config.params")
+        _read(chosen, {}, where_regularizer, unused, "", {"sample": True})
+    return arguments
+
+
+def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -> Mapping[str, Any]:
+    """The params of one `{target, params}` node whose target must be one of `targets`."""
+    node, key = modules[name], join(where, name)
+    if not isinstance(node, Mapping) or "target" not in node:
+        raise KeyProblem(key, f"{key}={show(node)} must be a mapping with target and params")
+    for part in node:
+        if part not in ("target", "params"):
+            raise unknown_key(key, part, ("target", "params"))
+    if node["target"] not in targets:
+        key = join(key, "target")
+        raise KeyProblem(key, f"{key}={node['target']}: use {' or '.join(targets)}")
+    return check_mapping(join(key, "params"), node.get("params"))
+
+
+def _read(
+    params: Mapping,
+    kinds: Mapping[str, Any],
+    where: str,
+    unused: dict[str, str],
+    sat_class: str = "",
+    only: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """The params that are read, after checking names and types of all of them."""
+    only, found = only or {}, {}
+    for name, value in params.items():
+        key = join(where, name)
+        if name in kinds:
+            check_type(key, value, kinds[name])
+            found[name] = value
+        elif name in only:
+            if value != only[name]:
+                raise KeyProblem(key, f"{key}={show(value)}: only {show(only[name])} works; use it")
+        elif f"{sat_class}.{name}" in UNUSED:
+            unused[key] = UNUSED[f"{sat_class}.{name}"]
+        else:
+            raise unknown_key(where, name, [*kinds, *only])
+    return found
+
+
+def _require(params: Mapping, names: Collection[str], where: str) -> None:
+    for name in names:
+        if params.get(name) is None:
+            raise KeyProblem(where, f"{join(where, name)} is missing")
+
+
+def _require_positive(params: Mapping, names: Collection[str], where: str) -> None:
+    for name in names:
+        value = params.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            key = join(where, name)
+            raise KeyProblem(key, f"{key}={value} must be above 0")

@@ -1,0 +1,287 @@
+"""Checks and completes the four sections of a merged configuration."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.components import check_component, is_component
+from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS
+from cogfast.schema.sat_classes import NETWORKS
+from cogfast.schema.sat_unused import UNUSED
+from cogfast.schema.values import (
+    KeyProblem,
+    check_keys,
+    check_mapping,
+    check_type,
+    join,
+    show,
+    unknown_key,
+)
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+_SECTIONS = ("model", "data", "args", "deepspeed")
+_COMPONENTS = (
+    *("network_config", "denoiser_config", "loss_fn_config", "sampler_config"),
+    *("first_stage_config", "conditioner_config"),
+)
+# Keys with one legal value, and what to do instead of another.
+_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
+    "model.use_pd": ((False, None), "progressive distillation is not in this version; use false"),
+    "model.lr_scale": ((None,), "super-resolution input is not in this version; remove it"),
+    "model.network_wrapper": (
+        (None, "sgm.modules.diffusionmodules.wrappers.OpenAIWrapper"),
+        "the network is called directly; remove it",
+    ),
+    "args.sdedit": ((False,), "SAT reads it nowhere; use false"),
+    "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
+    "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
+}
+# sft.yaml has these at the top of the section, where DeepSpeed never reads them.
+_LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+_CONDITIONER = "sgm.modules.GeneralConditioner"
+# DeepSpeed's names, and params of theirs that torch's AdamW does not have.
+_DEEPSPEED_ADAM = ("adam", "adamw")
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+_DEEPSPEED_ADAM_KEYS = ("adam_w_mode", "bias_correction", "torch_adam", "set_grad_none")
+
+
+def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
+    """Move keys to where they are read, and fill in defaults; `origins` follows."""
+    for name, section in config.items():
+        if name not in _SECTIONS:
+            raise _unknown_section(name)
+        _require_text_keys(section, name)
+        if section is None:
+            config[name] = {}
+        elif not isinstance(section, dict):
+            raise KeyProblem(name, f"{name}={show(section)} must be a mapping")
+    deepspeed = config.get("deepspeed") or {}
+    for name in _LOSS_SCALING:
+        if name in deepspeed:
+            value, origin = deepspeed.pop(name), origins.pop(f"deepspeed.{name}", DEFAULT)
+            fp16 = deepspeed.setdefault("fp16", {})
+            if isinstance(fp16, dict) and name not in fp16:
+                fp16[name] = value
+                origins[f"deepspeed.fp16.{name}"] = origin
+    zero = deepspeed.get("zero_optimization")
+    if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool):
+        origin = origins.pop("deepspeed.zero_optimization.cpu_offload", DEFAULT)
+        if zero.pop("cpu_offload") and "offload_optimizer" not in zero:
+            zero["offload_optimizer"] = {"device": "cpu"}  # what DeepSpeed replaced the key by
+            origins["deepspeed.zero_optimization.offload_optimizer.device"] = origin
+    for name, schema in (("model", ModelArguments), ("args", TrainArguments)):
+        section = config.setdefault(name, {})
+        for f, value in zip(fields(schema), vars_of(schema), strict=True):
+            if f.name not in section:
+                section[f.name] = value
+                origins[f"{name}.{f.name}"] = DEFAULT
+    args = config["args"]
+    for key in ("train_data", "valid_data"):
+        if isinstance(args[key], str):  # one folder; SAT's flag takes several
+            args[key] = [args[key]] if args[key] else []
+        elif args[key] is None:
+            args[key] = []
+    _spread_checkpointing(config, origins)
+
+
+def check_sections(
+    config: dict[str, Any], origins: Mapping[str, str], allow_import: tuple[str, ...]
+) -> dict[str, str]:
+    """Check every key and value; returns accepted keys that nothing reads, with the reasons."""
+    unused: dict[str, str] = {}
+    _check_section(config["args"], TrainArguments, "args", unused, (), origins)
+    _check_section(config["model"], ModelArguments, "model", unused, _COMPONENTS, origins)
+    for name in _COMPONENTS:
+        node, where = config["model"].get(name), f"model.{name}"
+        if node is None:
+            continue
+        if name == "network_config" and is_component(node) and node["target"] not in NETWORKS:
+            key = f"{where}.target"
+            text = f"{key}={show(node['target'])}: the network is {NETWORKS[0]}; use that"
+            raise KeyProblem(key, text)
+        if name == "conditioner_config":
+            _check_conditioner(node, where, allow_import, unused)
+        else:
+            check_component(node, where, allow_import, unused)
+    if config.get("data"):
+        check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
+    _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
+    return unused
+
+
+def _require_text_keys(node: object, where: str) -> None:
+    """YAML reads `7:` and `on:` as a number and a truth value; no key of ours is one."""
+    children = node.items() if isinstance(node, dict) else ()
+    if isinstance(node, list):
+        children = ((str(i), item) for i, item in enumerate(node))
+    for key, child in children:
+        if not isinstance(key, str):
+            inner = join(where, str(key))
+            raise KeyProblem(inner, f"unknown key {inner}: keys are text, this is {show(key)}")
+        _require_text_keys(child, join(where, key))
+
+
+def vars_of(schema: type) -> list[object]:
+    """The defaults of a dataclass, in the order of its fields."""
+    instance = schema()
+    return [getattr(instance, f.name) for f in fields(schema)]
+
+
+def _unknown_section(name: str) -> KeyProblem:
+    problem = unknown_key("", str(name), _SECTIONS)
+    for section, schema in (("args", TrainArguments), ("model", ModelArguments)):
+        if name in {f.name for f in fields(schema)}:
+            return KeyProblem(str(name), f"unknown key {name}; did you mean {section}.{name}?")
+    return problem
+
+
+def _spread_checkpointing(config: dict[str, Any], origins: dict[str, str]) -> None:
+    """Let args.checkpoint_activations, where it is set, replace the network's own value."""
+    value = config["args"]["checkpoint_activations"]
+    network = config["model"].get("network_config")
+    params = network.get("params") if isinstance(network, dict) else None
+    if value is None or not isinstance(params, dict):
+        return
+    inner = params.setdefault("transformer_args", {})
+    if isinstance(inner, dict) and inner.get("checkpoint_activations") != value:
+        inner["checkpoint_activations"] = value
+        key = "model.network_config.params.transformer_args.checkpoint_activations"
+        origins[key] = origins.get("args.checkpoint_activations", DEFAULT)
+
+
+def _check_section(
+    section: Mapping,
+    schema: type,
+    where: str,
+    unused: dict[str, str],
+    components: tuple[str, ...],
+    origins: Mapping[str, str],
+) -> None:
+    hints = typing.get_type_hints(schema, include_extras=True)
+    names = [f.name for f in fields(schema)]
+    silent = [key.partition(".")[2] for key in UNUSED if key.startswith(f"{where}.")]
+    single = [key.partition(".")[2] for key in _ONLY if key.startswith(f"{where}.")]
+    for name, value in section.items():
+        key = join(where, name)
+        if name in names:
+            if origins.get(key) != DEFAULT:
+                check_type(key, value, hints[name])
+        elif key in _ONLY:
+            allowed, fix = _ONLY[key]
+            if value not in allowed:
+                raise KeyProblem(key, f"{key}={show(value)}: {fix}")
+        elif key in UNUSED:
+            unused[key] = UNUSED[key]
+        elif name not in components:
+            raise unknown_key(where, str(name), [*names, *silent, *single, *components])
+
+
+def _check_conditioner(
+    node: object, where: str, allow_import: tuple[str, ...], unused: dict[str, str]
+) -> None:
+    """SAT's GeneralConditioner: one frozen text encoder, or none."""
+    node = check_mapping(where, node)
+    check_keys(node, ("target", "params"), where)
+    if node.get("target") != _CONDITIONER:
+        key = f"{where}.target"
+        raise KeyProblem(key, f"{key}={show(node.get('target'))}: use {_CONDITIONER}")
+    where = f"{where}.params"
+    params = check_mapping(where, node.get("params"))
+    for name, value in params.items():
+        if name in ("cor_embs", "cor_p"):
+            if value:
+                raise KeyProblem(join(where, name), f"{where}.{name}: only an empty list works")
+        elif name != "emb_models":
+            raise unknown_key(where, name, ("emb_models",))
+    entries, key = params.get("emb_models"), f"{where}.emb_models"
+    if not isinstance(entries, list):
+        raise KeyProblem(key, f"{key}={show(entries)} must be a list of text encoders")
+    if len(entries) > 1:
+        raise KeyProblem(key, f"{key} lists {len(entries)} encoders; CogVideoX reads one, for txt")
+    for entry in entries:
+        here = f"{key}[0]"
+        if not is_component(entry):
+            raise KeyProblem(here, f"{here} must be a mapping with target and params")
+        for name, kind in (("is_trainable", bool), ("input_key", str), ("ucg_rate", float)):
+            if name in entry:
+                check_type(join(here, name), entry[name], kind)
+        if entry.get("is_trainable"):
+            raise KeyProblem(here, f"{here}.is_trainable=true: text encoders are frozen; use false")
+        if entry.get("input_key", "txt") != "txt":
+            raise KeyProblem(
+                here, f"{here}.input_key={entry['input_key']}: captions are called txt"
+            )
+        if not 0 <= entry.get("ucg_rate", 0.0) <= 1:
+            raise KeyProblem(here, f"{here}.ucg_rate={entry['ucg_rate']} must be from 0 to 1")
+        check_component(entry, here, allow_import, unused)
+
+
+def _check_deepspeed(
+    section: Mapping, allow_import: tuple[str, ...], unused: dict[str, str]
+) -> None:
+    where = "deepspeed"
+    for name, value in section.items():
+        key = join(where, name)
+        if name in REFUSED_DEEPSPEED:
+            raise KeyProblem(key, f"{key}: {REFUSED_DEEPSPEED[name]}")
+        if name not in TOP_KEYS:
+            raise unknown_key(where, str(name), TOP_KEYS)
+        check_type(key, value, TOP_KEYS[name])
+        if key in UNUSED:
+            unused[key] = UNUSED[key]
+        _check_deepspeed_section(name, value, unused)
+    optimizer = section.get("optimizer")
+    if optimizer:
+        _check_optimizer(optimizer, allow_import, unused)
+
+
+def _check_deepspeed_section(name: str, section: object, unused: dict[str, str]) -> None:
+    """Check what DeepSpeed would refuse by a traceback of its own, or read as something else."""
+    known = SECTION_KEYS.get(name)
+    if known is None or not isinstance(section, Mapping):
+        return
+    for inner, value in section.items():
+        key = f"deepspeed.{name}.{inner}"
+        if inner not in known:
+            raise unknown_key(f"deepspeed.{name}", str(inner), known)
+        check_type(key, value, known[inner])
+        if key in UNUSED:
+            unused[key] = UNUSED[key]
+        _check_deepspeed_section(f"{name}.{inner}", value, unused)
+
+
+def _check_optimizer(
+    section: Mapping, allow_import: tuple[str, ...], unused: dict[str, str]
+) -> None:
+    where = "deepspeed.optimizer"
+    kind = section.get("type")
+    if not isinstance(kind, str):
+        raise KeyProblem(f"{where}.type", f"{where}.type={show(kind)} must name an optimizer")
+    params = check_mapping(f"{where}.params", section.get("params"))
+    for name in _NUMBERS:  # torch's classes would take a text and fail later
+        if name in params:
+            check_type(f"{where}.params.{name}", params[name], float)
+    if kind.lower() in _DEEPSPEED_ADAM:
+        for name in _DEEPSPEED_ADAM_KEYS:
+            check_type(f"{where}.params.{name}", params.get(name, True), bool)
+        params = {k: v for k, v in params.items() if k not in _DEEPSPEED_ADAM_KEYS}
+    elif "." not in kind:
+        raise KeyProblem(
+            f"{where}.type",
+            f"{where}.type={kind}: use sat.ops.FusedEmaAdam, Adam, AdamW or a class of torch.optim",
+        )
+    target = "torch.optim.AdamW" if kind.lower() in _DEEPSPEED_ADAM else kind
+    try:
+        check_component(
+            {"target": target, "params": params}, where, allow_import, unused, given=("params",)
+        )
+    except KeyProblem as problem:
+        text = str(problem).replace(f"{where}.target", f"{where}.type")
+        raise KeyProblem(problem.key.replace(".target", ".type"), text) from None

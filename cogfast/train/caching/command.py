@@ -1,0 +1,314 @@
+"""`cogfast cache`: encodes the clips and captions of a run's data once, on any number of ranks.
+
+Rank 0 plans which shard holds what, in the order in which training will ask for it; the missing
+shards are dealt out to the ranks, which write each for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cogfast.config import Config
+from cogfast.data.bad_samples import BadSample, BadSampleLog
+from cogfast.data.batches import read_sample
+from cogfast.data.cache.dataset import sample_key, source_files, used_samples
+from cogfast.data.cache.shards import (
+    SHARD_SAMPLES,
+    CacheIndex,
+    Shard,
+    Spec,
+    Writer,
+    is_complete,
+    rows_of,
+    write_shard,
+)
+from cogfast.data.cache.source_hashes import Sources, hash_text
+from cogfast.data.datasets import CaptionedVideos, Sample
+from cogfast.data.video.dali import dali_of_this_process
+from cogfast.data.workers.read_ahead import Reads, read_ahead
+from cogfast.files import WriteError, remove_unfinished, write_text
+from cogfast.model.transformer import build_transformer
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
+from cogfast.train.caching.entries import encode_samples
+from cogfast.train.caching.progress import CacheProgress
+from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.train.encode import Encoder
+from cogfast.train.preflight.data_survey import survey_datasets
+
+logger = logging.getLogger(__name__)
+
+_CAPTIONS_AT_ONCE = 8
+_HASHED_AT_ONCE = 256  # files, by each rank
+_SECONDS_PER_WRITE = 30.0  # of hashes: what a kill costs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clip:
+    """One sample to encode: where its data set has it, and the key of its caption."""
+
+    dataset: CaptionedVideos
+    index: int
+    text_key: str
+
+    @property
+    def path(self) -> str:
+        return self.dataset.name(self.index)
+
+    @property
+    def caption(self) -> str:
+        return self.dataset.captions[self.index]
+
+
+def cache_latents(config: Config) -> None:
+    """Make args.latent_cache hold all samples of args.train_data and args.valid_data."""
+    args = TrainArguments.from_config(config)
+    groups = start_processes()
+    folder = Path(args.latent_cache)
+    try:
+        with ExitStack() as stack:
+            groups.on_main(lambda: _own(stack, folder))
+            _CacheRun(config, args, groups, folder).run()
+            groups.gather(None)  # nobody needs the writer any more
+    except WriteError as error:
+        raise RuntimeError(
+            f"args.latent_cache: {error}; what is in the cache stays valid: make room and run "
+            "`cogfast cache` again, it goes on from there"
+        ) from None
+    groups.close()
+
+
+def _own(stack: ExitStack, folder: Path) -> None:
+    stack.enter_context(Writer(folder))
+    remove_unfinished(folder)
+
+
+class _CacheRun:
+    """One call of the command, on one rank."""
+
+    def __init__(
+        self, config: Config, args: TrainArguments, groups: ProcessGroups, folder: Path
+    ) -> None:
+        self.config, self.args, self.groups, self.folder = config, args, groups, folder
+        datasets = assemble_datasets(config, dataclasses.replace(args, latent_cache=None))
+        datasets, _ = survey_datasets(datasets, args, groups, global_batch=1)
+        self.clips = [*_in_order(datasets.train, args.seed), *_in_order(datasets.valid, args.seed)]
+        self.bad = BadSampleLog(
+            folder / "bad_samples.jsonl", len(self.clips), args.max_bad_fraction
+        )
+
+    def run(self) -> None:
+        sources = self._hash_sources()
+        first = self.clips[0].dataset
+        specs = self.groups.on_main(
+            lambda: specs_of(self.config, self.args, first.settings, sources)
+        )
+        keys = [sample_key(clip.dataset, clip.index, sources) for clip in self.clips]
+        plan = self.groups.on_main(lambda: self._plan(specs, sources, keys))
+        missing = self.groups.on_main(lambda: [s for s in plan if not is_complete(self.folder, s)])
+        by_text, by_video = {}, {}
+        for clip, key in zip(self.clips, keys, strict=True):
+            by_text.setdefault(clip.text_key, clip)
+            by_video.setdefault(key, clip)
+        done = {s.file for s in plan} - {s.file for s in missing}
+        for shard in plan:
+            if shard.file in done:
+                self._note_bad(shard, rows_of(self.folder / shard.file), by_text, by_video)
+        self._encode("text", self._encode_text, missing, by_text, by_video)
+        self._encode("video", self._encode_videos, missing, by_text, by_video)
+        self.groups.gather(None)
+        self.groups.on_main(lambda: self._finish(plan, by_text, by_video))
+
+    def _hash_sources(self) -> Sources:
+        """The content hashes of all videos; each rank reads a share of what may have changed."""
+        sources = Sources(self.folder)
+        before = dict(sources.known)
+        files: dict[str, tuple[int, ...]] = {}
+        for clip in self.clips:
+            files |= source_files(clip.dataset, [clip.index])
+        stale = sources.changed(files)
+        if stale:
+            logger.info("reading %d videos to know them again", len(stale))
+        at_once, last = _HASHED_AT_ONCE * self.groups.world_size, time.monotonic()
+        for start in range(0, len(stale), at_once):
+            mine = stale[start : start + at_once][self.groups.rank :: self.groups.world_size]
+            for found in self.groups.gather(sources.hash(mine, files)):
+                sources.known |= found
+            if self.groups.broadcast(time.monotonic() - last > _SECONDS_PER_WRITE):
+                last = time.monotonic()
+                self.groups.on_main(sources.write)
+                logger.info("read %d of %d videos", min(start + at_once, len(stale)), len(stale))
+        changed = sum(before[n][-1] != now[-1] for n, now in sources.known.items() if n in before)
+        if changed:
+            logger.info("%d sources changed since caching; re-encoding %d", changed, changed)
+        return sources
+
+    def _plan(self, specs: dict[str, Spec], sources: Sources, keys: list[str]) -> list[Shard]:
+        index = CacheIndex.read(self.folder)
+        for kind, spec in specs.items():
+            difference = index.difference(kind, spec)
+            if difference is not None:
+                logger.warning("%s: encoding anew; what is there stays beside it", difference)
+        texts = [clip.text_key for clip in self.clips]
+        plan = index.plan("text", specs["text"], texts, self.folder)
+        plan += index.plan("video", specs["video"], keys, self.folder)
+        sources.write()
+        index.write(self.folder)
+        return plan
+
+    def _encode(
+        self,
+        kind: str,
+        encode: Callable,
+        missing: list[Shard],
+        by_text: dict[str, Clip],
+        by_video: dict[str, Clip],
+    ) -> None:
+        """Write this rank's share of the missing shards of a kind."""
+        of_kind = [shard for shard in missing if shard.kind == kind]
+        size = self.groups.world_size
+        dealt = [of_kind[rank::size] for rank in range(size)]
+        clips = by_text if kind == "text" else by_video
+        what = "captions" if kind == "text" else "clips"
+        with CacheProgress(self.groups, self.folder, what, dealt) as progress:
+            for shard, tensors, rows in encode(dealt[self.groups.rank], clips, progress):
+                write_shard(self.folder / shard.file, tensors, rows)
+                self._note_bad(shard, rows, by_text, by_video)
+                self.bad.check()
+
+    def _encode_text(
+        self, shards: Sequence[Shard], clips: dict[str, Clip], progress: CacheProgress
+    ) -> Iterator[tuple[Shard, dict[str, Tensor], list[dict]]]:
+        encoder = self._encoder() if shards else None
+        for shard in shards:
+            tensors, rows = {}, []
+            for start in range(0, len(shard.keys), _CAPTIONS_AT_ONCE):
+                keys = shard.keys[start : start + _CAPTIONS_AT_ONCE]
+                captions = [clips[key].caption for key in keys]
+                embeddings = encoder.encode_text(captions).cpu()  # sync: into a file
+                for i, (caption, embedding) in enumerate(zip(captions, embeddings, strict=True)):
+                    row = {"caption": caption}
+                    if embedding.isfinite().all():
+                        tensors[f"{start + i}.embedding"] = embedding.clone()
+                    else:
+                        row["bad"] = "the embedding of its caption is not finite"
+                    rows.append(row)
+                progress.add(len(keys))
+            yield shard, tensors, rows
+
+    def _encode_videos(
+        self, shards: Sequence[Shard], clips: dict[str, Clip], progress: CacheProgress
+    ) -> Iterator[tuple[Shard, dict[str, Tensor], list[dict]]]:
+        if not shards:
+            return
+        encoder = self._encoder()
+        at_once = self.args.batch_size
+        batches = [
+            [clips[key] for key in shard.keys[start : start + at_once]]
+            for shard in shards
+            for start in range(0, len(shard.keys), at_once)
+        ]
+        reading = read_ahead(
+            _Clips(batches, self.args.decode_timeout),
+            range(len(batches)),
+            dali=dali_of_this_process(self.clips[0].dataset.settings.video_backend),
+            num_workers=self.args.num_workers,
+            prefetch_factor=self.args.prefetch_factor,
+        )
+        with closing(reading) as read:
+            for shard in shards:
+                tensors, rows = {}, []
+                for start in range(0, len(shard.keys), at_once):
+                    keys, samples = shard.keys[start : start + at_once], next(read)
+                    for row, entry in encode_samples(
+                        samples, keys, encoder, self.args.cached_noised_images, self.groups.device
+                    ):
+                        tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
+                        rows.append(row)
+                    progress.add(len(samples))
+                yield shard, tensors, rows
+
+    def _encoder(self) -> Encoder:
+        """Frozen parts that are built when they are first used."""
+        with torch.device("meta"):
+            transformer = build_transformer(self.config.model)
+        return assemble_encoder(self.config, self.args, transformer, self.groups)
+
+    def _note_bad(
+        self,
+        shard: Shard,
+        rows: list[dict],
+        by_text: dict[str, Clip],
+        by_video: dict[str, Clip],
+    ) -> None:
+        clips = by_text if shard.kind == "text" else by_video
+        for key, row in zip(shard.keys, rows, strict=True):
+            if "bad" in row and key in clips:
+                self.bad.add(clips[key].path, row["bad"])
+
+    def _finish(
+        self, plan: list[Shard], by_text: dict[str, Clip], by_video: dict[str, Clip]
+    ) -> None:
+        """Write the list of bad samples anew, in the order of the plan, and say how it went."""
+        lines, num_bytes = {}, 0
+        for shard in plan:
+            clips = by_text if shard.kind == "text" else by_video
+            num_bytes += (self.folder / shard.file).stat().st_size
+            for key, row in zip(shard.keys, rows_of(self.folder / shard.file), strict=True):
+                if "bad" in row and key in clips:
+                    lines.setdefault(clips[key].path, row["bad"])
+        for path, reason in lines.items():
+            self.bad.add(path, reason)
+        self.bad.check()
+        text = "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in lines.items())
+        if lines:
+            write_text(self.bad.file, text)
+        else:
+            self.bad.file.unlink(missing_ok=True)
+        logger.info(
+            "%s holds all %d samples (%.2f GiB), %d of them bad; train with args.latent_cache=%s",
+            *(self.folder, len(self.clips), num_bytes / 2**30, len(lines), self.folder),
+        )
+
+
+def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
+    """The samples in the order in which training first asks for them, then those of no epoch yet.
+
+    How buckets take turns depends on the samples of training's steps, which nobody knows here: each
+    has a shard's, so that most shards are of one size.
+    """
+    if videos is None:
+        return
+    order = videos.order(seed, SHARD_SAMPLES["video"])
+    steps = range(order.num_steps(1))
+    first = [order.index(step, slot) for step in steps for slot in range(order.global_batch)]
+    for index in dict.fromkeys([*first, *used_samples(videos)]):
+        yield Clip(videos, index, hash_text(videos.captions[index]))
+
+
+class _Clips(Reads):
+    """Micro-batches of samples, those that cannot be read as what is wrong with them."""
+
+    def __init__(self, batches: list[list[Clip]], timeout: float) -> None:
+        self.batches, self.timeout = batches, timeout
+
+    def name(self, number: int) -> str:
+        return ", ".join(clip.path for clip in self.batches[number])
+
+    def __getitem__(self, number: int) -> list[Sample | BadSample]:
+        return [self._sample(clip) for clip in self.batches[number]]
+
+    def _sample(self, clip: Clip) -> Sample | BadSample:
+        try:
+            return read_sample(clip.dataset, clip.index, self.timeout)
+        except BadSample as error:
+            return error

@@ -1,0 +1,64 @@
+"""How far `cogfast cache` is: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cogfast.data.cache.shards import Shard
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.run.progress_bar import open_bar
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_PER_LINE = 30.0  # of the log
+
+
+class CacheProgress:
+    """What all ranks have encoded, told by rank 0; shards: those of each rank, in the order in which
+    it writes them."""
+
+    def __init__(
+        self, groups: ProcessGroups, folder: Path, what: str, shards: Sequence[Sequence[Shard]]
+    ) -> None:
+        self.folder, self.what = folder, what
+        self.total = sum(len(shard.keys) for of_rank in shards for shard in of_rank)
+        # The next one at the end: who wants to know how far a rank is looks for that file alone.
+        self.others = [list(reversed(s)) for rank, s in enumerate(shards) if rank != groups.rank]
+        self.done = self.done_by_others = 0
+        self.is_shown = groups.is_main and self.total > 0
+        self.bar = None
+
+    def __enter__(self) -> CacheProgress:
+        self.start = self.last_line = time.monotonic()
+        if self.is_shown:
+            self.bar = open_bar(self.what, self.total)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.is_shown and kind is None:
+            seconds = time.monotonic() - self.start
+            logger.info("encoded %d %s: %.2f/s here", self.done, self.what, self.done / seconds)
+
+    def add(self, number: int) -> None:
+        """Count what this rank has encoded."""
+        self.done += number
+        if not self.is_shown:
+            return
+        for left in self.others:
+            while left and (self.folder / left[-1].file).exists():
+                self.done_by_others += len(left.pop().keys)
+        done = self.done + self.done_by_others
+        now = time.monotonic()
+        rate = done / (now - self.start)
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, note=f"{rate:.2f}/s")
+        elif now - self.last_line >= _SECONDS_PER_LINE:
+            self.last_line = now
+            left = (self.total - done) / rate / 60
+            text = "%d of %d %s encoded, %.2f/s, %.1f minutes left"
+            logger.info(text, done, self.total, self.what, rate, left)

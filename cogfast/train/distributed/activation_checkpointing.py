@@ -1,0 +1,282 @@
+"""Activation checkpointing, block by block: what is kept for the backward pass, and what runs again.
+
+    none            everything is kept
+    pointwise       products of matrices and attention are kept, norms, rotation and gelu run again
+    attention_kept  attention's output and lse are kept, the rest runs again
+    full            only the block's input is kept
+
+All give the same gradients, bit for bit where kernels repeat theirs. `auto` begins with full: in the
+first step weights, gradients and optimizer take their room, the second is measured. Then each block
+gets the policy that recomputes least of those that fit (memory_plan.py). With args.compile the two in the
+middle are inside of what is compiled, where they guide the compiler's own choice of what to keep.
+
+Attention written out in plain PyTorch, as short sequences in half precision run on a CPU, has no op
+of its own: there the products that it consists of are kept in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import cogfast.kernels.flash_attention  # noqa: F401  its op is named below
+from cogfast.model.block import Block
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.distributed.memory_plan import (
+    LADDER,
+    LayerShape,
+    Policy,
+    describe,
+    kept_by_all,
+    plan_layers,
+)
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
+from cogfast.train.distributed.tensor_parallel import ParallelLinear
+
+logger = logging.getLogger(__name__)
+
+_MARGIN = 0.04  # of the memory: what the allocator loses between its blocks
+_STEPS_BEFORE_AUTO = 2
+_LOW_RANK = 4  # times smaller than the product's sides: a matmul as cheap as reading its result
+
+_aten = torch.ops.aten
+_ATTENTION = {torch.ops.cogfast.flash_attention.default, _aten.bmm.default, _aten.baddbmm.default}
+_MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
+
+
+def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return _kept_if(op in _ATTENTION)
+
+
+def _keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
+    return _kept_if(op in _ATTENTION or is_product)
+
+
+def _kept_if(is_kept: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_low_rank(a: Tensor, b: Tensor) -> bool:
+    """Whether a [n, k] b [k, m] has a k far below n and m: LoRA's second product, whose result is as
+    large as that of the linear it is added to and would be kept beside it."""
+    return a.ndim == 2 and _LOW_RANK * a.shape[1] < min(a.shape[0], b.shape[1])
+
+
+_CONTEXTS = {
+    "attention_kept": partial(create_selective_checkpoint_contexts, _keep_attention),
+    "pointwise": partial(create_selective_checkpoint_contexts, _keep_products),
+}
+
+
+@cache
+def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
+    """A function of a block and its inputs. Blocks of one policy share it, and its graphs."""
+    options = {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    if policy in _CONTEXTS:
+        options["context_fn"] = _CONTEXTS[policy]
+    if not is_compiled or policy == "full":
+        return partial(checkpoint, **options)  # full calls the compiled block twice
+
+    def run(block: Block, *inputs: object) -> Tensor:
+        return checkpoint(block.forward, *inputs, **options)
+
+    return torch.compile(run, fullgraph=True, dynamic=None)
+
+
+def apply_policies(
+    transformer: DiffusionTransformer, policies: Sequence[Policy], is_compiled: bool = False
+) -> None:
+    """Let each block run under its policy while the transformer trains."""
+    keep_rng = transformer.config.lora_dropout > 0  # nothing else draws inside of a block
+    transformer.training_calls = tuple(
+        block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
+        for block, policy in zip(transformer.blocks, policies, strict=True)
+    )
+
+
+class ActivationCheckpointing:
+    """The policies of a run. Within `with`, running out of memory ends in a line that says which
+    policy would fit."""
+
+    def __init__(
+        self,
+        transformer: DiffusionTransformer,
+        choice: Policy | Literal["auto"],
+        groups: ProcessGroups,
+        is_compiled: bool = False,
+        most_rows: int = 0,
+    ) -> None:
+        """is_compiled: args.compile. most_rows: B S of the largest micro-batch of the run, where that
+        is known; else the last one is taken for it."""
+        self.transformer, self.choice, self.groups = transformer, choice, groups
+        self.is_compiled, self.most_rows = is_compiled, most_rows
+        self.is_settled = choice != "auto"
+        self.layer: LayerShape | None = None  # of the last micro-batch
+        self.num_steps = 0  # done
+        self.is_inside_step = False
+        # Bytes on the device before the blocks of a step, and what a step takes on top, at most,
+        # beside what blocks keep; auto measures it on a GPU.
+        self.bytes_before = 0
+        self.bytes_on_top: int | None = None
+        trained = (p for p in transformer.parameters() if p.requires_grad)
+        self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        self._use([choice if self.is_settled else "full"] * len(transformer.blocks))
+
+    def _use(self, policies: Sequence[Policy]) -> None:
+        self.policies = tuple(policies)
+        apply_policies(self.transformer, policies, self.is_compiled)
+        first, *others = self.transformer.training_calls
+        self.transformer.training_calls = (partial(self._look, first), *others)
+
+    def _look(self, call: Callable[..., Tensor], hidden: Tensor, *others: object) -> Tensor:
+        """The first block's call, hidden [B, S, M]: from here on activations add up."""
+        device = self.groups.device
+        if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
+            self.layer = layer_shape(self.transformer, hidden)
+        if device.type == "cuda":
+            if not self.is_inside_step:
+                self.bytes_before = torch.cuda.memory_allocated(device)
+            if not self.is_settled:
+                torch.cuda.reset_peak_memory_stats(device)
+        self.is_inside_step = True
+        return call(hidden, *others)
+
+    def after_backward(self) -> None:
+        """Called after each micro-batch's backward pass."""
+        device = self.groups.device
+        if not self.is_settled and self.layer is not None and device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) - self.bytes_before
+            on_top = peak - kept_by_all(self.layer, self.policies)
+            self.bytes_on_top = max(self.bytes_on_top or 0, on_top)
+
+    def after_step(self) -> None:
+        """Called after each optimizer step; after the second, auto chooses, on all ranks alike."""
+        self.is_inside_step = False
+        self.num_steps += 1
+        if self.is_settled or self.layer is None:
+            return
+        if self.num_steps < _STEPS_BEFORE_AUTO:
+            self.bytes_on_top = None
+            return
+        self.is_settled = True
+        free, total = _device_memory(self.groups.device)
+        self._look_ahead()
+        here = free - int(_MARGIN * total) - self._on_top()
+        self._use(plan_layers(self.layer, len(self.policies), min(self.groups.gather(here))))
+        peak = total - free + self._need(self.policies)
+        logger.info(
+            "activation checkpointing: %s; predicted peak %.1f of %.1f GiB",
+            describe(self.policies),
+            peak / 2**30,
+            total / 2**30,
+        )
+
+    def _look_ahead(self) -> None:
+        """Put the run's largest micro-batch in the place of the one that was measured."""
+        measured, self.layer = (
+            self.layer,
+            replace(self.layer, num_rows=max(self.layer.num_rows, self.most_rows)),
+        )
+        if self.bytes_on_top is not None:
+            # What grows with the rows, the activations beside what blocks keep, and what does not.
+            of_rows = max(0, self.bytes_on_top - self.gradient_bytes)
+            self.bytes_on_top += of_rows * self.layer.num_rows // measured.num_rows - of_rows
+
+    def _on_top(self) -> int:
+        if self.bytes_on_top is not None:
+            return self.bytes_on_top
+        return self.layer.live + self.gradient_bytes
+
+    def _need(self, policies: Sequence[Policy]) -> int:
+        """Bytes that a step takes, beside what is there before it."""
+        return self._on_top() + kept_by_all(self.layer, policies)
+
+    def __enter__(self) -> ActivationCheckpointing:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # sampling for an evaluation keeps nothing: its error is its own
+        if isinstance(error, torch.OutOfMemoryError) and self.transformer.training:
+            raise RuntimeError(f"out of memory: {self._advice()}") from None
+
+    def _advice(self) -> str:
+        smaller = (
+            "a smaller deepspeed.train_micro_batch_size_per_gpu, fewer frames or a smaller size, or "
+            "more GPUs to share the optimizer's state"
+        )
+        if self.layer is None:
+            return f"no block has run yet, so activation checkpointing cannot help; take {smaller}"
+        free, total = _device_memory(self.groups.device)
+        if self.groups.device.type == "cuda":  # what others have left, and what is ours
+            free += torch.cuda.memory_allocated(self.groups.device)
+        free -= int(_MARGIN * total) + self.bytes_before
+        used = f"args.activation_checkpointing={self.choice} ({describe(self.policies)})"
+        kept = kept_by_all(self.layer, self.policies)
+        for policy in reversed(LADDER):
+            policies = [policy] * len(self.policies)
+            less = kept_by_all(self.layer, policies)
+            if less < kept and self._need(policies) <= free:
+                return (
+                    f"{used} keeps {kept / 2**30:.1f} GiB of activations; {policy} keeps "
+                    f"{less / 2**30:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
+                )
+        if set(self.policies) == {"full"}:
+            return f"{used} keeps the least there is; take {smaller}"
+        return (
+            f"{used} keeps {kept / 2**30:.1f} GiB of activations; not even full would fit, which "
+            f"keeps the least; set it, and take {smaller}"
+        )
+
+
+def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape:
+    """Of the first block's input [B, S, M]."""
+    config, block = transformer.config, transformer.blocks[0]
+    named = transformer.blocks.named_parameters()
+    return LayerShape(
+        num_rows=hidden.shape[:2].numel(),
+        width=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        bytes_per_number=hidden.element_size(),
+        num_parts=block.fc1.group.size if isinstance(block.fc1, ParallelLinear) else 1,
+        splits_rows=isinstance(block, SequenceParallelBlock),
+        adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
+        is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
+    )
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that this process may still take, and those of the device. On a CPU the processes of a
+    machine share what is available; where the machine does not say it, there is no limit."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + held, total
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 2**60, 2**60
+    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 1024 * kib["MemAvailable"] // num_sharing, 1024 * kib["MemTotal"]

@@ -1,0 +1,87 @@
+"""Compilers of a run: torch.compile for the blocks, and what Triton and Inductor need to build code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from cogfast.config import Config, refuse
+from cogfast.kernels.gpu import launch
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.schema.arguments import TrainArguments
+
+logger = logging.getLogger(__name__)
+
+# Graphs of one block that a run may come to: training, held-out loss and sampling differ in
+# gradients, in one sample or several, in a size of one here and there. PyTorch's limit is 8, and
+# with fullgraph the ninth would end the run.
+_MOST_GRAPHS = 64
+
+
+def compile_blocks(transformer: DiffusionTransformer) -> None:
+    """Compile every block in place; names of parameters stay.
+
+    All blocks share their graphs. The first shape, the training batch's, gets one of its own; one
+    with sizes left open serves the later ones. fullgraph: what torch.compile cannot see through is
+    an error, not a slow block. A block that recomputes a part of itself is compiled once more, with
+    the checkpoint inside (activation_checkpointing.py).
+    """
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
+    for block in transformer.blocks:
+        block.compile(fullgraph=True, dynamic=None)
+    logger.info("args.compile: blocks are compiled as they first run")
+
+
+def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> None:
+    """ValueError where `args.kernels` or `args.compile` need what this machine does not have, or
+    training does not go with them."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and args.kernels == "triton":
+        _check_triton(config, "args.kernels", "args.kernels=triton", "args.kernels=torch")
+    if not args.compile:
+        return
+    key, what, instead = "args.compile", "args.compile=true", "args.compile=false"
+    if is_training and args.zero_stage == 3:
+        text = f"{what} cannot see through ZeRO-3's gathering of weights; use stage 2 or {instead}"
+        refuse(config, key, text)
+    if has_gpu:
+        _check_triton(config, key, what, instead)
+    else:
+        program = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
+        _require_program(config, key, f"{what} on a CPU", "CXX", (program,), instead)
+        _require_headers(config, key, what, instead)
+
+
+def _check_triton(config: Config, key: str, what: str, instead: str) -> None:
+    """Triton itself, and the C compiler that builds what starts its kernels."""
+    if not launch.HAS_TRITON:
+        text = f"{what} needs Triton, which is not installed; pip install triton, or use {instead}"
+        refuse(config, key, text)
+    _require_program(config, key, what, "CC", ("gcc", "clang"), instead)
+    _require_headers(config, key, what, instead)
+
+
+def _require_program(
+    config: Config, key: str, what: str, variable: str, programs: tuple[str, ...], instead: str
+) -> None:
+    """One of `programs`, or the one that the environment names in their place, must be there."""
+    named = os.environ.get(variable)
+    if any(map(shutil.which, [named] if named else programs)):
+        return
+    missing = f"{variable}={named} is not there" if named else f"there is no {programs[0]}"
+    text = f"{what} needs a compiler and {missing}; install it, name another in {variable}"
+    refuse(config, key, f"{text}, or use {instead}")
+
+
+def _require_headers(config: Config, key: str, what: str, instead: str) -> None:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        text = f"{what} needs Python's headers, and {header} is not there; install them"
+        refuse(config, key, f"{text} (python3-dev), or use {instead}")

@@ -1,0 +1,135 @@
+"""The batches of ranks that share a model: the first of them reads, all get what it has read.
+
+On a GPU the next batches are copied while the model computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cogfast.data.batches import Batch, BatchLoader, to_device
+from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
+
+
+class DeviceAhead:
+    """The batches of `batches`, in their order, with tensors on a GPU; `depth` of them are copied,
+    on a stream of their own, before they are asked for. An error or the end comes in its place.
+
+    Waits for a batch that is not read yet. Without pinned memory a copy would hold the host up.
+    """
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device, depth: int) -> None:
+        self._batches, self._device, self._depth = batches, device, depth
+        self._stream = torch.cuda.Stream(device)
+        self._ahead: deque[tuple[Batch, torch.cuda.Event] | Exception] = deque()
+
+    def __next__(self) -> Batch:
+        while len(self._ahead) <= self._depth and not self._has_ended():
+            self._ahead.append(self._start_next())
+        first = self._ahead.popleft()
+        if isinstance(first, Exception):
+            self._ahead.appendleft(first)  # whoever asks again is told again
+            raise first
+        batch, is_copied = first
+        now = torch.cuda.current_stream(self._device)
+        now.wait_event(is_copied)
+        for value in batch.values():
+            if isinstance(value, Tensor):
+                # The copies' stream made it and would use its memory again once it is dropped here.
+                value.record_stream(now)
+        return batch
+
+    def _has_ended(self) -> bool:
+        return bool(self._ahead) and isinstance(self._ahead[-1], Exception)
+
+    def _start_next(self) -> tuple[Batch, torch.cuda.Event] | Exception:
+        try:
+            batch = next(self._batches)
+        except Exception as error:  # StopIteration too
+            return error
+        with torch.cuda.stream(self._stream):
+            batch = {
+                key: value.to(self._device, non_blocking=True)
+                if isinstance(value, Tensor)
+                else value
+                for key, value in batch.items()
+            }
+        return batch, self._stream.record_event()
+
+
+class ModelBatches:
+    """The micro-batches of one data-parallel rank, on its devices.
+
+    loader: on the first rank of a model; None on the others, which have no reading processes.
+    num_ahead: of its batches that are copied to a GPU ahead of time.
+    """
+
+    def __init__(
+        self, loader: BatchLoader | None, groups: ProcessGroups, num_ahead: int = 1
+    ) -> None:
+        assert (loader is not None) == groups.is_first_of_model
+        self.loader, self.groups = loader, groups
+        self._batches: Iterator[Batch] | None = loader
+        if loader is not None and num_ahead and groups.device.type == "cuda":
+            self._batches = DeviceAhead(loader, groups.device, num_ahead)
+
+    def __enter__(self) -> ModelBatches:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.loader is not None:
+            self.loader.close()
+
+    def __next__(self) -> Batch:
+        """As BatchLoader's, its tensors on the device and "mp4" float32 in [-1, 1].
+
+        What the first rank cannot read ends all ranks of the model, on the others in OtherRankError.
+        """
+        if self.groups.tensor is None:
+            return to_device(next(self._batches), self.groups.device)
+        return to_device(self._shared(), self.groups.device)
+
+    def _shared(self) -> Batch:
+        groups, batch, error = self.groups, {}, None
+        if self._batches is not None:
+            try:
+                batch = next(self._batches)
+            except Exception as caught:  # the others wait for this batch
+                error = caught
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        outline = {key: _Outline.of(value) for key, value in batch.items()}
+        outline, told = groups.broadcast_in_model((outline, told))
+        if error is not None:
+            raise error
+        if told is not None:
+            raise OtherRankError(f"rank {groups.first_of_model} failed: {told}")
+        return {key: self._send(batch.get(key), of) for key, of in outline.items()}
+
+    def _send(self, value: object, outline: object) -> object:
+        if not isinstance(outline, _Outline):
+            return outline
+        device = self.groups.device
+        if value is None:
+            value = torch.empty(outline.shape, dtype=outline.dtype, device=device)
+        value = value.to(device, non_blocking=True).contiguous()
+        # As bytes: gloo does not carry every dtype.
+        bytes_ = value.flatten().view(torch.uint8)
+        tensor = self.groups.tensor.process_group
+        dist.broadcast(bytes_, self.groups.first_of_model, group=tensor)
+        return value
+
+
+class _Outline:
+    """In a tensor's place where the other values of a batch are sent as objects."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    @staticmethod
+    def of(value: object) -> object:
+        return _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value

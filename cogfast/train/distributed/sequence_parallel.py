@@ -1,0 +1,228 @@
+"""Tensor parallelism whose processes have rows of their own between the linears.
+
+Norms and residuals of [B, S, M] then work on S / size rows each, and what blocks keep of them for
+backward takes as much less memory. A column-parallel linear gathers the rows, a row-parallel one
+scatters the sum of its products: together the bytes of the one all-reduce that they replace. What
+comes on top is a second gather of each column-parallel linear's input, for its weight's gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cogfast.kernels.block_kernels import BlockKernels
+from cogfast.kernels.qk_norm_rope3d import Rotation
+from cogfast.model.block import Block
+from cogfast.train.distributed.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelGroup,
+    share_vectors,
+)
+
+_ops = torch.ops._c10d_functional
+
+
+def _start_gather(rows: Tensor, group: TensorParallelGroup) -> Tensor:
+    """To be waited for: [size * B, S / size, N] of [B, S / size, N]."""
+    return _ops.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
+
+
+def _joined(gathered: Tensor, group: TensorParallelGroup) -> Tensor:
+    """-> [B, S, N], once it has come."""
+    pieces = _ops.wait_tensor(gathered).unflatten(0, (group.size, -1))
+    return pieces.transpose(0, 1).flatten(1, 2)
+
+
+def _start_scatter(x: Tensor, group: TensorParallelGroup) -> Tensor:
+    """To be waited for: our rows [B, S / size, N] of everybody's x [B, S, N], summed."""
+    pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
+
+
+def _own_rows(x: Tensor, group: TensorParallelGroup) -> Tensor:
+    return x.chunk(group.size, 1)[group.rank]
+
+
+class _SplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
+        return _own_rows(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(_start_gather(grad, ctx.group), ctx.group), None
+
+
+class _JoinRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
+        return _joined(_start_gather(x, group), group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_rows(grad, ctx.group).contiguous(), None
+
+
+class _GatherRows(_JoinRows):
+    """For work that each does a share of: the shares' gradients are summed."""
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _ops.wait_tensor(_start_scatter(grad, ctx.group)), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
+        return _ops.wait_tensor(_start_scatter(x, group))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(_start_gather(grad, ctx.group), ctx.group), None
+
+
+class _GatheringLinear(torch.autograd.Function):
+    """x W^T + b of everybody's rows x. Ours alone are kept: backward gathers them again while it
+    computes dx, and sums and scatters dx while it computes dW."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.group = group
+        return F.linear(_joined(_start_gather(x, group), group), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x, weight), group = ctx.saved_tensors, ctx.group
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dx = dw = db = None
+        gathered = _start_gather(x, group) if needs_dw else None
+        if needs_dx:
+            dx = _start_scatter(grad @ weight, group)
+        rows = grad.flatten(0, -2)
+        if needs_dw:
+            dw = rows.T @ _joined(gathered, group).flatten(0, -2)
+        if needs_db:
+            db = rows.sum(0)
+        return None if dx is None else _ops.wait_tensor(dx), dw, db, None
+
+
+class RowGatheringLinear(ColumnParallelLinear):
+    """Our rows [B, S / size, in] -> all rows of our share, [B, S, out / size]."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return _GatherRows.apply(x, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias if self.adds_bias else None
+        return _GatheringLinear.apply(x, self.weight, bias, self.group)
+
+
+class RowScatteringLinear(RowParallelLinear):
+    """All rows of our share, [B, S, in / size] -> our rows [B, S / size, out], without the bias."""
+
+    def leave(self, product: Tensor) -> Tensor:
+        return _ScatterSum.apply(product, self.group)
+
+
+class SequenceParallelBlock(Block):
+    """A block between whose linears we have S / size rows; the first one splits what it is given,
+    the last one joins what it returns."""
+
+    def __init__(
+        self, whole: Block, group: TensorParallelGroup, is_first: bool, is_last: bool
+    ) -> None:
+        nn.Module.__init__(self)
+        self.group, self.is_first, self.is_last = group, is_first, is_last
+        self.modulation = whole.modulation
+        self.attention_norm, self.attention = whole.attention_norm, whole.attention
+        self.mlp_norm, self.fc1, self.fc2 = whole.mlp_norm, whole.fc1, whole.fc2
+        self.kernels = whole.kernels
+
+    @property
+    def kernels(self) -> BlockKernels:
+        """Of our rows. Attention, which has all rows of its heads, runs those that were given."""
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, kernels: BlockKernels) -> None:
+        self._kernels = _of_own_rows(kernels, self.group)
+
+    def forward(
+        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
+    ) -> Tensor:
+        if self.is_first:
+            self._check_rows(hidden.shape[1])
+            hidden = _SplitRows.apply(hidden, self.group)
+        hidden = super().forward(hidden, conditioning, num_text, rotation)
+        return _JoinRows.apply(hidden, self.group) if self.is_last else hidden
+
+    def _check_rows(self, num_rows: int) -> None:
+        if num_rows % self.group.size:
+            raise ValueError(
+                f"{num_rows} tokens of text and video together cannot be dealt out evenly to "
+                f"args.model_parallel_size={self.group.size} processes; use a size that divides "
+                "them, another video size, or no sequence parallelism"
+            )
+
+
+def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKernels:
+    """The kernels of norms and residuals for our rows of the sequence: their text rows are counted,
+    and parameters get the sum over the group of what they get here. (Modulations are summed where
+    they are gathered.)"""
+
+    def own_text(hidden: Tensor, num_text: int) -> int:
+        num_rows = hidden.shape[1]
+        return min(max(num_text - group.rank * num_rows, 0), num_rows)
+
+    def shared(*vectors: Tensor | None) -> list[Tensor | None]:
+        if not any(v is not None and v.requires_grad for v in vectors):
+            return list(vectors)
+        copies = share_vectors(vectors, group)
+        return [copy.to(v.dtype) for copy, v in zip(copies, vectors, strict=True)]
+
+    def adaptive_layernorm(
+        hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *modulation: Any
+    ) -> tuple[Tensor, Tensor]:
+        shift, scale, num_text, eps = modulation
+        count = own_text(hidden, num_text)
+        return kernels.adaptive_layernorm(hidden, *shared(weight, bias), shift, scale, count, eps)
+
+    def residual_adaptive_layernorm(
+        hidden: Tensor,
+        branch: Tensor,
+        branch_bias: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *modulation: Any,
+    ) -> tuple[Tensor, Tensor]:
+        shift, scale, num_text, eps = modulation
+        return kernels.residual_adaptive_layernorm(
+            *(hidden, branch, *shared(branch_bias), gate, *shared(weight, bias), shift, scale),
+            *(own_text(hidden, num_text), eps),
+        )
+
+    def gated_residual(
+        hidden: Tensor, branch: Tensor, branch_bias: Tensor, gate: Tensor, num_text: int
+    ) -> Tensor:
+        count = own_text(hidden, num_text)
+        return kernels.gated_residual(hidden, branch, *shared(branch_bias), gate, count)
+
+    return replace(
+        kernels,
+        adaptive_layernorm=adaptive_layernorm,
+        residual_adaptive_layernorm=residual_adaptive_layernorm,
+        gated_residual=gated_residual,
+    )

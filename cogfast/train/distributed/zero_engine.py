@@ -1,0 +1,349 @@
+"""DeepSpeed ZeRO around the transformer, and the view of its sharded state that we rely on.
+
+ZeRO flattens the trainable parameters into a few float32 vectors, of which every rank owns a part
+("partition"). `ZeroEngine` names what lies where: each `Slice` says which elements of which
+parameter a rank owns and where they stand in its partition. Checkpoints, EMA evaluation and resume
+need nothing else of DeepSpeed. Private names of DeepSpeed 0.19 are used here and in fused_step.py
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from cogfast.config import Config
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.weights.shard import Shard
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.distributed.fused_step import FusedStep, WeightGather, own_weights, why_stock
+
+logger = logging.getLogger(__name__)
+
+_NEVER = 2**31
+# Micro-batches per step up to which bf16 sums of their gradients do: 4e-3 off at 32 of them.
+_MOST_BF16_SUMMANDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [start, start + numel) of a flattened parameter, or of our share of one that
+    tensor parallelism cuts: `offset` in partition `part`."""
+
+    parameter: str
+    start: int
+    numel: int
+    part: int
+    offset: int
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Which share of it this rank holds, or None where it holds all (`parallelize` notes it)."""
+    return getattr(parameter, "shard", None)
+
+
+def whole_shape(parameter: Tensor) -> list[int]:
+    """Of the whole parameter, which tensor parallelism cuts and ZeRO-3 empties."""
+    shard = shard_of(parameter)
+    if shard is not None:
+        return list(shard.shape)
+    return list(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def deepspeed_config(config: Config, args: TrainArguments) -> dict:
+    """The `deepspeed` section as DeepSpeed takes it, with an optimizer that comes from us.
+
+    Stage 0 runs as stage 1: the same update, its state sharded. (DeepSpeed's bf16 optimizer of
+    stage 0 is another one and gives other losses.)
+    """
+    section = OmegaConf.to_container(config.deepspeed, resolve=True)
+    for ours in ("optimizer", "scheduler", "train_batch_size"):
+        section.pop(ours, None)
+    section["train_micro_batch_size_per_gpu"] = args.batch_size
+    section["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    section.setdefault("steps_per_print", _NEVER)
+    # Its throughput is never printed, and to measure it the host would wait twice per micro-batch.
+    section.setdefault("timers", {"throughput": {"enabled": False}})
+    section.setdefault("gradient_clipping", 0.0)  # left out, DeepSpeed clips at 1.0
+    section["zero_allow_untested_optimizer"] = True
+    section["zero_force_ds_cpu_optimizer"] = False
+    for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
+        section[name] = {**(section.get(name) or {}), "enabled": is_on}
+    zero = section.setdefault("zero_optimization", {})
+    zero["stage"] = args.zero_stage
+    if args.zero_stage == 0:
+        logger.warning("ZeRO stage 0 runs as stage 1: the same update, its state sharded")
+        zero["stage"] = 1
+    if args.bf16 and zero["stage"] < 3:
+        # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
+        section["bf16"]["check_grad_overflow"] = False
+    data_types = section.get("data_types") or {}
+    is_long_sum = args.gradient_accumulation_steps > _MOST_BF16_SUMMANDS
+    is_unset = data_types.get("grad_accum_dtype") is None
+    if args.bf16 and zero["stage"] == 2 and is_long_sum and is_unset:
+        section["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}
+        logger.info(
+            "the gradients of %d micro-batches are added up in float32, which takes up to 2 bytes "
+            "more per trained parameter, divided by the data-parallel ranks "
+            "(deepspeed.data_types.grad_accum_dtype: bf16 keeps them in bf16)",
+            args.gradient_accumulation_steps,
+        )
+    return section
+
+
+class ZeroEngine:
+    """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
+
+    transformer: on the device, in its training dtype. optimizer: over its parameter groups.
+    config: from `deepspeed_config`. mpu: who shares a model and who shares its data, as DeepSpeed
+    asks (Megatron's model parallel unit); without one every rank has a model of its own.
+    tensor_rank, data_rank: our place among those who share a model, and those who share its data.
+    use_stock_step: DeepSpeed's own step of stages 1 and 2 even where FusedStep could take its place.
+
+    After `step` the weights may still be on their way from other ranks. A forward pass waits for
+    them, and so do `publish`, `weights` and `whole`; who reads them otherwise calls
+    `wait_for_weights` first. Masters and optimizer state are there.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: dict,
+        mpu: object | None = None,
+        use_stock_step: bool = False,
+    ) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of our own optimizer
+        import deepspeed
+
+        # Building the shared-memory op takes 18 s and gloo does not need it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(
+            dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
+        )
+        self.transformer, self.optimizer = transformer, optimizer
+        self.tensor_rank, self.data_rank = 0, torch.distributed.get_rank()
+        if mpu is not None:
+            self.tensor_rank = mpu.get_model_parallel_rank()
+            self.data_rank = mpu.get_data_parallel_rank()
+        deepspeed.utils.groups.mpu = mpu  # it would keep that of an engine before
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=transformer,
+            optimizer=optimizer,
+            config=config,
+            mpu=mpu,
+            dist_init_required=False,
+        )
+        self.zero = self.engine.optimizer
+        self.stage = config["zero_optimization"]["stage"]
+        # Steps whose gradients were not finite, of this process and in a row now; on the device.
+        self.num_skipped = torch.zeros((), device=self.engine.device)
+        self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
+        self.found_inf: Tensor | None = None  # whether the step under way is skipped
+        names = {id(p): name for name, p in transformer.named_parameters()}
+        if self.stage == 3:
+            self.parts = self.zero.fp32_partitioned_groups_flat
+            self.slices = list(self._stage3_slices(names))
+        else:
+            self.parts = self.zero.single_partition_of_fp32_groups
+            self.slices = list(self._stage12_slices(names))
+        self._gather = WeightGather(self.zero) if self.stage < 3 else None
+        transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
+        self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
+        if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
+            self._guard_non_finite_steps()
+
+    def __call__(self, *inputs: Tensor, **named: Tensor | None) -> Tensor:
+        return self.engine(*inputs, **named)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Norm of the last step's gradient before clipping, over all ranks, on the device.
+
+        Negative or not finite where the step was skipped.
+        """
+        norm = self.engine.get_global_grad_norm()
+        return torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self, lr: float) -> None:
+        """Update weights and EMA with learning rate `lr` where the accumulation is complete.
+
+        Non-finite gradients on any rank leave weights, moments and EMA as they were, and count.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        is_update = self.engine.is_gradient_accumulation_boundary()
+        self.engine.step()
+        if not is_update:
+            return
+        if self.is_step_fused:
+            self._count_skipped(self.optimizer.found_inf)
+        elif self.stage == 3 or self.engine.fp16_enabled():
+            self._count_skipped(float(self.zero.overflow))  # on the host already
+
+    def wait_for_weights(self) -> None:
+        """Until those of the last step are there; every rank must come here before it leaves."""
+        if self._gather is not None:
+            self._gather.wait()
+
+    def _count_skipped(self, is_skipped: Tensor | float) -> None:
+        self.num_skipped += is_skipped
+        self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
+
+    def _fuse_step(self) -> bool:
+        """Put FusedStep in the place of DeepSpeed's step, or say why that stays."""
+        import deepspeed
+
+        reason = why_stock(self.zero, self.optimizer, deepspeed.__version__)
+        if reason is None:
+            FusedStep(self.zero, self._gather)
+        else:
+            logger.info("ZeRO-%d takes DeepSpeed's own step: %s", self.stage, reason)
+        return reason is None
+
+    def _guard_non_finite_steps(self) -> None:
+        """Tell the optimizer through a device scalar to skip a step whose gradient is not finite.
+
+        DeepSpeed computes the global norm just before it steps the optimizer and marks a
+        non-finite one with -1. In bf16 and fp32 nothing else stops such a step.
+        """
+        global_norm = self.zero.scaled_global_norm
+
+        def scaled_global_norm(norm_type: int = 2) -> Tensor:
+            norm = global_norm(norm_type)
+            found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
+            if self._is_fused:
+                self.optimizer.found_inf = found_inf
+            self.found_inf = found_inf
+            self._count_skipped(found_inf)
+            return norm
+
+        self.zero.scaled_global_norm = scaled_global_norm
+        if self._is_fused:
+            return  # reads found_inf itself
+        update = self.optimizer.step
+
+        def step(closure: None = None) -> None:
+            if not self.found_inf.item():  # sync: this optimizer knows no other way
+                update()
+
+        self.optimizer.step = step
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether the optimizer's counters and its decision to skip are on the device."""
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return is_fused or isinstance(self.optimizer, FusedEmaAdam)
+
+    def _stage12_slices(self, names: dict[int, str]) -> Iterator[Slice]:
+        for part, group in enumerate(self.zero.bit16_groups):
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    at, where = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    yield Slice(names[id(parameter)], at.start, at.numel, part, where.start)
+
+    def _stage3_slices(self, names: dict[int, str]) -> Iterator[Slice]:
+        rank = torch.distributed.get_rank(group=self.zero.dp_process_group)
+        for parameter in self.transformer.parameters():
+            place = self.zero.grad_position.get(self.zero.get_param_id(parameter))
+            if place is None:  # frozen
+                continue
+            part, offset, padded = place
+            numel = min(padded, parameter.ds_numel - rank * padded)
+            if numel > 0:
+                yield Slice(names[id(parameter)], rank * padded, numel, part, offset)
+
+    def state(self, part: int) -> dict:
+        """The optimizer's state of one partition: flat float32 tensors and counters."""
+        return self.optimizer.state[self.parts[part]]
+
+    def state_kinds(self) -> list[str]:
+        """What the optimizer keeps per element, such as exp_avg and shadow; after its first step.
+
+        The same on every rank: one that owns nothing but padding has a partition as well.
+        """
+        shape = self.parts[0].shape
+        kept = self.state(0).items()
+        return sorted(k for k, v in kept if isinstance(v, Tensor) and v.shape == shape)
+
+    def set_counter(self, part: int, key: str, value: float) -> None:
+        """A number of the optimizer's state, such as its count of updates, from a checkpoint."""
+        device = self.parts[part].device if self._is_fused else "cpu"  # as torch's optimizers do
+        self.state(part)[key] = torch.tensor(value, device=device)
+
+    def view(self, piece: Slice, kind: str) -> Tensor:
+        """The live elements [numel] of a slice: "master" weights or a kind of optimizer state."""
+        whole = self.parts[piece.part] if kind == "master" else self.state(piece.part)[kind]
+        return whole.detach().narrow(0, piece.offset, piece.numel)
+
+    def allocate_state(self, kinds: list[str]) -> None:
+        """Make the optimizer's state ahead of its first step, to be filled by a checkpoint."""
+        for part in self.parts:
+            state = self.optimizer.state[part]
+            for kind in kinds:
+                state[kind] = torch.zeros_like(part, requires_grad=False)
+
+    @torch.no_grad()
+    def publish(self, kind: str = "master") -> None:
+        """Make the model's own weights those of "master" or of the EMA ("shadow"), everywhere."""
+        self.wait_for_weights()
+        sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
+        if self.stage == 3:
+            self.zero._partition_all_parameters()
+            for i, source in enumerate(sources):
+                self.zero.fp16_partitioned_groups_flat[i].data.copy_(source)
+                self.zero._unflatten_partitioned_parameters(i)
+            if self.zero.persistent_parameters:
+                first = self.zero.persistent_parameters[0]
+                first.all_gather(self.zero.persistent_parameters)
+            return
+        for weights, source in zip(own_weights(self.zero), sources, strict=True):
+            weights.data.copy_(source)
+        self._gather.start()
+        self._gather.wait()
+
+    @contextmanager
+    def weights(self, kind: str) -> Iterator[None]:
+        """Evaluate with other weights: within the block the model holds `kind`'s, then its own."""
+        if kind == "master":
+            self.wait_for_weights()
+            yield
+            return
+        self.publish(kind)
+        try:
+            yield
+        finally:
+            self.publish("master")
+
+    @contextmanager
+    def whole(self, parameter: nn.Parameter, is_written: bool = False) -> Iterator[Tensor]:
+        """A frozen parameter's values, which ZeRO-3 partitions too; every rank must call it."""
+        self.wait_for_weights()
+        if self.stage < 3:
+            yield parameter.data
+            return
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0 if is_written else None):
+            yield parameter.data
+
+    def loss_scaler_state(self) -> dict:
+        """fp16's loss scale and its counters, as plain numbers."""
+        scaler = getattr(self.zero, "loss_scaler", None)
+        if scaler is None or not self.engine.fp16_enabled():
+            return {}
+        return {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float, bool))}
+
+    def load_loss_scaler_state(self, state: dict) -> None:
+        for key in state.keys() & self.loss_scaler_state():
+            setattr(self.zero.loss_scaler, key, state[key])

@@ -1,0 +1,381 @@
+"""Refuses a configuration that cannot work, before any GPU work, with what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from cogfast.config import Config, find_origin, refuse, resolve
+from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
+from cogfast.data.sources.tar_shards import shards_of
+from cogfast.data.video.settings import checked_buckets
+from cogfast.data.video_shards import VideoShards
+from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.lora.adapters import check_config, open_adapter
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.json_files import brief
+from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.values import Problems, cut
+from cogfast.train.distributed.attention_choice import check_attention
+from cogfast.train.distributed.compilers import check_compilers
+from cogfast.train.preflight.frozen_parts import (
+    PLACEHOLDER,
+    check_frozen_parts,
+    is_none,
+    missing_frozen,
+)
+from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.preflight.trial_build import try_diffusion, try_training_parts
+from cogfast.train.video_size import check_frames, check_latent_frames, check_size
+
+_PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
+_MOST_NAME_BYTES = 200  # of the 255 that a folder's name may have; date and time come behind
+_NETWORK = "model.network_config.params"
+
+
+def _check_names(config: Config, args: TrainArguments) -> None:
+    """The run's folder and, with args.wandb, its project and run there."""
+    name, shown = args.experiment_name, brief(repr(args.experiment_name))
+    is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
+    if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
+        text = (
+            f"args.experiment_name={shown} must be a folder's name, of at most {_MOST_NAME_BYTES} bytes; "
+            "see args.save"
+        )
+        refuse(config, "args.experiment_name", text)
+    for key in ("experiment_name", "wandb_project_name") if args.wandb else ():
+        wrong = sorted(set("/\\#?%:") & set(getattr(args, key)))
+        if wrong:
+            text = f"args.{key}={brief(repr(getattr(args, key)))}: W&B takes no {' '.join(wrong)}"
+            refuse(config, f"args.{key}", f"{text} in names; remove it")
+
+
+def check_train(config: Config, world_size: int | None = None) -> None:
+    """What `cogfast train` needs of a configuration, on `world_size` ranks."""
+    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    if args.mode == "inference":
+        refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
+    _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
+    if "target" not in config.data:
+        raise ValueError("data.target is missing; add a file with a data section to --base")
+    _check_placeholders(config)
+    _check_paths(config, args)
+    _check_names(config, args)
+    _check_steps(config, args)
+    if model.input_key != "mp4":
+        text = f"model.input_key={model.input_key}: batches call their videos mp4; use mp4"
+        refuse(config, "model.input_key", text)
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        text = "args.wandb=true, but wandb is not installed; pip install wandb"
+        refuse(config, "args.wandb", text)
+    _check_precision(config, args)
+    _check_gradient_dtype(config, args)
+    check_compilers(config, args, is_training=True)
+    network = _network(config)
+    check_mesh(config, args, TransformerConfig(**network), world_size)
+    check_global_batch(config, args, world_size)
+    check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
+    if network.get("lora_rank") is not None and args.load is None:
+        raise ValueError(
+            "args.load is missing: LoRA adapts weights that exist, random ones give it no gradient; "
+            "name the folder of the base model"
+        )
+    _check_image_input(config, model, network)
+    _check_data(config, args, model, network)
+    try_training_parts(config, args)
+    _check_adapters(config, args)
+
+
+def check_cache(config: Config) -> None:
+    """What `cogfast cache` needs."""
+    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    _require_sections(config, "network_config")
+    if "target" not in config.data:
+        raise ValueError("data.target is missing; add a file with a data section to --base")
+    if args.latent_cache is None:
+        raise ValueError(
+            "args.latent_cache is missing; name the folder that the latents go into: "
+            "args.latent_cache=PATH"
+        )
+    _check_paths(config, args)
+    _check_precision(config, args)
+    network = _network(config)
+    _check_image_input(config, model, network)
+    _check_data(config, args, model, network)
+
+
+def check_sample(config: Config, weights: str | None = None, has_images: bool = False) -> None:
+    """What `cogfast sample` needs; `weights`: the run folder that replaces args.load."""
+    args = TrainArguments.from_config(config)
+    _require_sections(config, "network_config", "denoiser_config", "sampler_config")
+    if weights is None:
+        _check_placeholders(config)
+        if args.load is None and not args.force_inference:
+            raise ValueError(
+                "args.load is missing; name the weights to sample with, or a run folder; "
+                "args.force_inference=true samples with random ones"
+            )
+        _refuse_missing(config, _missing_load(args))
+        _check_adapters(config, args)
+    _check_precision(config, args)
+    check_compilers(config, args, is_training=False)
+    try_diffusion(config)
+    network = _network(config)
+    check_mesh(config, args, TransformerConfig(**network))
+    check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
+    wants_image = network["in_channels"] > network["out_channels"]
+    if wants_image and not has_images:
+        raise ValueError("the model makes a video of an image; give --image PNG or prompt@@image")
+    if has_images and not wants_image:
+        raise ValueError("the model takes no image (in_channels=out_channels); leave --image out")
+    if args.sampling_image_size is not None:
+        if len(args.sampling_image_size) != 2:
+            refuse(
+                config,
+                "args.sampling_image_size",
+                f"args.sampling_image_size={args.sampling_image_size} must be [rows, columns]",
+            )
+        check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
+    if args.vae_memory_gib is not None and args.vae_memory_gib <= 0:
+        text = f"args.vae_memory_gib={args.vae_memory_gib} must be above 0; null takes what is free"
+        refuse(config, "args.vae_memory_gib", text)
+    if args.sampling_num_frames is not None:
+        check_latent_frames(config, network, args.sampling_num_frames)
+
+
+def _require_sections(config: Config, *names: str) -> None:
+    for name in names:
+        if is_none(config.model.get(name)):
+            raise ValueError(f"model.{name} is missing; add a model file to --base")
+
+
+def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _strings(value, f"{key}.{name}")
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _strings(value, f"{key}.{i}")
+    elif isinstance(node, str):
+        yield key, node
+
+
+def _plain(section: DictConfig) -> Any:
+    return OmegaConf.to_container(section, resolve=True)
+
+
+def _check_placeholders(config: Config) -> None:
+    for name, section in config.sections().items():
+        for key, value in _strings(_plain(section), name):
+            if PLACEHOLDER.search(value):
+                refuse(
+                    config,
+                    key,
+                    f"{key}={value!r} is upstream's placeholder; put your own path there "
+                    f"({key}=PATH on the command line does, too)",
+                )
+
+
+def _check_paths(config: Config, args: TrainArguments) -> None:
+    """All files and folders that are named and not there, reported together."""
+    missing = list(_missing_load(args))
+    target, _ = resolve(config.data, config.allow_import)
+    if target in _PIXEL_DATA:
+        used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
+        for name in used:
+            for source in getattr(args, name):
+                missing += _missing_source(target, source, f"args.{name}")
+        missing += missing_frozen(config)
+    if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
+        text = (
+            f"args.resume={cut(args.resume, 160)} not found: refusing to start from scratch; use a run's "
+            "folder, or auto to start afresh where there is none"
+        )
+        missing.append(("args.resume", text))
+    _refuse_missing(config, missing)
+
+
+def _refuse_missing(config: Config, missing: Iterable[tuple[str, str]]) -> None:
+    lines = [f"{find_origin(config.origins, key)}: {text}" for key, text in missing]
+    if lines:
+        raise Problems("\n".join(lines))
+
+
+def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
+    if args.load is not None and not (args.load and Path(args.load).exists()):
+        yield (
+            "args.load",
+            f"args.load={cut(args.load, 160)} does not exist; name the weights' folder",
+        )
+    if args.load_lora is not None and not (args.load_lora and Path(args.load_lora).exists()):
+        text = f"args.load_lora: {cut(args.load_lora, 160)}: no such file or folder of LoRA weights"
+        yield "args.load_lora", text
+
+
+def _check_adapters(config: Config, args: TrainArguments) -> None:
+    if args.load_lora is not None:
+        try:
+            check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
+        except ValueError as error:
+            refuse(config, "args.load_lora", f"args.load_lora: {error}")
+
+
+def _check_steps(config: Config, args: TrainArguments) -> None:
+    if args.train_iters is not None and args.epochs is not None:
+        refuse(
+            config,
+            "args.epochs",
+            f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
+            "set one of them to null",
+        )
+    if args.max_hours is not None and args.max_hours <= 0:
+        text = f"args.max_hours={args.max_hours} must be more than 0; null sets no limit"
+        refuse(config, "args.max_hours", text)
+    if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
+        text = f"args.profiling={args.profiling}: the run ends at step {args.train_iters}; use less"
+        refuse(config, "args.profiling", text)
+    if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
+        text = f"args.split={args.split!r} must be shares for training, validation, test: 9,1,0"
+        refuse(config, "args.split", text)
+    _check_weights(config, args)
+
+
+def _check_weights(config: Config, args: TrainArguments) -> None:
+    key, weights = "args.train_data_weights", args.train_data_weights
+    if weights is None:
+        return
+    if len(weights) != len(args.train_data):
+        text = f"{key}={weights} names {len(weights)} weights for {len(args.train_data)} of "
+        refuse(config, key, text + "args.train_data; give each source one")
+    if not (all(0 <= w < math.inf for w in weights) and any(weights)):
+        text = (
+            f"{key}={weights} must be 0 or more, one of them above; 1 reads a source once an epoch"
+        )
+        refuse(config, key, text)
+
+
+def _check_precision(config: Config, args: TrainArguments) -> None:
+    section = "deepspeed" if {"bf16", "fp16"} & set(config.deepspeed) else "args"
+    bf16, fp16 = (
+        f"deepspeed.{name}.enabled" if section == "deepspeed" else f"args.{name}"
+        for name in ("bf16", "fp16")
+    )
+    if args.bf16 and args.fp16:
+        refuse(config, fp16, f"{bf16} and {fp16} are both true; set one of them to false")
+    if args.fp16 and not torch.cuda.is_available():
+        refuse(config, fp16, f"{fp16}=true needs a GPU; on a CPU use {bf16}=true or neither")
+    for name in ("bf16", "fp16"):
+        key = f"args.{name}"
+        is_asked = config.origins.get(key, "default") != "default" and config.args[name]
+        if section == "deepspeed" and is_asked and not getattr(args, name):
+            refuse(
+                config,
+                key,
+                f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section "
+                f"decides; set deepspeed.{name}.enabled=true",
+            )
+
+
+def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
+    dtype = OmegaConf.select(config.deepspeed, "data_types.grad_accum_dtype")
+    if args.bf16 and args.zero_stage < 2 and dtype in ("fp32", "float32", "float"):
+        key = "deepspeed.data_types.grad_accum_dtype"
+        text = f"{key}={dtype} in bf16 needs ZeRO stage 2 or 3; use zero_optimization.stage=2"
+        refuse(config, key, text)
+
+
+def _network(config: Config) -> dict[str, Any]:
+    """The fields of TransformerConfig."""
+    return transformer_arguments(config.model.network_config.params)
+
+
+def _check_image_input(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
+    takes_image = network["in_channels"] > network["out_channels"]
+    if model.noised_image_input == takes_image:
+        return
+    given = str(model.noised_image_input).lower()
+    refuse(
+        config,
+        "model.noised_image_input",
+        f"model.noised_image_input={given} does not fit in_channels={network['in_channels']} and "
+        f"out_channels={network['out_channels']}: an image's latents double the input; set "
+        f"model.noised_image_input={str(takes_image).lower()} or take the other model's file",
+    )
+
+
+def _check_data(
+    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+) -> None:
+    _check_noised_images(config, args, model)
+    if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
+        _check_pixel_data(config, args, model, network)
+    elif args.latent_cache is not None:
+        refuse(
+            config,
+            "args.latent_cache",
+            f"args.latent_cache={args.latent_cache} does not go with {config.data.target}: the cache "
+            "stands for video files; use a data set of these, or set args.latent_cache=null",
+        )
+
+
+def _check_noised_images(config: Config, args: TrainArguments, model: ModelArguments) -> None:
+    key, number = "args.cached_noised_images", args.cached_noised_images
+    if number < 0:
+        refuse(config, key, f"{key}={number} must be 0 or more; 0 noises the image in every step")
+    if number and args.latent_cache is None:
+        text = f"{key}={number} is of a latent cache, but args.latent_cache is not set; name one"
+        refuse(config, key, text + " that `cogfast cache` fills, or set it to 0")
+    if number and not model.noised_image_input:
+        text = (
+            f"{key}={number} is of image-to-video, but model.noised_image_input=false; set it to 0"
+        )
+        refuse(config, key, text)
+
+
+def _check_pixel_data(
+    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+) -> None:
+    """What training on video files needs."""
+    if model.latent_input:
+        refuse(
+            config,
+            "model.latent_input",
+            f"model.latent_input=true, but {config.data.target} returns pixels; set "
+            "model.latent_input=false",
+        )
+    if not args.train_data:
+        refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
+    params = resolve(config.data, config.allow_import)[1]
+    check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
+    check_size(config, network, *params["video_size"], key="data.params.video_size")
+    for i, bucket in enumerate(checked_buckets(params.get("buckets")) or ()):
+        key = f"data.params.buckets[{i}]"
+        check_frames(config, network, bucket.num_frames, key)
+        check_size(config, network, bucket.height, bucket.width, key=key)
+    check_frozen_parts(config, network["text_length"])
+
+
+def _missing_source(target: Callable, source: str, key: str) -> Iterator[tuple[str, str]]:
+    """Of a folder, manifest or shards that args.train_data or args.valid_data name."""
+    if target is VideoShards:
+        try:
+            local = () if "://" in source or ";" in source else shards_of(source)
+        except ValueError as error:
+            yield key, f"{key}: {error}"
+            return
+        gone = next((shard for shard in local if not Path(shard).is_file()), None)
+        if gone is not None:
+            text = f"{key}={cut(source, 160)}: there is no file {cut(str(gone), 160)}; name shards that are "
+            yield key, text + "there, many of them as s-{000..099}.tar, or their folder"
+        return
+    is_there = Path(source).is_file() if target is VideoManifest else Path(source).is_dir()
+    if not source or not is_there:
+        what = "file" if target is VideoManifest else "folder"
+        yield key, f"{key}: no {what} {cut(source, 160) or repr(source)}; name your data"

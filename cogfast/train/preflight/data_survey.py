@@ -1,0 +1,87 @@
+"""A look at all videos before training: what cannot be read, and which bucket each is in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.data import Dataset
+
+from cogfast.data.bad_samples import BadSampleLog
+from cogfast.data.buckets import Survey, in_buckets, survey, table
+from cogfast.data.cache.dataset import CachedVideos
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.assembly import Datasets
+from cogfast.train.distributed.process_groups import ProcessGroups
+
+logger = logging.getLogger(__name__)
+
+_NUM_TOLD = 20  # bad samples that get a line of their own in the log
+
+
+def survey_datasets(
+    datasets: Datasets, args: TrainArguments, groups: ProcessGroups, global_batch: int
+) -> tuple[Datasets, dict[str, str]]:
+    """The data sets with their clips in buckets, and {name: reason} of what cannot be trained on.
+
+    Rank 0 reads the headers. ValueError where more than args.max_bad_fraction cannot be read.
+    """
+    train, valid = datasets.train, datasets.valid
+    if groups.is_main:
+        _tell_overlap(train, valid)
+    wanted = [_is_looked_at(dataset, args) for dataset in (train, valid)]
+    if not any(wanted):
+        return datasets, {}
+    found: list[Survey | None] = groups.on_main(
+        lambda: [survey(d) if w else None for d, w in zip((train, valid), wanted, strict=True)]
+    )
+    bad: dict[str, str] = {}
+    if found[0] is not None:
+        bad = {train.name(i): reason for i, reason in found[0].reasons.items()}
+        log = BadSampleLog(None, len(train), args.max_bad_fraction)
+        log.reasons.update(bad)
+        log.check()
+        if found[0].slow:
+            logger.warning(
+                "%d of %d videos have fewer frames per second than asked for (data.params.fps=%g, or a "
+                "manifest's fps); frames of theirs come twice, first of %s",
+                *(len(found[0].slow), len(train), train.settings.fps, train.name(found[0].slow[0])),
+            )
+        train = in_buckets(train, found[0])
+        if train.settings.buckets is not None:
+            logger.info(table(train, found[0], global_batch))
+    if found[1] is not None:
+        valid = in_buckets(valid, found[1])
+        if found[1].reasons:
+            first, reason = next(iter(found[1].reasons.items()))
+            what = "%d of %d held-out videos cannot be used, first: %s: %s"
+            logger.warning(what, len(found[1].reasons), len(valid), valid.name(first), reason)
+    return Datasets(train, valid), bad
+
+
+def _tell_overlap(train: Dataset, valid: Dataset | None) -> None:
+    if not (isinstance(train, CaptionedVideos) and isinstance(valid, CaptionedVideos)):
+        return
+    trained = {train.name(i) for i in range(len(train))}
+    both = [name for name in map(valid.name, range(len(valid))) if name in trained]
+    if both:
+        text = "%d of %d held-out clips are trained on, too, such as %s: their loss says little"
+        logger.warning(text, len(both), len(valid), both[0])
+
+
+def _is_looked_at(dataset: Dataset | None, args: TrainArguments) -> bool:
+    if not isinstance(dataset, CaptionedVideos):
+        return False
+    is_read = args.check_videos and not isinstance(dataset, CachedVideos)
+    return is_read or dataset.settings.buckets is not None
+
+
+def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:
+    """List what the survey found bad with what reading will find."""
+    log = BadSampleLog(folder / "bad_samples.jsonl", num_samples, max_bad_fraction=1.0)
+    for number, (name, reason) in enumerate(bad.items()):
+        log.add(name, reason, is_told=number < _NUM_TOLD)
+    if len(bad) > _NUM_TOLD:
+        logger.warning("%d videos cannot be used, all in %s", len(bad), log.file)

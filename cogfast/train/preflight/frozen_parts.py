@@ -1,0 +1,75 @@
+"""Checks of what a config says of the frozen parts: the first stage and the text encoder."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cogfast.config import Config, refuse, resolve
+from cogfast.schema.values import cut
+
+_IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders
+# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
+PLACEHOLDER = re.compile(r"\{your [^}]*\}")
+_FIRST_STAGE = "model.first_stage_config"
+_ENCODERS = "model.conditioner_config.params.emb_models"
+
+
+def is_none(node: Mapping | None) -> bool:
+    """Whether a component is left out."""
+    return node is None or node["target"] == _IDENTITY
+
+
+def check_frozen_parts(config: Config, text_length: int) -> None:
+    """What video files with captions need: both parts, with weights that are there."""
+    node = config.model.get("first_stage_config")
+    if is_none(node):
+        raise ValueError(f"{_FIRST_STAGE} is missing; video files need an autoencoder")
+    params = node.get("params") or {}
+    if "encoder_config" in params and not params.get("ckpt_path"):
+        key = f"{_FIRST_STAGE}.params.ckpt_path"
+        text = f"{key} is missing: a random autoencoder makes noise of every video; name 3d-vae.pt"
+        refuse(config, key, text)
+    node = config.model.get("conditioner_config")
+    entries = [] if node is None else node.params.emb_models
+    if not entries or is_none(entries[0]):
+        raise ValueError(f"{_ENCODERS} is missing or empty; captions need a text encoder")
+    for i, entry in enumerate(entries):
+        _check_text_encoder(config, entry, f"{_ENCODERS}.{i}.params", text_length)
+
+
+def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, text) for each file or folder of the frozen parts that is not there."""
+    node = config.model.get("first_stage_config")
+    params = {} if is_none(node) else node.get("params") or {}
+    for name in ("ckpt_path", "path"):
+        path, key = params.get(name), f"{_FIRST_STAGE}.params.{name}"
+        if path is not None and not Path(path).exists():
+            yield key, f"{key}={cut(path, 160)} does not exist; name the autoencoder's"
+    node = config.model.get("conditioner_config")
+    entries = [] if node is None else node.params.emb_models
+    for i, entry in enumerate(entry for entry in entries if not is_none(entry)):
+        params, key = entry.get("params") or {}, f"{_ENCODERS}.{i}.params.model_dir"
+        folder = params.get("model_dir")
+        is_cached = params.get("cache_dir") is not None  # by a hub name
+        if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
+            yield key, f"{key}={cut(folder, 160)} is no folder; name one that holds T5"
+
+
+def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length: int) -> None:
+    target, arguments = resolve(
+        {"target": entry["target"], "params": entry.get("params")}, config.allow_import
+    )
+    default = inspect.signature(target).parameters.get("max_length")
+    length = arguments.get("max_length", default and default.default)
+    if length is not None and length != text_length:
+        key = f"{where}.max_length"
+        by_default = "" if "max_length" in arguments else ", its default,"
+        refuse(
+            config,
+            key,
+            f"{key}={length}{by_default} does not fit text_length={text_length} of the model's "
+            "pos_embed_config; make them equal (226 for CogVideoX 1.0, 224 for 1.5)",
+        )

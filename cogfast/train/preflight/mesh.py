@@ -1,0 +1,63 @@
+"""Refuses numbers of ranks that model, video or batch cannot be dealt out to."""
+
+from __future__ import annotations
+
+import os
+
+from cogfast.config import Config, data_arguments, refuse
+from cogfast.model.transformer import TransformerConfig
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.distributed.parallelize import check_model_parallel_size
+from cogfast.train.video_size import bucket_sizes, sampled_size
+
+
+def check_mesh(
+    config: Config, args: TrainArguments, model: TransformerConfig, world_size: int | None = None
+) -> None:
+    """Heads, tokens and ranks go evenly into args.model_parallel_size; world_size: None for that of
+    this launch."""
+    key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
+    try:
+        check_model_parallel_size(size, model)
+        check_model_parallel_size(size, model, args.sequence_parallel)
+        sizes = bucket_sizes(config, model)
+        if not sizes and "video_size" in data_arguments(config):
+            sizes = [sampled_size(config, model)]
+        for video in sizes:
+            tokens = video.num_tokens(model)
+            check_model_parallel_size(size, model, args.sequence_parallel, tokens)
+    except ValueError as error:
+        refuse(config, key, str(error))
+    if world % size:
+        heads = model.num_attention_heads
+        sizes = [str(n) for n in range(1, world + 1) if world % n == 0 and heads % n == 0]
+        refuse(
+            config,
+            key,
+            f"{key}={size} must divide the {world} ranks of the launch; use {', '.join(sizes)}, or "
+            "another --nproc_per_node",
+        )
+
+
+def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
+    """Sizes of 1 or more, that make up deepspeed.train_batch_size where it is given."""
+    for name in ("batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
+    total = config.deepspeed.get("train_batch_size")
+    copies = _world(world_size) // args.model_parallel_size
+    here = args.batch_size * args.gradient_accumulation_steps * copies
+    if total is not None and total != here:
+        key = "deepspeed.train_batch_size"
+        refuse(
+            config,
+            key,
+            f"{key}={total} does not fit {copies} data-parallel ranks: "
+            f"train_micro_batch_size_per_gpu={args.batch_size} x gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or change "
+            "one of them",
+        )
+
+
+def _world(world_size: int | None) -> int:
+    return int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size

@@ -1,0 +1,89 @@
+"""Builds the parts of a run that cost nothing, before any that do: what their constructors refuse
+is then told with the file that says it, and schedules that differ are noticed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cogfast.config import Config, find_origin, instantiate
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.learning_rate import build_learning_rate
+from cogfast.train.optimizer import build_optimizer
+
+logger = logging.getLogger(__name__)
+
+_DIFFUSION = ("denoiser_config", "loss_fn_config", "sampler_config")
+
+
+def try_training_parts(config: Config, args: TrainArguments) -> None:
+    """ValueError for what denoiser, loss, sampler, optimizer or learning rate do not take."""
+    try_diffusion(config)
+    weight = nn.Parameter(torch.zeros(1, 1))
+    section = config.deepspeed.get("optimizer") or {}
+    optimizer = partial(
+        build_optimizer, section, [{"params": [weight]}], allow_import=config.allow_import
+    )
+    _try(config, "deepspeed.optimizer", optimizer)
+    _try(config, "args.lr_schedule", partial(_learning_rate, args))
+
+
+def try_diffusion(config: Config) -> dict[str, Any]:
+    """{key of the model section: object}, for those that the config has."""
+    return {
+        name: _try(
+            config,
+            f"model.{name}",
+            partial(instantiate, config.model[name], config.allow_import),
+        )
+        for name in _DIFFUSION
+        if config.model.get(name) is not None
+    }
+
+
+def warn_of_different_schedules(config: Config) -> None:
+    """A model that is noised by one table and denoised by another learns or samples nonsense."""
+    tables = {}
+    for name, part in try_diffusion(config).items():
+        if name == "denoiser_config":
+            tables[name] = part.table.values
+        elif name == "loss_fn_config":
+            tables[name] = part.sigma_sampler.table.values
+        else:
+            tables[name] = part.discretization.table()
+    for name, table in tables.items():
+        if not torch.equal(table, tables["denoiser_config"]):
+            logger.warning(
+                "model.%s and model.denoiser_config have different noise schedules; make their "
+                "discretization_config equal (shift_scale is 3.0 for CogVideoX-2B, else 1.0)",
+                name,
+            )
+
+
+def _learning_rate(args: TrainArguments) -> None:
+    build_learning_rate(
+        lr=args.lr,
+        num_steps=args.train_iters or sys.maxsize,  # epochs are counted once the data is there
+        schedule=args.lr_schedule,
+        warmup=args.warmup,
+        warmup_steps=args.warmup_steps,
+        min_lr_ratio=args.min_lr_ratio,
+        lr_decay_style=args.lr_decay_style,
+    )
+
+
+def _try(config: Config, key: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        text = " ".join(str(error).split())
+        named = text.partition("=")[0]
+        if not named.startswith(("args.", "deepspeed.")):
+            named, text = key, f"{key}: {text}"
+        raise ValueError(f"{find_origin(config.origins, named)}: {text}") from None

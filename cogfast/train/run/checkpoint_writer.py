@@ -1,0 +1,326 @@
+"""Writes checkpoints beside the training: one copy to host memory, the rest in a thread.
+
+Training waits for the copy alone. On a GPU it is queued behind the step like a kernel, into pinned
+memory, so that the host does not wait at all; the thread waits for its event. The buffers are one
+host copy of this rank's partitions (16 bytes per element that it owns with FusedEmaAdam: weights,
+two moments, EMA), made at the first save and used again by each later one, which therefore waits
+until the one before is complete.
+Parameters that a tensor-parallel group has whole are copied on all its ranks and written by the
+first of each.
+
+The ranks' threads agree through a control group of their own: every rank starts the same saves in
+the same order, one at a time, and no other thread uses that group, so its collectives always meet
+their like, whatever the training does meanwhile. `latest` moves when all files are on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import weakref
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.files import WriteError, sync, write_text
+from cogfast.model.weights.formats.run_manifest import FORMAT, replaced_name, write_manifest
+from cogfast.model.weights.formats.safetensors_files import write_safetensors
+from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
+from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+_LEAST_REGISTERED = 2**20  # bytes; what is registered must not share a page
+
+
+class CheckpointWriter:
+    """The checkpoints of a run, `<folder>/<step>`, of which the newest `keep_last` stay (0: all).
+
+    Every rank makes it and calls its methods at the same steps. saved_step: of the newest complete
+    checkpoint, once `wait` has returned.
+    """
+
+    def __init__(
+        self, folder: Path, engine: ZeroEngine, groups: ProcessGroups, keep_last: int
+    ) -> None:
+        self.folder, self.engine, self.keep_last = folder, engine, keep_last
+        self.groups = groups.with_own_control()
+        self.saved_step = 0
+        self._snapshot: _Snapshot | None = None
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+        self._has_failed = False  # the last time
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Complete the save under way, whatever ends the run."""
+        try:
+            self.wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            logger.error("the last checkpoint is not complete: %s", error)
+
+    def save(self, step: int, extra: dict) -> None:
+        """Copy the state of `step` and start to write it; `extra` goes into the manifest.
+
+        Where the disk is full the log says so, the checkpoints before stay, and training goes on.
+        """
+        self.wait()
+        try:
+            if self._snapshot is None:
+                self._snapshot = self._allocate()
+        except (MemoryError, RuntimeError) as error:
+            self._report_failure(step, error)
+            return
+        self._snapshot.take()
+        about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
+        self._thread = Thread(
+            target=self._write, args=(about,), name=f"checkpoint {step}", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise what ended the thread, if anything did."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _allocate(self) -> _Snapshot:
+        """The host buffers; where one rank has no memory for them, all hear of it."""
+        snapshot, error = None, None
+        try:
+            snapshot = _Snapshot(self.engine)
+        except (MemoryError, RuntimeError) as caught:
+            error = caught
+        self.groups.agree(error)
+        return snapshot
+
+    def _write(self, about: dict) -> None:
+        """What the thread does. Errors that a user can mend are logged; `wait` raises others."""
+        try:
+            self._write_all(about)
+            self.saved_step = about["step"]
+            if self._has_failed and self.groups.is_main:
+                logger.info("checkpoint of step %d is written", self.saved_step)
+            self._has_failed = False
+        except (OSError, WriteError, OtherRankError) as error:
+            self._report_failure(about["step"], error)
+        except Exception as error:
+            self._error = error
+
+    def _write_all(self, about: dict) -> None:
+        """Files of all ranks, manifest, `latest`; an error of one rank is raised on all."""
+        draft, groups = self._draft(about["step"]), self.groups
+        groups.on_main(lambda: _make_empty(draft))
+        name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
+        try:
+            slices, checksum = self._snapshot.write(draft / name)
+        except Exception as caught:
+            error = caught
+        groups.agree(error)
+        reports = groups.gather((name, slices, checksum, self._snapshot.counters()))
+        groups.on_main(lambda: self._complete(draft, reports, about))
+
+    def _complete(self, draft: Path, reports: list, about: dict) -> None:
+        """Write the manifest, make the checkpoint the newest, and remove old ones."""
+        counters: dict[str, dict[str, float]] = {}
+        for report in reports:
+            counters.update(report[3])
+        named = self.engine.transformer.named_parameters()
+        manifest = {
+            "format": FORMAT,
+            "parameters": {name: _about(p) for name, p in named if p.requires_grad},
+            "frozen": {n: _about(p) for n, p in _frozen_to_keep(self.engine.transformer).items()},
+            "slices": {name: slices for name, slices, _, _ in reports},
+            "bytes": {name: (draft / name).stat().st_size for name, *_ in reports},
+            "checksums": {name: checksum for name, _, checksum, _ in reports},
+            "optimizer": type(self.engine.optimizer).__name__,
+            "counters": counters,
+            **about,
+        }
+        write_manifest(draft, manifest)
+        sync(draft / "manifest.json")
+        sync(draft)
+        _publish(draft, self.path(about["step"]))
+        _prune(self.folder, about["step"], self.keep_last)
+
+    def path(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.folder / f"{step:08d}"
+
+    def _draft(self, step: int) -> Path:
+        return self.folder / f"{step:08d}.incomplete"
+
+    def _report_failure(self, step: int, error: Exception) -> None:
+        self._has_failed = True
+        if self.groups.is_main:
+            shutil.rmtree(self._draft(step), ignore_errors=True)
+            logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)
+
+
+class _Snapshot:
+    """Host copies of what this rank saves: partitions, counters and, on one rank of those that have
+    the same, frozen weights."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.engine = engine
+        self.kinds = ("master", *engine.state_kinds())
+        named = engine.transformer.named_parameters()
+        self.shards = {name: shard_of(parameter) for name, parameter in named}
+        self.frozen = _frozen_to_keep(engine.transformer)
+        self.partitions = {key: _host_buffer(x) for key, x in self._live_partitions().items()}
+        self.numbers = {key: _host_buffer(x) for key, x in self._live_numbers().items()}
+        self.frozen_values: dict[str, Tensor] = {}
+        self.copied: torch.cuda.Event | None = None
+
+    def _live_partitions(self) -> dict[tuple[str, int], Tensor]:
+        """{(kind, part): flat tensor}, as the optimizer holds them now."""
+        engine = self.engine
+        return {
+            (kind, part): (whole if kind == "master" else engine.state(part)[kind]).detach()
+            for part, whole in enumerate(engine.parts)
+            for kind in self.kinds
+        }
+
+    def _live_numbers(self) -> dict[tuple[int, str], Tensor]:
+        """{(part, key): scalar} of the optimizer's counters, such as its number of steps."""
+        return {
+            (part, key): torch.as_tensor(value)
+            for part in range(len(self.engine.parts))
+            for key, value in self.engine.state(part).items()
+            if not isinstance(value, Tensor) or value.ndim == 0
+        }
+
+    def take(self) -> None:
+        """Copy the state of this moment. Under ZeRO-3 every rank must call it."""
+        for name, parameter in self.frozen.items():
+            with self.engine.whole(parameter) as values:
+                if self.engine.data_rank == 0 and self._is_ours(name):
+                    self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
+        self.frozen = {}  # they never change
+        live = {**self._live_partitions(), **self._live_numbers()}
+        buffers = {**self.partitions, **self.numbers}
+        for key, buffer in buffers.items():
+            buffer.copy_(live[key], non_blocking=True)
+        if any(x.is_cuda for x in live.values()):
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether we write what we hold of it: a share, or the whole that the first rank of a
+        tensor-parallel group writes for all."""
+        return self.engine.tensor_rank == 0 or self.shards[name] is not None
+
+    def write(self, path: Path) -> tuple[dict[str, dict], str]:
+        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}, with
+        share [index, count] where it is of one, and the file's checksum."""
+        if self.copied is not None:
+            self.copied.synchronize()  # in the writer's thread: training goes on
+        tensors: list[Outgoing] = []
+        slices: dict[str, dict] = {}
+
+        def add(kind: str, parameter: str, start: int, values: Tensor) -> None:
+            key = f"{kind}/{parameter}/{start}"
+            tensors.append(Outgoing(key, tuple(values.shape), values.dtype, lambda: values))
+            slices[key] = {"parameter": parameter, "kind": kind, "start": start}
+            slices[key]["numel"] = values.numel()
+            shard = self.shards[parameter]
+            if shard is not None:
+                slices[key]["share"] = [shard.index, shard.count]
+
+        ours = [piece for piece in self.engine.slices if self._is_ours(piece.parameter)]
+        for kind in self.kinds:
+            for piece in ours:
+                whole = self.partitions[kind, piece.part]
+                values = whole.narrow(0, piece.offset, piece.numel)
+                add(kind, piece.parameter, piece.start, values)
+        for name, values in self.frozen_values.items():
+            add("frozen", name, 0, values)
+        return slices, write_safetensors(path, tensors)
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """{parameter: {counter: value}}; after `write`, which waits for the copies."""
+        of_part: dict[int, dict[str, float]] = {}
+        for (part, key), value in self.numbers.items():
+            of_part.setdefault(part, {})[key] = float(value)
+        return {piece.parameter: of_part.get(piece.part, {}) for piece in self.engine.slices}
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    """Host memory of the shape and dtype; page-locked where the source is on a GPU.
+
+    Large ones are registered: torch's pinned allocator would round them up to a power of two.
+    """
+    is_small = like.nbytes < _LEAST_REGISTERED
+    buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda and is_small)
+    if like.is_cuda and not is_small:
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        if int(runtime.cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
+        else:
+            logger.warning("cannot lock %d bytes of host memory: saves take longer", buffer.nbytes)
+    return buffer
+
+
+def _frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Where they are the smaller part: the same decision at every layout."""
+    parameters = dict(transformer.named_parameters())
+    frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+    num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
+    num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
+    return frozen if num_frozen < num_trained else {}
+
+
+def _about(parameter: nn.Parameter) -> dict[str, object]:
+    """What the manifest says of a parameter; `cut`, where it lies in shares: dim and num_parts."""
+    about = {
+        "shape": whole_shape(parameter),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+    }
+    shard = shard_of(parameter)
+    return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(draft: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, then move `latest`: in this order on the disk, too."""
+    if final.exists():  # of a run that goes on from a step before; never gone while it is needed
+        replaced = replaced_name(final)
+        final.rename(replaced)
+        draft.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        draft.rename(final)
+    sync(final.parent)
+    write_text(final.parent / "latest", final.name)
+
+
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Remove old checkpoints and what killed runs left unfinished.
+
+    Steps after `step` stay: the run went on from a checkpoint before them, which it was asked to.
+    """
+    for path in folder.glob("*.incomplete*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    complete = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdigit())
+    done = [path for path in complete if int(path.name) <= step]
+    for path in done[:-keep_last] if keep_last > 0 else []:
+        shutil.rmtree(path, ignore_errors=True)

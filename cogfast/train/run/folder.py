@@ -1,0 +1,212 @@
+"""Where a run writes: `<args.save>/<experiment_name>-<date and time>/`, and finding one again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import re
+import subprocess
+import time
+from datetime import datetime
+from fnmatch import fnmatch
+from glob import escape
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from cogfast.config import Config
+from cogfast.files import set_aside
+from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.train.distributed.process_groups import ProcessGroups
+
+logger = logging.getLogger(__name__)
+
+# Keys that decide what is trained: a resumed run must have its checkpoint's. Paths, intervals,
+# logging, evaluation, the number of steps, and how ranks share the work may differ freely.
+_DECISIVE = (
+    *("model.*", "data.*", "args.seed", "args.mode", "args.cached_noised_images"),
+    *("deepspeed.optimizer.*", "deepspeed.gradient_clipping", "args.weight_decay"),
+    *("deepspeed.bf16.enabled", "deepspeed.fp16.enabled", "args.bf16", "args.fp16"),
+    *("args.lr", "args.lr_*", "args.warmup*", "args.min_lr_ratio"),
+)
+# Of these, what only says where files are, how samples are made, or how memory is saved.
+_FREE = (
+    *("*_path", "*_dir", "*_folder", "model.sampler_config.*"),
+    *("*.checkpoint_activations", "model.en_and_decode_n_samples_a_time"),
+    *("data.params.keep_decoded_mib", "model.denoiser_config.params.weighting_config.*"),
+)
+_STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
+
+
+def open_run_folder(
+    save: str, experiment: str, resume: str | None, groups: ProcessGroups
+) -> tuple[Path, Path | None]:
+    """The run's folder and the checkpoint that it goes on from, the same on every rank.
+
+    resume: None starts afresh; "latest" goes on with the newest run of that experiment that has a
+    checkpoint; "auto" the same or, where there is none, afresh; a path names a run or checkpoint.
+    """
+    return groups.on_main(lambda: _find(Path(save), experiment, resume))
+
+
+def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path | None]:
+    if resume not in (None, "auto", "latest"):
+        return _named(Path(resume))
+    if resume is not None:
+        runs = [
+            p for p in save.glob(f"{escape(experiment)}-*") if _STAMP.sub("", p.name) == experiment
+        ]
+        for run in sorted(runs, reverse=True):
+            checkpoint = newest_checkpoint(run)
+            if checkpoint is not None:
+                return run, checkpoint
+        if resume == "latest":
+            raise ValueError(
+                f"args.resume=latest: no run of {experiment!r} with a checkpoint in {save}; "
+                "use --resume auto to start afresh where there is none"
+            )
+    while True:
+        stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        run = save / f"{experiment}-{stamp}"
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:  # another run began in this second
+            time.sleep(0.2)
+        except OSError as error:
+            raise ValueError(
+                f"args.save={save}: cannot make a run's folder there ({error.strerror}); name "
+                "another folder"
+            ) from None
+        else:
+            return run, None
+
+
+def _named(path: Path) -> tuple[Path, Path]:
+    if not path.is_dir():
+        raise ValueError(
+            f"args.resume={path}: no such folder; refusing to start from scratch; "
+            "name a run or checkpoint folder, or use auto"
+        )
+    path = path.absolute()
+    checkpoint = path if path.parent.name == "checkpoints" else find_run_checkpoint(path)
+    if checkpoint is None:
+        raise ValueError(f"args.resume={path}: it has no checkpoints/latest; name a run folder")
+    return checkpoint.parent.parent, checkpoint
+
+
+def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch: int) -> None:
+    """ValueError where the run would not go on with what its checkpoint was trained with, unless
+    args.accept_changes is set; it lists the keys."""
+    before = manifest.get("config", {})
+    after = plain_sections(config)
+    found = [] if not before else list(_changes(before, after).items())
+    changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
+    if manifest["global_batch"] != global_batch:
+        changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
+    if changes and not config.args.get("accept_changes"):
+        raise ValueError(
+            f"args.resume={checkpoint}: the configuration is not the checkpoint's: "
+            f"{'; '.join(changes)}; set it back, or go on all the same with --accept-changes"
+        )
+
+
+def plain_sections(config: Config) -> dict:
+    """The resolved sections as a manifest has them: JSON, which knows no infinity."""
+    sections = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
+    return json.loads(json.dumps(sections), parse_constant=str)
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(key, pattern) for pattern in patterns)
+
+
+def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_size: int) -> None:
+    """Write down what runs: the merged config, versions, devices, git commit and changes.
+
+    checkpoint: where the run goes on, None for a new one. A resumed run's files stand beside the
+    first ones; keys of the config that are other than then are logged.
+    """
+    try:
+        _write_description(folder, checkpoint, config_text, world_size)
+    except OSError as error:
+        raise ValueError(
+            f"args.save={folder.parent}: {folder.name} cannot be written ({error.strerror}); make "
+            "room or name another folder"
+        ) from None
+
+
+def _write_description(
+    folder: Path, checkpoint: Path | None, config_text: str, world_size: int
+) -> None:
+    mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
+    first = folder / "training_config.yaml"
+    try:
+        changed = _changed_keys(first.read_text(), config_text) if first.is_file() else []
+    except (ValueError, YAMLError, OmegaConfBaseException, RecursionError):
+        logger.warning("%s is damaged: it is now %s", first, set_aside(first).name)
+        changed = []
+    if changed:
+        logger.warning("the configuration is not the one before: %s", "; ".join(changed))
+    if changed or not first.is_file():
+        (folder / f"training_config{mark if changed else ''}.yaml").write_text(config_text)
+    environment = json.dumps(_environment(world_size), indent=2)
+    (folder / f"environment{mark}.json").write_text(environment + "\n")
+    changes = git("diff", "HEAD")
+    if changes:
+        (folder / f"changes{mark}.diff").write_text(changes + "\n")
+
+
+def _changed_keys(before: str, after: str) -> list[str]:
+    """`key: value -> value` of every key that differs between two configurations."""
+    changes = _changes(*(OmegaConf.to_container(OmegaConf.create(t)) for t in (before, after)))
+    of_resume = ("args.resume", "args.accept_changes")
+    return [text for key, text in changes.items() if key not in of_resume]
+
+
+def _changes(before: dict, after: dict) -> dict[str, str]:
+    """{key: "key: value -> value"} of what differs between two plain configurations."""
+    old, new = _leaves(before), _leaves(after)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
+
+
+def _leaves(node: object, key: str = "") -> dict[str, object]:
+    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        node = {str(i): item for i, item in enumerate(node)}
+    if not isinstance(node, dict):
+        return {key: node}
+    dot = "." if key else ""
+    return {k: v for name, n in node.items() for k, v in _leaves(n, f"{key}{dot}{name}").items()}
+
+
+def _environment(world_size: int) -> dict[str, object]:
+    import deepspeed
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "host": platform.node(),
+        "world_size": world_size,
+        "commit": git("rev-parse", "HEAD"),
+    }
+
+
+def git(*words: str) -> str | None:
+    """What git says of the source, or None where it is installed without git."""
+    source = Path(__file__).resolve().parents[3]
+    if not (source / ".git").exists():  # git would speak of a project around it
+        return None
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=source, capture_output=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace").strip()

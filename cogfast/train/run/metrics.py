@@ -1,0 +1,288 @@
+"""What a run says of itself: a line per logging step, metrics.jsonl, TensorBoard, loss.png."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NotRequired
+
+import torch
+from torch import Tensor
+
+from cogfast.files import WriteError, set_aside, write_text, write_whole
+from cogfast.model.transformer import TransformerConfig
+from cogfast.schema.json_files import parse_json, read_limited
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.zero_engine import ZeroEngine
+from cogfast.train.run.log_files import LogFile, TensorBoardFile
+from cogfast.train.run.progress_bar import open_bar
+from cogfast.train.run.throughput import memory_gib, peak_flops, train_flops
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.98  # of the running mean of the loss, per step: it looks back over 50 steps
+_MOST_BYTES = 1 << 30  # of metrics.jsonl: millions of lines
+_NUMBER = NotRequired[float | None]
+_LINE = {"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER}
+_SLOW_DATA = 0.1  # share of the step above which waiting for data deserves a hint
+
+
+class Metrics:
+    """Collects a run's numbers on the device and reads them at logging steps only.
+
+    Rank 0 writes; the others only take part in the means.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        groups: ProcessGroups,
+        config: TransformerConfig,
+        *,
+        start_step: int,
+        num_steps: int,
+        samples_per_step: int,
+        tensorboard_folder: Path,
+        wandb_project: str | None,
+    ) -> None:
+        self.folder, self.groups, self.config = folder, groups, config
+        self.num_steps, self.samples_per_step = num_steps, samples_per_step
+        self.loss_sum = torch.zeros(2, device=groups.device)  # of finite losses; their number
+        self.num_unlogged_steps = 0  # since the last line
+        self.running_loss = math.nan  # before the first line
+        self.has_logged = False  # the first line's wait holds the start of the workers
+        self.history: list[dict] = []
+        self.lines = LogFile(folder / "metrics.jsonl")
+        self.is_drawn = True  # loss.png, the last time
+        self.tensorboard = self.wandb = self.progress = None
+        self.restart_clock()
+        if groups.is_main:
+            self.history = _history_until(start_step, folder / "metrics.jsonl")
+            running = [line["loss_running"] for line in self.history if line.get("loss_running")]
+            self.running_loss = running[-1] if running else math.nan
+            self._open_writers(start_step, tensorboard_folder, wandb_project)
+
+    def _open_writers(
+        self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
+    ) -> None:
+        # What a run wrote after the checkpoint that it resumes from is taken back.
+        purge_step = start_step + 1 if start_step else None
+        self.tensorboard = TensorBoardFile(tensorboard_folder, purge_step)
+        if wandb_project is not None:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=wandb_project,
+                name=self.folder.name,
+                id=self.folder.name,  # a resumed run goes on there
+                resume="allow",
+                dir=str(self.folder),
+            )
+        self.progress = open_bar("training", self.num_steps)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=int(error is not None))
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last line out of the next one (an evaluation, a save)."""
+        self.interval_start = time.perf_counter()
+        self.num_timed_steps, self.waited = 0, 0.0
+        self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the steps
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Around the wait for a batch; a line has that of the rank that waited longest."""
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
+
+    def add_loss(self, loss: Tensor) -> None:
+        """One micro-batch's loss; it stays on the device. Those that are not finite only count as
+        skipped, else one of them would hide the other steps of its interval."""
+        loss = loss.detach().float()
+        is_finite = loss.isfinite()
+        self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
+
+    def end_step(self, step: int, tokens_per_sample: int) -> None:
+        """After each optimizer step; `step` counts from 1. Samples of a step have as many tokens."""
+        self.num_timed_steps += 1
+        self.timed_tokens += tokens_per_sample
+        self.timed_flops += train_flops(self.config, tokens_per_sample)
+        self.num_unlogged_steps += 1
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step)
+
+    def log(self, step: int, lr: float, engine: ZeroEngine) -> int:
+        """Write the line of `step`; returns how many steps in a row were skipped by now."""
+        # Each rank's wait in a place of its own: all wait, in collectives, for who waits longest.
+        waits = [0.0] * self.groups.data_size
+        waits[self.groups.data_rank] = self.groups.data_size * self.waited
+        means = self.groups.mean(torch.cat([self.loss_sum, self.loss_sum.new_tensor(waits)]))
+        others = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
+        packed = torch.cat([means, torch.stack([n.to(means) for n in others])])
+        total, number, *waits, norm, skipped, in_a_row = packed.tolist()  # sync: one per interval
+        seconds = time.perf_counter() - self.interval_start
+        loss = total / number if number else math.nan
+        if math.isfinite(loss):
+            keep = _SMOOTHING**self.num_unlogged_steps
+            before = self.running_loss if math.isfinite(self.running_loss) else loss
+            self.running_loss = keep * before + (1 - keep) * loss
+        per_second = self.num_timed_steps * self.samples_per_step / seconds
+        of_interval = self.samples_per_step / seconds
+        flops = of_interval * self.timed_flops / self.groups.world_size
+        peak = peak_flops(self.groups.device)
+        line = {
+            "step": step,
+            "loss": loss,
+            "loss_running": self.running_loss,
+            "lr": lr,
+            "grad_norm": norm if norm >= 0 else math.nan,  # negative: it was not finite
+            "step_ms": 1000 * seconds / self.num_timed_steps,
+            "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
+            "samples_per_s": per_second,
+            "tokens_per_s": of_interval * self.timed_tokens,
+            "model_tflops": flops / 1e12,
+            "mfu": None if peak is None else flops / peak,
+            "skipped": int(skipped),
+            "skipped_in_a_row": int(in_a_row),
+            **memory_gib(self.groups.device),
+        }
+        self.loss_sum.zero_()
+        self.num_unlogged_steps = 0
+        self.write(step, line)
+        self._say(step, line)
+        self.restart_clock()
+        return int(in_a_row)
+
+    def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
+        """Write the held-out losses, where there are any, and leave their time out of the next
+        line's step."""
+        if losses:
+            self.write(step, {"step": step, **losses})
+            named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
+            logger.info("step %d/%d  %s", step, self.num_steps, named)
+        self.draw_loss()
+        self.restart_clock()
+
+    def write(self, step: int, line: dict) -> None:
+        """Append numbers to metrics.jsonl and hand them to TensorBoard and W&B (rank 0)."""
+        if not self.groups.is_main:
+            return
+        self.history.append(line)
+        text = json.dumps({k: _plain(v) for k, v in line.items()})
+        self.lines.append(text.encode() + b"\n")
+        numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
+        self.tensorboard.add(step, numbers)
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=step)
+
+    def _say(self, step: int, line: dict) -> None:
+        parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
+        parts += [f"mean {line['loss_running']:.4f}", f"lr {line['lr']:.2e}"]
+        wait, whole = line["data_wait_ms"], line["step_ms"]
+        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({wait:.0f} data)"]
+        parts += [f"{line['samples_per_s']:.2f} samples/s", f"{line['model_tflops']:.3g} TFLOP/s"]
+        if line["mfu"] is not None:
+            parts += [f"MFU {100 * line['mfu']:.1f}%"]
+        parts += [f"{v:.1f} GiB {k.split('_')[1]}" for k, v in line.items() if "memory" in k]
+        if line["skipped"]:
+            parts += [f"{line['skipped']} non-finite steps skipped"]
+        if wait > _SLOW_DATA * whole and self.has_logged:
+            parts += ["waiting for data: raise args.num_workers"]
+        self.has_logged = True
+        text = "  ".join(parts)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], note=f"loss {line['loss_running']:.4f}")
+        logger.info(text)
+
+    def draw_loss(self) -> None:
+        """loss.png: the training loss, its running mean and the held-out loss over the steps."""
+        lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
+        if not self.groups.is_main or not lines:
+            return
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        steps = [line["step"] for line in lines]
+        axes.plot(steps, [line["loss"] for line in lines], color="#9db8d9", lw=1, label="loss")
+        running = [line["loss_running"] for line in lines]
+        axes.plot(steps, running, color="#1f4e9c", lw=2, label="running mean")
+        held_out = [line for line in self.history if "valid_loss" in line]
+        if held_out:
+            axes.plot(
+                [line["step"] for line in held_out],
+                [line["valid_loss"] for line in held_out],
+                "o-",
+                color="#d1495b",
+                ms=4,
+                label="held out",
+            )
+        axes.set(xlabel="step", ylabel="loss", title=self.folder.name)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        try:
+            write_whole(
+                self.folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png")
+            )
+        except WriteError as error:
+            if self.is_drawn:
+                logger.warning("%s; training continues", error)
+            self.is_drawn = False
+        else:
+            self.is_drawn = True
+
+
+def _plain(value: object) -> object:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _history_until(step: int, path: Path) -> list[dict]:
+    """The lines up to `step` of a run that resumes there; what came after leaves the file.
+
+    A damaged file is set aside; what can be read of it stays.
+    """
+    if not path.exists():
+        return []
+    lines, problem = [], None
+    try:
+        *whole, cut = read_limited(path, _MOST_BYTES).split(b"\n")
+        for number, text in enumerate(whole, 1):
+            try:
+                lines.append(parse_json(text, _LINE, f"line {number}"))
+            except ValueError as error:
+                problem = problem or error
+        with suppress(ValueError):  # a crash cut it short, or only its end
+            lines.append(parse_json(cut, _LINE, path.name))
+    except ValueError as error:
+        problem = error
+    lines = [line for line in lines if line["step"] <= step]
+    try:
+        if problem is not None:
+            kept = set_aside(path)
+            logger.warning("%s is damaged (%s): it is now %s", path, problem, kept.name)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    except (OSError, WriteError) as error:
+        logger.warning("%s: lines after step %d stay in it (%s)", path, step, error)
+    return lines

@@ -1,0 +1,208 @@
+"""`cogfast sample`: videos of prompts from a run folder, a checkpoint or the weights of a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from cogfast.config import Config
+from cogfast.data.video.transform import resize_and_center_crop
+from cogfast.files import WriteError, write_text
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.decode_memory import DecodePlan
+from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, read_manifest
+from cogfast.schema.arguments import TrainArguments
+from cogfast.shapes import SPATIAL_COMPRESSION
+from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
+from cogfast.train.distributed.attention_choice import choose_for_sampling
+from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.train.encode import Encoder
+from cogfast.train.preflight.check import check_sample
+from cogfast.train.run.folder import git
+from cogfast.train.sampling.added_lora import AddedLora, add_loras, open_loras
+from cogfast.train.sampling.generate import LatentSize, Prompt, VideoMaker, write_samples
+from cogfast.train.video_size import open_image, sampled_sizes, warn_of_other_positions
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+def sample(
+    config: Config,
+    prompts: Sequence[str],
+    images: Sequence[Path | None],
+    out: Path,
+    seed: int,
+    weights: str | None,
+    ema: bool,
+    num_steps: int | None = None,
+    loras: Sequence[AddedLora] = (),
+) -> list[Path]:
+    """Sample a video of every prompt into `out`; prompts are shared between the models of ranks.
+
+    weights: a run or checkpoint folder of ours, read on top of args.load; ema: its averaged
+    weights, or those of args.load. num_steps: instead of the sampler's own. loras: adapters that
+    are added to what was loaded. Writes mp4s, contact_sheet.png, prompts.json
+    and settings.json. The n-th video, counted from 0, has the seed `seed` + n: with it, its prompt
+    alone gives it again.
+    """
+    args = TrainArguments.from_config(config)
+    check_sample(config, weights, has_images=any(image is not None for image in images))
+    sizes = sampled_sizes(config, args, images)
+    adapters = open_loras(loras, ema)
+    groups = start_processes(args.model_parallel_size)
+    source = args.load if weights is None and ema else weights
+    transformer = assemble_transformer(
+        config, args, groups, source, ema, allow_missing=args.force_inference
+    ).eval()
+    add_loras(transformer, adapters)
+    run = None if weights is None else find_run_checkpoint(Path(weights))
+    manifest = {} if run is None else read_manifest(run)
+    if manifest and groups.is_main:
+        warn_of_other_positions(transformer.config, sizes, manifest)
+    stored = manifest.get("attention_backend")
+    attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
+    transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
+    encoder = assemble_encoder(config, args, transformer, groups)
+    plan = None if args.only_save_latents else _limit_decoding(encoder, args, groups, sizes)
+    # In SAT's inference.yaml, batch_size is the number of videos per prompt, made one by one.
+    num_copies, at_a_time = (
+        (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
+    )
+    given = list(zip(prompts, images, sizes, strict=True))
+    wanted = []
+    for i in range(len(given) * num_copies):
+        text, image, size = given[i // num_copies]
+        pixels = None if image is None else read_image(image, _pixels(size))
+        wanted.append(Prompt(i, text, seed + i, pixels, size=size))
+    maker = VideoMaker(
+        transformer,
+        assemble_diffusion(config),
+        encoder,
+        sizes[0],
+        device=groups.device,
+        num_steps=num_steps,
+    )
+    settings = {"weights": weights or args.load, "ema": ema}
+    settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
+    settings |= _settings(config, args, maker, plan)
+    rows = [_prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)]
+    try:
+        groups.on_main(lambda: _write_settings(out, settings | {"prompts": rows}))
+        files = write_samples(
+            out,
+            maker,
+            wanted,
+            groups,
+            at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
+            latents_only=args.only_save_latents,
+        )
+    except (OSError, WriteError) as error:
+        kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
+        raise RuntimeError(
+            f"{out}: cannot be written ({error}); {kept} files of samples are in it; make room and "
+            "sample again, or name another folder by --out"
+        ) from None
+    what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
+    logger.info("%d %s in %s", len(files), what, out)
+    groups.close()
+    return files
+
+
+def _limit_decoding(
+    encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
+) -> DecodePlan:
+    """Have the first stage decode in tiles where the largest video needs more than
+    args.vae_memory_gib, or than is free on the fullest device: the same tiles on all."""
+    asked = args.vae_memory_gib
+    budget = min(groups.gather(_free_bytes(groups.device))) if asked is None else int(asked * _GIB)
+    largest = max(sizes, key=lambda size: size.height * size.width)
+    plan, error = None, None
+    try:
+        if groups.is_first_of_model:
+            plan = encoder.limit_decode_memory(budget, largest.num_frames, *_pixels(largest))
+    except Exception as caught:
+        error = caught
+    groups.agree(error)
+    plan = groups.broadcast(plan)
+    needed = plan.num_bytes / _GIB
+    if plan.num_bytes > budget and asked is not None:
+        raise ValueError(
+            f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
+            f"{_pixels(largest)[0]}x{_pixels(largest)[1]} takes {needed:.2f} GiB in the smallest "
+            "tiles; give it that, or save latents alone (args.only_save_latents=true)"
+        )
+    if plan.tile is not None:
+        logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
+    if plan.num_bytes > budget:
+        logger.warning("%.1f GiB are free, decoding takes about %.1f", budget / _GIB, needed)
+    return plan
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What this process may take more of."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # what PyTorch holds and does not use is free to it
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    import psutil
+
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _pixels(size: LatentSize) -> tuple[int, int]:
+    return size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION
+
+
+def _settings(
+    config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
+) -> dict[str, Any]:
+    """Everything that decides the numbers, for all prompts."""
+    plain = OmegaConf.to_container(config.model, resolve=True)
+    size = maker.size
+    return {
+        "dtype": args.precision,
+        "num_steps": maker.sampler.num_steps,
+        "sampler": plain["sampler_config"],
+        "denoiser": plain["denoiser_config"],
+        "channels": size.channels,
+        "frames": size.frames,
+        "num_frames": size.num_frames,
+        "fps": size.fps,
+        "scale_factor": maker.encoder.scale_factor,
+        "decode_tile": plan.tile if plan is not None else None,
+        "model_parallel_size": args.model_parallel_size,
+        "versions": {
+            **{name: version(name) for name in ("torch", "diffusers", "transformers")},
+            "commit": git("rev-parse", "HEAD"),
+        },
+    }
+
+
+def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
+    rows, columns = _pixels(prompt.size)
+    found = {"text": prompt.text, "seed": prompt.seed, "height": rows, "width": columns}
+    return found if image is None else found | {"image": str(image)}
+
+
+def _write_settings(out: Path, settings: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    write_text(out / "settings.json", text + "\n")
+
+
+def read_image(path: Path, size: tuple[int, int]) -> Tensor:
+    """A picture as [3, H, W] in [-1, 1], scaled to cover `size` and cut around its centre."""
+    frames = resize_and_center_crop(open_image(path)[None], size)
+    return frames[0].float() / 127.5 - 1

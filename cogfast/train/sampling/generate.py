@@ -1,0 +1,310 @@
+"""Videos from prompts: noise, the sampler, the decoder, and files that a person looks at."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cogfast.data.video.writer import contact_sheet, to_frames, write_video
+from cogfast.diffusion.denoiser import Conditioning, Network
+from cogfast.files import WriteError, write_whole
+from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.formats.safetensors_files import write_safetensors
+from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.shapes import num_latent_frames
+from cogfast.slot_random import SlotRandom
+from cogfast.train.assembly import Diffusion
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.encode import Encoder
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FPS = 8  # CogVideoX 1.0's
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSize:
+    """Latents [C, T, h, w] that the network samples, and the frames and fps of the video."""
+
+    channels: int
+    frames: int  # T, padding included
+    height: int
+    width: int
+    num_frames: int  # of the decoded video
+    fps: float
+
+    @classmethod
+    def of_video(
+        cls, channels: int, num_frames: int, height: int, width: int, patch_t: int, fps: float
+    ) -> LatentSize:
+        """For a video of `num_frames`, latent rows and columns; T is padded to whole patches."""
+        frames = num_latent_frames(num_frames)
+        frames += -frames % patch_t
+        return cls(channels, frames, height, width, num_frames, fps)
+
+    @classmethod
+    def of_model(cls, model: TransformerConfig) -> LatentSize:
+        """The largest that the model's position tables hold."""
+        size = (model.num_frames, model.latent_height, model.latent_width)
+        return cls.of_video(model.out_channels, *size, model.patch_size.t, DEFAULT_FPS)
+
+    def num_tokens(self, model: TransformerConfig) -> int:
+        """Tokens of one sample, text included."""
+        patch = model.patch_size
+        rows, columns = self.height // patch.h, self.width // patch.w
+        return self.frames // patch.t * rows * columns + model.text_length
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to sample; `index` is its place among all prompts, `seed` gives the noise.
+
+    image: [3, H, W] in [-1, 1], or image_latents [C, 1, h, w], scaled, for image-to-video;
+    embedding: [L, E] instead of the text through the encoder. size: where it is not the others'.
+    """
+
+    index: int
+    text: str
+    seed: int
+    image: Tensor | None = None
+    image_latents: Tensor | None = None
+    embedding: Tensor | None = None
+    size: LatentSize | None = None
+
+
+class VideoMaker:
+    """Prompts to latents to frames, those of a call of one size; a prompt's noise is its own."""
+
+    def __init__(
+        self,
+        network: Network,
+        diffusion: Diffusion,
+        encoder: Encoder,
+        size: LatentSize,
+        *,
+        device: torch.device,
+        num_steps: int | None = None,
+    ) -> None:
+        """size: of prompts that bring none; num_steps: instead of the sampler's own."""
+        if diffusion.sampler is None:
+            raise ValueError("model.sampler_config is missing; sampling needs one")
+        self.sampler = diffusion.sampler
+        if num_steps is not None:
+            self.sampler = self.sampler.with_num_steps(num_steps)
+        self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
+        self.size, self.device = size, device
+
+    def size_of(self, prompt: Prompt) -> LatentSize:
+        return prompt.size or self.size
+
+    @torch.no_grad()
+    def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """What the network is told: text [B, L, E], image latents [B, C, T, h, w] or None."""
+        if prompts[0].embedding is None:
+            text = self.encoder.encode_text([p.text for p in prompts])
+        else:
+            text = torch.stack([p.embedding for p in prompts]).to(self.device)
+        image = self._image_latents(prompts) if self.encoder.image_input else None
+        return Conditioning(text=text, image_latents=image)
+
+    def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
+        """Scaled latents [B, C, T, h, w] float32, one per prompt.
+
+        The text of the unconditional half is zeros, as captions are dropped in training.
+        """
+        size, rng = self.size_of(prompts[0]), self._random(prompts)
+        shape = (len(prompts), size.channels, size.frames, size.height, size.width)
+        empty = torch.zeros_like(conditioning.text)
+        unconditional = Conditioning(text=empty, image_latents=conditioning.image_latents)
+        return self.sampler(
+            self.denoiser,
+            self.network,
+            rng.normal("sample", shape),
+            conditioning,
+            unconditional,
+            _NoiseOfSteps(rng),
+        )
+
+    def frames(self, latents: Tensor, num_frames: int) -> np.ndarray:
+        """uint8 frames [F, H, W, 3] of one video's latents [C, T, h, w]."""
+        return to_frames(self.encoder.decode(latents[None], num_frames)[0])
+
+    def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
+        return SlotRandom(0, 0, [p.seed for p in prompts], 0, self.device)
+
+    def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        """The prompts' images, without noise: behind the first frame zeros, or all the same."""
+        missing = [p.text for p in prompts if p.image is None and p.image_latents is None]
+        if missing:
+            raise ValueError(
+                f"the model animates images (model.noised_image_input=true), but the prompt "
+                f"{missing[0]!r} has none; give --image, or prompt@@image lines"
+            )
+        if prompts[0].image is None:
+            latents = torch.stack([p.image_latents for p in prompts]).to(self.device).float()
+        else:
+            frames = torch.stack([p.image for p in prompts]).to(self.device)[:, :, None]
+            latents = self.encoder.encode_video(frames, self._random(prompts), "image_first_stage")
+        return self.encoder.beside_frames(latents, self.size_of(prompts[0]).frames)
+
+
+class _NoiseOfSteps:
+    """Fresh noise at every call of a sampler, keyed by prompt like everything else."""
+
+    def __init__(self, rng: SlotRandom) -> None:
+        self.rng, self.num_calls = rng, 0
+
+    def __call__(self, like: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.rng.normal(f"sampler step {self.num_calls}", like.shape)
+
+
+def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
+    """This model's prompts. is_in_step: every one gets as many, some the last one again."""
+    mine = list(prompts[groups.data_rank :: groups.data_size])
+    most = -(-len(prompts) // groups.data_size)
+    while is_in_step and len(mine) < most:
+        mine.append(prompts[-1])
+    return mine
+
+
+def file_name(prompt: Prompt) -> str:
+    """A file name that differs for every prompt and that a person can read."""
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
+    encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML can spell halves of characters
+    digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
+    return f"{prompt.index:03d}-{words or 'empty'}-{digest}"
+
+
+class EvaluationStopped(Exception):
+    """The run is asked to stop while it evaluates."""
+
+
+def write_samples(
+    folder: Path,
+    maker: VideoMaker,
+    prompts: Sequence[Prompt],
+    groups: ProcessGroups,
+    *,
+    at_a_time: int = 1,
+    latents_only: bool = False,
+    is_in_step: bool = False,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
+) -> list[Path]:
+    """Sample this rank's share and write files; rank 0 adds prompts.json and the contact sheet.
+
+    is_in_step: all ranks call the network together (ZeRO-3); those that share a model do so in any
+    case, and the first of them decodes and writes. Returns all files on every rank. A prompt that
+    fails is told and costs no other its video; the first error is raised at the end, on every rank.
+    is_asked_to_stop: asked before each video; where it says so, the rest are left out
+    (EvaluationStopped).
+    """
+    done: dict[int, _Row] = {}
+    errors: list[Exception] = []
+    is_in_step = is_in_step or groups.tensor is not None
+    mine = share(prompts, groups, is_in_step)
+    for start in range(0, len(mine), at_a_time):
+        part = mine[start : start + at_a_time]
+        conditioning = None
+        try:
+            if is_asked_to_stop():
+                raise EvaluationStopped(f"{len(mine) - start} videos are left out")
+            folder.mkdir(parents=True, exist_ok=True)
+            conditioning = maker.condition(part)
+        except EvaluationStopped as error:
+            errors.append(error)
+        except Exception as error:
+            _note(errors, error, part)
+        # in step nobody samples what one of them cannot
+        is_ready = conditioning is not None
+        if not all(groups.gather(is_ready) if is_in_step else [is_ready]):
+            continue
+        try:
+            latents = maker.latents(part, conditioning)
+        except Exception as error:
+            _note(errors, error, part)
+            continue
+        for prompt, one in zip(part, latents, strict=True) if groups.is_first_of_model else ():
+            try:
+                done[prompt.index] = _write(folder, maker, prompt, one, latents_only)
+            except Exception as error:
+                _note(errors, error, [prompt])
+    reports = groups.gather(done)
+    merged = {index: row for part in reports for index, row in part.items()}
+    rows = [merged[index] for index in sorted(merged)]
+    if groups.is_main and rows:
+        try:
+            _write_overview(folder, rows)
+        except Exception as error:
+            errors.append(error)
+    groups.agree(errors[0] if errors else None)
+    return [folder / row.file for row in rows]
+
+
+def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) -> None:
+    """Remember an error and say whose it is; the tensors of its frames are let go."""
+    traceback.clear_frames(error.__traceback__)
+    errors.append(error)
+    if isinstance(error, OSError | WriteError):
+        return  # a full disk is the same for all prompts, and is logged once by the caller
+    names = ", ".join(f"{p.index} ({p.text!r})" for p in prompts)
+    what = str(error).partition("\n")[0]
+    logger.warning("prompt %s failed: %s: %s", names, type(error).__name__, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample on the contact sheet; thumbnails: uint8 [n, H, W, 3]."""
+
+    file: str
+    text: str
+    thumbnails: np.ndarray | None
+
+
+def _write(
+    folder: Path, maker: VideoMaker, prompt: Prompt, latents: Tensor, latents_only: bool
+) -> _Row:
+    """One sample's file: the video, or its latents [C, T, h, w]."""
+    size = maker.size_of(prompt)
+    if latents_only:
+        name = file_name(prompt) + ".safetensors"
+        _write_latents(folder / name, latents, prompt, size)
+        return _Row(name, prompt.text, None)
+    name = file_name(prompt) + ".mp4"
+    frames = maker.frames(latents, size.num_frames)
+    write_video(folder / name, frames, size.fps)
+    return _Row(name, prompt.text, _thumbnails(frames))
+
+
+def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
+    listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
+    # What is no UTF-8 comes out as the escape that JSON knows.
+    text = (listing + "\n").encode("utf-8", "backslashreplace")
+    write_whole(folder / "prompts.json", lambda path: path.write_bytes(text))
+    pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
+    if pictures:
+        contact_sheet(folder / "contact_sheet.png", *map(list, zip(*pictures, strict=True)))
+
+
+def _thumbnails(frames: np.ndarray) -> np.ndarray:
+    """At most 6 frames of at most 360 columns: what the contact sheet needs of [F, H, W, 3]."""
+    chosen = np.unique(np.linspace(0, len(frames) - 1, 6).round().astype(int))
+    stride = max(1, frames.shape[2] // 360)
+    return frames[chosen][:, ::stride, ::stride]
+
+
+def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize) -> None:
+    metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
+    on_host = latents.float().cpu()  # sync: into a file, once per video
+    tensor = Outgoing("latents", tuple(on_host.shape), on_host.dtype, lambda: on_host)
+    write_whole(path, lambda draft: write_safetensors(draft, [tensor], metadata))

@@ -1,0 +1,190 @@
+"""A folder that holds a model and no run of ours: the config that belongs to it, and what a
+diffusers pipeline brings beside the transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+from omegaconf import OmegaConf
+
+from cogfast.config import Config
+from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.family import Family
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.vae.names import read_vae_config
+from cogfast.schema.json_files import Range, brief, read_json
+from cogfast.schema.values import show
+from cogfast.shapes import SPATIAL_COMPRESSION
+from cogfast.train.preflight.frozen_parts import PLACEHOLDER, is_none
+from cogfast.train.preflight.precision import precision_values
+
+# configs/ in the source tree, and where an installed package has them
+_CONFIGS = (
+    Path(__file__).resolve().parents[3] / "configs",
+    Path(sys.prefix, "share/cogfast/configs"),
+)
+_NETWORK = "model.network_config.params"
+_POSITION = f"{_NETWORK}.modules.pos_embed_config.params"
+_NUMBERS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "in_channels", "out_channels"),
+    *("time_embed_dim", "num_frames", "elementwise_affine"),
+)
+_INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
+_TABLE_15 = 300  # latent rows and columns, any shape of picture; a pipeline may name its own size
+_SAMPLERS = {
+    "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
+    "CogVideoXDDIMScheduler": "VideoDDIMSampler",
+}
+# Of a scheduler's config: what CogVideoX's schedule is, and diffusers' value where a key is absent.
+_SCHEDULE = {
+    "beta_schedule": ("scaled_linear", "scaled_linear"),
+    "prediction_type": ("v_prediction", "epsilon"),
+    "rescale_betas_zero_snr": (True, False),
+    "num_train_timesteps": (1000, 1000),
+    "trained_betas": (None, None),
+}
+_SCHEDULER = {
+    "_class_name": str,
+    "snr_shift_scale": NotRequired[Annotated[float, Range(0.01, 100)]],
+    "beta_start": NotRequired[Annotated[float, Range(1e-9, 1)]],
+    "beta_end": NotRequired[Annotated[float, Range(1e-9, 1)]],
+    "timestep_spacing": NotRequired[Literal["leading", "linspace", "trailing"]],
+    "set_alpha_to_one": NotRequired[bool],
+    "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
+}
+# Its keys -> ours, and diffusers' value where a key is absent.
+_DISCRETIZATION = {
+    "snr_shift_scale": ("shift_scale", 3.0),
+    "beta_start": ("linear_start", 0.00085),
+    "beta_end": ("linear_end", 0.0120),
+}
+_SPACING = {"timestep_spacing": "leading", "set_alpha_to_one": True, "steps_offset": 0}
+
+
+def find_config(folder: Path) -> tuple[Path, list[str]]:
+    """The file of configs/ for the model in `folder` (diffusers', SAT's or our own format), and the
+    key=value words that fit it to that model."""
+    try:
+        source = open_source(folder)
+    except ValueError as error:
+        text = f"{error} (it has no training_config.yaml either, so it is no run's folder)"
+        raise ValueError(text) from None
+    model = identify(source)
+    family = Family.of_config(model)
+    files = [place / Path(family.config_file).name for place in _CONFIGS]
+    file = next((path for path in files if path.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"{folder} holds {family.name}, but {files[0]} is not there; give the model's YAML: "
+            f"--base model.yaml inference.yaml args.load={folder}"
+        )
+    values = {"args.load": str(folder), "args.mode": "inference"}
+    values |= _network_values(model) | precision_values(source)
+    values |= _pipeline_values(folder, model.position == "rotary")
+    return file, [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _network_values(model: TransformerConfig) -> dict[str, Any]:
+    """Keys of the model and data sections whose values are the model's own."""
+    patch, position = model.patch_size, _POSITION
+    size = [model.latent_height, model.latent_width]
+    is_15 = patch.t > 1
+    values: dict[str, Any] = {name: getattr(model, name) for name in _NUMBERS}
+    values["patch_size"] = [patch.t, patch.h, patch.w] if is_15 else patch.h
+    values["latent_height"], values["latent_width"] = (
+        [max(side, _TABLE_15) for side in size] if is_15 else size
+    )
+    if model.ofs_embed_dim is not None:
+        values["ofs_embed_dim"] = model.ofs_embed_dim
+    values["modules.patch_embed_config.params.text_hidden_size"] = model.text_hidden_size
+    values = {f"{_NETWORK}.{key}": value for key, value in values.items()}
+    values[f"{position}.text_length"] = model.text_length
+    if model.position == "sincos":
+        values |= {f"{position}.{name}": getattr(model, name) for name in _INTERPOLATIONS}
+    else:
+        values[f"{position}.hidden_size_head"] = model.head_width
+        values[f"{position}.positions"] = model.rotary_positions
+    if model.lora_rank is not None:
+        values[f"{_NETWORK}.modules.lora_config"] = _lora_node(model)
+    if not is_15 or max(size) < _TABLE_15:
+        values["data.params.video_size"] = [side * SPATIAL_COMPRESSION for side in size]
+    return values
+
+
+def _lora_node(model: TransformerConfig) -> dict[str, Any]:
+    params = {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
+    params["target_modules"] = list(model.lora_targets)
+    if model.lora_layers is not None:
+        params["layer_range"] = list(model.lora_layers)
+    return {"target": "sat.model.finetune.lora2.LoraMixin", "params": params}
+
+
+def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
+    """Sampler, noise schedule and positions of a pipeline with a scheduler; none: the config's."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        return {}
+    scheduler = read_json(file, _SCHEDULER)
+    name = scheduler["_class_name"]
+    wrong = {
+        key: scheduler.get(key, absent)
+        for key, (only, absent) in _SCHEDULE.items()
+        if scheduler.get(key, absent) != only
+    }
+    if name not in _SAMPLERS or wrong:
+        needed = ", ".join(f"{key}={only}" for key, (only, _) in _SCHEDULE.items())
+        raise ValueError(
+            f"{file}: {brief(name)} with {brief(show(wrong)) if wrong else 'its settings'} is not "
+            f"CogVideoX's sampling; use {' or '.join(_SAMPLERS)} with {needed}"
+        )
+    where = "model.denoiser_config.params.discretization_config.params"
+    values = {
+        f"{where}.{ours}": scheduler.get(key, absent)
+        for key, (ours, absent) in _DISCRETIZATION.items()
+    }
+    # the pipeline's own timesteps and positions, so that its latents come out
+    if is_rotary:
+        values[f"{_POSITION}.positions"] = "pipeline"
+    for key, absent in _SPACING.items():
+        values[f"model.sampler_config.params.{key}"] = scheduler.get(key, absent)
+    target = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[name]}"
+    return {"model.sampler_config.target": target, **values}
+
+
+def fill_from_pipeline(config: Config) -> Config:
+    """The config with the VAE and the text encoder of args.load, where that is a pipeline's folder,
+    for those that it does not name: none, or upstream's placeholder."""
+    folder = None if config.args.get("load") is None else Path(config.args.load)
+    if folder is None or not (folder / "vae" / "config.json").is_file():
+        return config
+    model = OmegaConf.to_container(config.model, resolve=True)
+    found: list[str] = []  # keys whose values are the folder's
+    stage = model.get("first_stage_config")
+    if is_none(stage) or _is_unnamed(stage, "ckpt_path") or _is_unnamed(stage, "path"):
+        params = {"path": str(folder / "vae")}
+        target = "cogfast.model.autoencoder.VideoAutoencoder"
+        model["first_stage_config"] = {"target": target, "params": params}
+        factor = read_vae_config(folder / "vae").scaling_factor
+        model["scale_factor"] = model["scale_factor"] if factor is None else factor
+        found += ["model.scale_factor", "model.first_stage_config"]
+    conditioner = model.get("conditioner_config") or {"params": {}}
+    for i, entry in enumerate(conditioner["params"].get("emb_models") or []):
+        if _is_unnamed(entry, "model_dir") and (folder / "text_encoder").is_dir():
+            entry["params"]["model_dir"] = str(folder)
+            found.append(f"model.conditioner_config.params.emb_models.{i}.params.model_dir")
+    origins = {k: v for k, v in config.origins.items() if not k.startswith(tuple(found))}
+    return dataclasses.replace(
+        config,
+        model=OmegaConf.create(model),
+        origins=origins | dict.fromkeys(found, str(folder)),
+    )
+
+
+def _is_unnamed(node: dict[str, Any], key: str) -> bool:
+    value = (node.get("params") or {}).get(key)
+    return isinstance(value, str) and PLACEHOLDER.search(value) is not None

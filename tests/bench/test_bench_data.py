@@ -1,0 +1,84 @@
+"""bench.data on tiny clips: what it counts, its ratios, and the piece of bench.gpu_run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import data, results_table
+from bench.clips import data_runs
+from bench.clips.video_clips import TINY_SIZES, generated_clips
+from bench.harness.outcome import Settings
+from tests.support.video_files import decode_all
+
+
+def test_all_sides_read_the_same_clip(tmp_path: Path) -> None:
+    """Else their rates would not compare."""
+    (path,) = generated_clips(tmp_path, TINY_SIZES).values()
+    assert decode_all(path).shape == (210, *TINY_SIZES["tiny"], 3)
+    clips = {}
+    for side in data.CPU_SIDES:
+        if side.readers < 2:
+            read = side.clips(path, side.readers)
+            clip = next(read)
+            read.close()
+            clip = clip["mp4"] if isinstance(clip, dict) else clip
+            clips[side.name, side.readers] = clip.reshape(data.NUM_FRAMES, 3, *data.SIZE)
+    assert len(clips) == 6
+    first = clips.pop(("ours", 0))
+    assert len(first.unique()) > 10
+    for name, clip in clips.items():
+        assert torch.equal(clip, first), name
+
+
+def test_report(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--out", str(out), "--tiny", "--seconds", "0.05", "--rounds", "1"]
+    assert data.main(words) == 0
+    report = json.loads((out / "data.json").read_text())
+    assert report["piece"] == "data" and report["is_tiny"]
+    rows = {(row["side"], row["readers"]): row for row in report["rows"]}
+    assert rows.keys() == {(side.name, side.readers) for side in data.CPU_SIDES}
+    for row in rows.values():
+        assert row["frames_per_s"] == pytest.approx(17 * row["clips_per_s"])
+        assert row["clips_per_s"] > 0 and row["resident_mib"] > 50
+    ratio = report["numbers"]["ours_2_readers_over_1"]["tiny"]
+    expected = rows["ours", 2]["clips_per_s"] / rows["ours", 1]["clips_per_s"]
+    assert ratio == pytest.approx(expected)
+    assert (out / "data.png").stat().st_size > 1000
+    table = "\n".join(results_table._data(report["rows"]))
+    shown = rows["ours", 0]["clips_per_cpu_s"] / rows["decord", 0]["clips_per_cpu_s"]
+    assert f"| {shown:.2f} | {ratio:.2f} |" in table and "ours, 1 readers" not in table
+
+
+def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = []
+    settings = Settings(torch.device("cpu"), is_tiny=True, keep=kept.append)
+    outcome = data.measure_data(settings)
+    assert kept[-1].rows == outcome.rows and not list(tmp_path.iterdir())
+    assert "ours_over_decord_per_cpu_s" in outcome.numbers
+
+
+def test_start_on_a_manifest(tmp_path: Path) -> None:
+    """The second start opens no video; both list them all."""
+    (clip,) = generated_clips(tmp_path, TINY_SIZES).values()
+    rows = data_runs._start_on_manifest(clip, tmp_path / "listed", 12)
+    assert [row["clips"] for row in rows] == [12, 12]
+    assert all(row["seconds"] >= row["list_s"] + row["headers_s"] > 0 for row in rows)
+    with pytest.raises(RuntimeError, match="exit status 1"):
+        data_runs._start_on_manifest(tmp_path / "listed" / "clips.jsonl", tmp_path / "bad", 2)
+
+
+@pytest.mark.soak
+def test_whole_commands_of_gpu_run() -> None:
+    settings = Settings(torch.device("cpu"), is_tiny=True)
+    rows = {row["run"]: row for row in data_runs.measure_data_runs(settings).rows}
+    assert len(rows) == 5
+    cached, read = rows["training from the cache"], rows["training from videos, CPU reader"]
+    assert cached["step_median_ms"] < read["step_median_ms"]  # which also encodes
+    assert 0 < rows["cogfast cache"]["clips_per_s"] < 18 / 0.1
+    assert 0 <= cached["data_wait_percent"] < 100

@@ -1,0 +1,346 @@
+"""bench.step at its smallest: the two sides compute the same, and what is told of them is right."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import step
+from bench.harness.outcome import Outcome
+from bench.steps import agreement, step_cases
+from bench.steps.agreement import compare_sides
+from bench.steps.step_cases import Case, Plan, best_rows, measure_case
+from bench.steps.step_models import MODELS, Variant, draw_batch, draw_block_input
+from bench.steps.step_on_device import cases_2b, cases_5b
+from bench.steps.step_optimizers import UPDATES, OurUpdate, PeerUpdate
+from bench.steps.step_sides import SIDES, Ours, Theirs, as_diffusers
+from cogfast.model.weights.formats.diffusers import from_diffusers
+
+CPU = torch.device("cpu")
+PLAN = Plan(CPU, torch.float32, num_pairs=3)
+
+
+def variant(model: str, lora_rank: int | None = None, dtype=torch.float32) -> Variant:
+    config, batch_size = MODELS[model]
+    if lora_rank is not None:
+        config = replace(config, lora_rank=lora_rank, lora_alpha=float(lora_rank))
+    return Variant(config, batch_size, dtype, CPU)
+
+
+@pytest.mark.parametrize("model", ["2b-smallest", "5b-smallest"])
+@pytest.mark.parametrize("lora_rank", [None, 4], ids=["sft", "lora"])
+def test_the_sides_agree(model: str, lora_rank: int | None) -> None:
+    """Outputs, and the gradients of all that is trained, by the same names."""
+    figures, problems = compare_sides(variant(model, lora_rank), is_compiled=False)
+    assert problems == []
+    assert 0 < figures["ours_output_relative_error"] < 1e-6  # other arithmetic, the same numbers
+    assert 0 < figures["ours_worst_gradient_relative_error"] < 1e-5
+    # 2 blocks of 24 trained tensors of diffusers', 16 around them; 8 adapters in each block
+    assert figures["num_gradients_compared"] == (2 * 24 + 16 if lora_rank is None else 2 * 8)
+
+
+def test_bfloat16_is_held_against_float32() -> None:
+    figures, problems = compare_sides(variant("5b-smallest", dtype=torch.bfloat16), False)
+    assert problems == []
+    for side in SIDES:
+        assert 1e-3 < figures[f"{side}_output_relative_error"] < 2e-2
+
+
+@pytest.mark.soak  # Inductor compiles C++
+def test_compiled_sides_agree_and_are_timed(monkeypatch) -> None:
+    """And nothing is compiled while it is timed."""
+    numbers = []
+
+    def count(call, device) -> float:
+        stats = torch._dynamo.utils.counters["stats"]
+        numbers.append(stats["unique_graphs"])
+        call()
+        numbers.append(stats["unique_graphs"])
+        return 1.0
+
+    monkeypatch.setattr(step_cases, "_time", count)
+    row, problems = measure_case(Case("5b-smallest", what="block", engine="compiled"), PLAN)
+    assert problems == [] and row["num_gradients_compared"] == 64 and row["ratio"] == 1.0
+    assert len(numbers) == 12 and len(set(numbers)) == 1 and numbers[0] >= 2
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4], ids=["sft", "lora"])
+def test_names_and_parts_invert_the_loader(lora_rank: int | None) -> None:
+    network = Ours(variant("2b-smallest", lora_rank)).network
+    for name, tensor in network.named_parameters():
+        if ".matrix_" in name:
+            continue
+        plain = name.replace(".original.", ".")
+        parts = [part for _, part in as_diffusers(name, tensor)]
+        assert torch.equal(from_diffusers(plain, parts), tensor), name
+
+
+class Wrong(Ours):
+    """Every gradient is right but that of one bias, a tenth of which is lost."""
+
+    def gradients(self):
+        found = super().gradients()
+        name = "transformer_blocks.1.ff.net.0.proj.bias"
+        return {**found, name: 0.9 * found[name]}
+
+
+def test_what_disagrees_is_not_timed(monkeypatch) -> None:
+    monkeypatch.setitem(SIDES, "ours", Wrong)
+    row, problems = measure_case(Case("2b-smallest"), replace(PLAN, agreements={}))
+    (problem,) = problems
+    assert problem.startswith("2b-smallest step sft, 2 layers, checkpointing none, eager: ")
+    assert "transformer_blocks.1.ff.net.0.proj.bias: relative error 1.00e-01 > 1.00e-04" in problem
+    assert row["not_timed"] == "the two sides disagree"
+    assert "ours_median_ms" not in row and "ratio" not in row
+
+
+def test_nothing_passes_as_a_number() -> None:
+    truth = {"output": torch.ones(4), "a.weight": torch.ones(3)}
+    broken = {**truth, "a.weight": torch.tensor([1.0, float("nan"), 1.0])}
+    assert "a.weight: relative error nan" in agreement.judge(truth, broken, truth, 1.0)[1][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_both_updates_do_the_same(dtype: torch.dtype) -> None:
+    """Clipped AdamW, EMA and copy back: against the formulas in float64, three steps."""
+    torch.manual_seed(0)
+    start = [torch.randn(5, 7), torch.randn(11)]
+    gradients = [[torch.randn_like(p) for p in start] for _ in range(3)]
+    models = {
+        build: [torch.nn.Parameter(p.to(dtype, copy=True)) for p in start]
+        for build in (OurUpdate, PeerUpdate)
+    }
+    expected = [p.to(dtype).double() for p in start]
+    shadows = [p.clone() for p in expected]
+    m, v = ([torch.zeros_like(p) for p in expected] for _ in range(2))
+    updates = {build: build(params) for build, params in models.items()}
+    for t, given in enumerate(gradients, start=1):
+        rounded = [g.to(dtype) for g in given]
+        for build, params in models.items():
+            for p, g in zip(params, rounded, strict=True):
+                p.grad = g.clone()
+            updates[build].step()
+            assert all(p.grad is None for p in params)
+        norm = torch.cat([g.double().flatten() for g in rounded]).norm()
+        for i, g in enumerate(rounded):
+            g = g.double() / norm
+            m[i] = 0.9 * m[i] + 0.1 * g
+            v[i] = 0.95 * v[i] + 0.05 * g * g
+            expected[i] = expected[i] * (1 - 1e-4 * 1e-4)
+            root = (v[i] / (1 - 0.95**t)).sqrt() + 1e-8
+            expected[i] = expected[i] - 1e-4 * m[i] / (1 - 0.9**t) / root
+            shadows[i] = shadows[i] + 1e-4 * (expected[i] - shadows[i])
+    for build, params in models.items():
+        update = updates[build]
+        masters = update.masters.tensors
+        for i, p in enumerate(params):
+            torch.testing.assert_close(masters[i].double(), expected[i], rtol=0, atol=3e-7)
+            assert torch.equal(p, masters[i].to(dtype))
+            is_ours = build is OurUpdate
+            shadow = update.adam.state[masters[i]]["shadow"] if is_ours else update.shadows[i]
+            torch.testing.assert_close(shadow.double(), shadows[i], rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_checkpointing_runs_each_block_twice(side: str) -> None:
+    given = variant("5b-smallest")
+    built = SIDES[side](given)
+    blocks = built.network.blocks if side == "ours" else built.network.transformer_blocks
+    inner = [block.fc1 if side == "ours" else block.ff for block in blocks]
+    seen = []
+    for module in inner:
+        module.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    for policy, times in (("none", 1), ("full", 2), ("none", 1)):
+        built.use_checkpointing(policy)
+        built.forward(draw_batch(given)).square().mean().backward()
+        assert [seen.count(module) for module in inner] == [times] * 2
+        seen.clear()
+        built.block_call(draw_block_input(given))()
+        assert seen == [inner[0]] * times
+        seen.clear()
+
+
+def test_policies_that_one_side_has_count_among_the_best() -> None:
+    cases = [Case("2b-smallest", what=w, checkpointing="pointwise") for w in ("block", "step")]
+    for case in cases:
+        row, problems = measure_case(case, PLAN)
+        assert problems == [] and row["ours_median_ms"] > 0 and "ratio" not in row
+        assert row["diffusers_unavailable"] == "checkpointing is one of none, full"
+    ours, both = timed(replace(cases[1], model="2b"), 1.0, None), timed(Case("2b"))
+    best, _ = best_rows([ours, both, timed(replace(Case("2b"), engine="compiled"))])
+    assert best["ours_policy"] == "checkpointing pointwise, eager" and best["ratio"] == 1 / 3
+
+
+def test_auto_chooses_before_it_is_measured() -> None:
+    row, problems = measure_case(Case("2b-smallest", checkpointing="auto"), PLAN)
+    assert problems == [] and row["ours_median_ms"] > 0
+    # it begins with full, and there is room for everything
+    assert row["ours_checkpointing"] == "none in all 2 layers"
+
+
+def test_figures_follow_from_times_and_sizes(monkeypatch) -> None:
+    times = iter([4.0, 3.0, 2.0, 5.0, 6.0, 4.0])  # which side goes first alternates
+    monkeypatch.setattr(step_cases, "_time", lambda call, device: next(times))
+    monkeypatch.setattr(step_cases, "peak_flops", lambda device: 1e12)
+    row, problems = measure_case(Case("5b-smallest", mode="lora"), PLAN)
+    assert problems == []
+    assert (row["ours_median_ms"], row["diffusers_median_ms"]) == (5.0, 3.0)
+    assert row["ratio"] == statistics.median([4 / 3, 5 / 2, 6 / 4])
+    assert row["ours_num_samples"] == 3 and row["order"] == "pairs"
+    s, width, rank = 2 * 3 * 4 + 12, 64, 128
+    linear, attention = 24 * width**2 * s, 4 * s**2 * width
+    adapters = 4 * 2 * s * rank * 2 * width
+    flops = 2 * 2 * (2 * linear + 3 * attention + 3 * adapters)  # batch and layers
+    assert row["num_tokens"] == s
+    assert row["model_tflop"] == pytest.approx(flops / 1e12)
+    assert row["ours_model_tflop_per_s"] == pytest.approx(flops / 5e-3 / 1e12)
+    assert row["ours_mfu"] == pytest.approx(flops / 5e-3 / 1e12)
+
+
+def test_rounds_give_each_side_the_memory_alone(monkeypatch) -> None:
+    built = []
+    for side, build in list(SIDES.items()):
+        note = lambda given, side=side, build=build: built.append(side) or build(given)
+        monkeypatch.setitem(SIDES, side, note)
+    plan = replace(PLAN, num_pairs=2, seconds=0.0)
+    case = Case("2b-smallest")
+    times, seen = step_cases._time_rounds(case, plan, plan.variant(case))
+    assert built == ["ours", "diffusers", "diffusers", "ours"]
+    assert {side: len(samples) for side, samples in times.items()} == {"ours": 4, "diffusers": 4}
+    forward, backward = seen["diffusers"]["attention_kernels"]
+    # which of the operators is the longest is noise at this size
+    assert "attention" in forward and "ackward" not in forward
+    assert "attention" in backward.lower() and "backward" in backward.lower()
+
+
+def test_a_side_that_does_not_fit_is_told(monkeypatch) -> None:
+    class Large:
+        def __init__(self, parameters) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.75 GiB.\nMore")
+
+    monkeypatch.setitem(UPDATES, "diffusers", Large)
+    row, problems = measure_case(Case("2b-smallest"), PLAN)
+    assert problems == [] and row["ours_median_ms"] > 0
+    assert row["diffusers_does_not_fit"] == "CUDA out of memory. Tried to allocate 20.75 GiB."
+    assert "ratio" not in row and "diffusers_median_ms" not in row
+    monkeypatch.setattr(UPDATES["diffusers"], "__init__", lambda self, parameters: 1 / 0)
+    row, problems = measure_case(Case("2b-smallest"), PLAN)
+    assert problems == [f"{Case('2b-smallest')}: diffusers: ZeroDivisionError: division by zero"]
+    assert row["ours_median_ms"] > 0
+
+
+def test_without_peft_ours_alone_is_timed(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    row, problems = measure_case(Case("2b-smallest", mode="lora"), replace(PLAN, agreements={}))
+    assert problems == [] and row["ours_median_ms"] > 0
+    assert "peft" in row["not_compared"] and "peft" in row["diffusers_unavailable"]
+
+
+def test_time_that_runs_out_is_noted(monkeypatch) -> None:
+    took = {"full": 0.02, "none": 0.0}
+
+    def measure(case: Case, plan: Plan):
+        time.sleep(took[case.checkpointing])
+        return {"model": case.model, "checkpointing": case.checkpointing, **timed(case)}, []
+
+    monkeypatch.setattr(step, "measure_case", measure)
+    monkeypatch.setattr(step, "_FIRST_GUESS_SECONDS", {"eager": 0.0, "compiled": 1e9})
+    full, none = Case("2b", checkpointing="full"), Case("2b")
+    kept: list[Outcome] = []
+    deadline = time.perf_counter() + 0.03
+    cases = [full, replace(none, engine="compiled"), full, none]
+    outcome = step.measure_cases(cases, PLAN, deadline, kept.append)
+    assert [row["checkpointing"] for row in outcome.rows] == ["full"]
+    skipped = outcome.numbers["skipped"]
+    assert len(skipped) == 3 and skipped[0].startswith("2b step sft, 30 layers, checkpointing none")
+    assert [len(each.rows) for each in kept] == [1, 1, 1, 1]
+
+
+def timed(case: Case, ours: float | None = 2.0, theirs: float | None = 3.0) -> dict[str, object]:
+    row = {
+        **{key: getattr(case, key) for key in ("model", "what", "mode", "checkpointing", "engine")},
+        **{"num_layers": case.layers, "num_layers_of_model": 30, "dtype": "bfloat16"},
+    }
+    for side, ms in (("ours", ours), ("diffusers", theirs)):
+        row |= {} if ms is None else {f"{side}_median_ms": ms, f"{side}_model_tflop_per_s": 1 / ms}
+    return row | ({} if None in (ours, theirs) else {"ratio": ours / theirs})
+
+
+def test_best_policies_are_the_fastest_that_fit() -> None:
+    full, none = Case("2b", checkpointing="full"), Case("2b")
+    rows = [
+        timed(full, 10.0, 12.0),
+        timed(none, 8.0, None),  # diffusers' does not fit
+        timed(replace(full, engine="compiled"), 9.0, 11.0),
+        timed(replace(none, num_layers=15), 4.0, 5.0),
+    ]
+    best = best_rows(rows)
+    whole = [row for row in best if row["num_layers"] == 30]
+    assert [row["against"] for row in whole] == ["eager", "compiled"]
+    assert [row["ratio"] for row in whole] == [8 / 12, 8 / 11]
+    assert whole[0]["ours_policy"] == "checkpointing none, eager"
+    assert whole[1]["diffusers_policy"] == "checkpointing full, compiled"
+    assert [row["ratio"] for row in best if row["num_layers"] == 15] == [4 / 5]
+
+
+def test_the_cases_for_a_gpu() -> None:
+    """The same policy on both sides first, whole where it fits, and each case once."""
+    for cases, layers in ((cases_2b, 30), (cases_5b, 42)):
+        for memory_gib in (79.0, 139.0):
+            listed = cases(memory_gib)
+            assert len(set(listed)) == len(listed)
+            assert listed[0].checkpointing == "full" and listed[0].what == "step"
+            kinds = {(case.what, case.mode, case.engine) for case in listed}
+            whats = [("block", "sft"), ("block", "lora"), ("step", "sft"), ("step", "lora")]
+            assert {(what, mode, "eager") for what, mode in whats} <= kinds
+            assert {("block", "sft", "compiled"), ("step", "lora", "compiled")} <= kinds
+        assert listed[0].layers == layers  # of an H200
+
+
+def test_the_command(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "results" / "step.json"
+    words = ["--model", "5b-smallest", "--what", "step", "block", "--layers", "1", "--pairs", "3"]
+    assert step.main([*words, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["piece"] == "step" and report["problems"] == []
+    assert report["versions"]["torch"] == torch.__version__ and report["machine"]
+    assert [(row["what"], row["num_layers"]) for row in report["rows"]] == [
+        ("step", 1),
+        ("block", 1),
+    ]
+    assert all(row["ratio"] > 0 and row["order"] == "pairs" for row in report["rows"])
+    assert "best: model 5b-smallest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "9"], "--layers: tiny has 6"),
+        (["--device", "cuda"], "--device cuda: torch sees no GPU"),
+        (["--mode", "dpo"], "invalid choice: 'dpo'"),
+    ],
+    ids=["layers", "no-gpu", "mode"],
+)
+def test_bad_words(words, message, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        step.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_theirs_starts_with_our_weights() -> None:
+    given = variant("2b-smallest")
+    ours, theirs = Ours(given).network, dict(Theirs(given).network.named_parameters())
+    to_k = theirs["transformer_blocks.1.attn1.to_k.weight"]
+    assert torch.equal(to_k, ours.blocks[1].attention.qkv.weight[64:128])
+    # shift, scale, gate for video and then for text
+    mlp = theirs["transformer_blocks.0.norm2.linear.bias"]
+    modulation = ours.blocks[0].modulation.linear.bias
+    assert torch.equal(mlp, torch.cat([modulation[3 * 64 : 6 * 64], modulation[9 * 64 :]]))

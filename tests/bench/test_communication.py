@@ -1,0 +1,206 @@
+"""What collectives of two and four processes move is what the formulas say, and docs/scaling.md says it too."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.scaling.tables import PAGE, count, read_tables, write_tables
+from bench.scaling.traffic import (
+    Layout,
+    all_reduce,
+    count_traffic,
+    held_model,
+    scatter_or_gather,
+)
+from cogfast.config import load_config
+from cogfast.model.transformer import TransformerConfig
+from cogfast.schema.sat_classes import transformer_arguments
+from tests.support.ranks.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
+from tests.support.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
+from tests.support.tiny_transformers import FAMILY, inputs
+
+Sent = dict[str, dict[str, float]]
+TOLERANCE = 0.03
+NUM_TOKENS = 20  # of the runs: 8 of text, 3 x 2 x 2 of video
+
+
+def launch(folder: Path, processes: int) -> tuple[list[Sent], TransformerConfig]:
+    """{case: {collective: bytes}} of all processes, and the transformer of the runs."""
+    base = write_config(folder / "base.yaml", write_clips(folder / "data"), "5b")
+    launch_ranks(processes, "tests/support/ranks/communication_ranks.py", str(base), str(folder))
+    network = load_config([base]).model["network_config"]["params"]
+    sent = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    return sent, TransformerConfig(**transformer_arguments(network))
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
+    return launch(tmp_path_factory.mktemp("communication"), 2)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
+    """Two copies of a model, each held by two processes."""
+    return launch(tmp_path_factory.mktemp("mesh"), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUNS if "reduce" not in name])
+def test_a_training_step_moves_what_the_formula_says(launched, name: str) -> None:
+    sent, config = launched
+    layout = Layout(
+        data_size=2,
+        zero_stage=int(name[5]),
+        accumulation=2,
+        bytes_per_number=4,
+        persistent_numel=PERSISTENT,
+    )
+    config = replace(config, lora_rank=RANK) if "lora" in name else config
+    expected = count_traffic(config, layout, NUM_TOKENS)
+    for rank in sent:
+        found = dict(rank[name])
+        assert found.pop("gather") == pytest.approx(expected.weights, TOLERANCE)
+        assert sum(found.values()) == pytest.approx(
+            expected.gradients + expected.scalars, TOLERANCE
+        )
+        assert set(found) <= {"all_reduce", "scatter"}
+
+
+@pytest.mark.slow
+def test_reducing_to_the_owners_halves_the_gradients(launched) -> None:
+    sent, config = launched
+    layout = Layout(data_size=2, accumulation=2, bytes_per_number=4)
+    gradients = count_traffic(config, layout, NUM_TOKENS).gradients
+    for rank in sent:
+        assert rank["zero-2, reduce"]["reduce"] == pytest.approx(gradients / 2, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_model_moves_what_the_formula_says(launched, name: str) -> None:
+    case, policy, splits_rows = SHARED[name]
+    latents = inputs(CASES[case].family)["latents"]
+    text = CASES[case].config.text_length
+    layout = Layout(
+        data_size=1,
+        model_size=2,
+        batch_size=len(latents),
+        bytes_per_number=CASES[case].dtype.itemsize,
+        is_recomputed=policy != "none",
+        splits_rows=splits_rows,
+    )
+    num_tokens = text + latents[0, 0].numel() // 4  # patches of 2 x 2
+    expected = count_traffic(CASES[case].config, layout, num_tokens).activations
+    for rank in launched[0]:
+        assert sum(rank[name].values()) == pytest.approx(expected, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESH_RUNS)
+def test_copies_and_those_who_share_one_move_what_the_formula_says(mesh, name: str) -> None:
+    sent, config = mesh
+    layout = Layout(
+        data_size=2,
+        model_size=2,
+        accumulation=2,
+        bytes_per_number=4,
+        splits_rows="split rows" in name,
+    )
+    config = replace(config, lora_rank=RANK) if "adapters" in name else config
+    expected = count_traffic(config, layout, NUM_TOKENS)
+    for rank in sent:
+        found = Counter(rank[name])
+        assert found["copies gather"] == pytest.approx(expected.weights, TOLERANCE)
+        # and what is logged: the sum of losses and their number
+        gradients = found["copies all_reduce"] - all_reduce(8, 2)
+        assert gradients == pytest.approx(expected.gradients, TOLERANCE)
+        inside = [found[f"inside {name}"] for name in ("all_reduce", "gather", "scatter")]
+        assert sum(inside) == pytest.approx(expected.activations, TOLERANCE)
+        assert found["all_reduce"] == pytest.approx(expected.scalars, TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_batch_is_sent_as_it_was_read_and_encoded(mesh) -> None:
+    """Two micro-batches of one clip: its bytes, and latents and text embedding in float32."""
+    pixels, latents, text = 9 * 3 * SIDE**2, 4 * CHANNELS * 3 * (SIDE // 8) ** 2, 4 * 8 * 16
+    for rank in mesh[0]:
+        for found in rank.values():
+            assert found["inside broadcast"] == pytest.approx(pixels + latents + text, TOLERANCE)
+
+
+def test_one_gpu_sends_nothing() -> None:
+    assert count_traffic(FAMILY["5b"], Layout(data_size=1), NUM_TOKENS).total == 0
+
+
+def test_a_ring() -> None:
+    """Four GPUs: three quarters of the bytes go round once, or twice for a sum on all."""
+    assert scatter_or_gather(400, 4) == 300
+    assert all_reduce(400, 4) == 600
+
+
+def test_a_share_has_its_part_of_the_blocks() -> None:
+    """Linears in half, head norms, block norms and the biases of `out` and fc2 whole."""
+    config = FAMILY["5b"]
+    whole, half = (
+        sum(p.numel() for p in held_model(config, size).blocks[0].parameters()) for size in (1, 2)
+    )
+    kept = 4 * config.head_width + 6 * config.hidden_size
+    assert half == (whole - kept) / 2 + kept
+
+
+def test_accumulation_repeats_the_gradients_of_stage_2_and_all_of_stage_3() -> None:
+    def among(stage: int, accumulation: int) -> tuple[float, float]:
+        layout = Layout(
+            data_size=8, zero_stage=stage, accumulation=accumulation, persistent_numel=0
+        )
+        traffic = count_traffic(FAMILY["5b"], layout, NUM_TOKENS)
+        return traffic.gradients, traffic.weights
+
+    assert among(1, 4) == among(1, 1) == among(2, 1)
+    assert among(2, 4) == (4 * among(2, 1)[0], among(2, 1)[1])
+    assert among(3, 4) == tuple(4 * n for n in among(3, 1))
+
+
+def test_blocks_below_the_first_adapters_have_no_backward() -> None:
+    config = replace(FAMILY["5b"], lora_rank=4)
+    every, last = (
+        count_traffic(replace(config, lora_layers=layers), Layout(data_size=1, model_size=2), 100)
+        for layers in ((0, 1), (1,))
+    )
+    # Without adapters in block 0: no sum of fc1's input there, none of QKV's in block 1.
+    unit, adapters = 100 * config.hidden_size * 2, 4 * 4 * config.hidden_size * 2
+    assert every.activations - last.activations == 2 * unit + adapters
+
+
+def test_lora_under_zero_3_is_refused() -> None:
+    config = replace(FAMILY["5b"], lora_rank=4)
+    with pytest.raises(ValueError, match="zero_stage=3 with lora_rank is not counted; use 1 or 2"):
+        count_traffic(config, Layout(data_size=2, zero_stage=3), NUM_TOKENS)
+
+
+def test_the_page_holds_the_formulas_figures() -> None:
+    assert read_tables(PAGE.read_text()) == write_tables(), "run python -m bench.scaling.tables"
+
+
+def test_four_sums_per_block_of_5b() -> None:
+    """By hand: 42 blocks, four all-reduces of 17,776 x 3072 in bf16 among 2 GPUs."""
+    unit = 17_776 * 3072 * 2
+    found = count("5B", data_size=1, model_size=2).activations
+    assert found == pytest.approx(42 * 4 * unit, 1e-3)
+
+
+def test_a_page_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what stands between the comments is replaced."""
+    import bench.scaling.tables as tables
+
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tables.START}\nold\n{tables.END}\nafter\n")
+    monkeypatch.setattr(tables, "PAGE", page)
+    monkeypatch.setattr(tables, "write_tables", lambda: "new")
+    tables.main()
+    assert page.read_text() == f"before\n{tables.START}\n\nnew\n\n{tables.END}\nafter\n"

@@ -1,0 +1,225 @@
+"""Kernels compiled without a GPU: their limits hold, and a broken limit is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.compile_report import count_instructions, count_resident
+from bench.kernel_ops.compile_cases import CASES
+from tests.support.tiny_run import ROOT
+
+# Kernels with known figures, and limits that they keep or break.
+TOY = '''
+from dataclasses import replace
+
+from bench.kernel_ops.compile_cases import CompileCase
+from cogfast.kernels.gpu.launch import jit, tl
+
+
+@jit
+def _scale_kernel(x_ptr, y_ptr, factor, num, bias_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < num, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + at).to(tl.float32)
+    tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < num)
+
+
+@jit
+def _center_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    """The sum of 4 warps' numbers goes through shared memory."""
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(y_ptr + tl.arange(0, BLOCK), x - tl.sum(x, 0) / BLOCK)
+
+
+@jit
+def _sums_kernel(x_ptr, y_ptr, num_rows, D: tl.constexpr):
+    """Sums of D numbers in the registers of 32 threads: more than there are."""
+    at = tl.arange(0, D)
+    total = tl.zeros([D], tl.float32)
+    for row in range(num_rows):
+        x = tl.load(x_ptr + row * D + at).to(tl.float32)
+        total += x * tl.sum(x, 0)
+    tl.store(y_ptr + at, total)
+
+
+def compile_cases():
+    wide = CompileCase(
+        name="wide",
+        kernel=_scale_kernel,
+        arguments={"x_ptr": "*bf16", "y_ptr": "*bf16", "factor": "fp32", "num": "i32"},
+        constants={"bias_ptr": None, "BLOCK": 1024},
+        num_warps=4,
+        divisible=("num",),
+        max_registers=40,
+        narrow_loads=0,
+        narrow_stores=0,
+    )
+    center = CompileCase(
+        name="shared",
+        kernel=_center_kernel,
+        arguments={"x_ptr": "*fp32", "y_ptr": "*fp32"},
+        constants={"BLOCK": 2048},
+        num_warps=4,
+        max_registers=255,
+        max_shared_bytes=1024,
+    )
+    sums = CompileCase(
+        name="spills",
+        kernel=_sums_kernel,
+        arguments={"x_ptr": "*bf16", "y_ptr": "*fp32", "num_rows": "i32"},
+        constants={"D": 8192},
+        num_warps=1,
+        max_registers=255,
+    )
+    return [
+        wide,
+        replace(wide, name="ragged", divisible=()),
+        replace(wide, name="ragged, not held", divisible=(), narrow_loads=None, narrow_stores=None),
+        replace(wide, name="few registers", max_registers=8),
+        replace(wide, name="no argument", arguments={}),
+        center,
+        replace(center, name="little shared", max_shared_bytes=4),
+        sums,
+    ]
+'''
+
+
+def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, dict, str]:
+    """Run the report in a child process; return its exit status, its rows by (op, case, arch) and
+    its output.
+
+    Triton caches compiled kernels by source and version in the user's cache.
+    """
+    start = ["-c", code] if code else ["-m", "bench.compile_report"]
+    out = folder / "report.json"
+    done = subprocess.run(
+        [sys.executable, *start, *words, "--out", str(out)],
+        cwd=ROOT,
+        # Tests set TRITON_INTERPRET: the program must remove it.
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert out.is_file(), done.stdout[-2000:] + done.stderr[-2000:]
+    rows = json.loads(out.read_text())["rows"]
+    return done.returncode, {(r["op"], r["case"], r["arch"]): r for r in rows}, done.stdout
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> tuple[int, dict, str]:
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "toy_kernels.py").write_text(TOY)
+    code = (
+        "import os, sys; os.environ.pop('TRITON_INTERPRET', None)\n"
+        "from bench import compile_report\n"
+        "import toy_kernels\n"
+        "compile_report.CASES['toy'] = toy_kernels.compile_cases\n"
+        "sys.exit(compile_report.main())"
+    )
+    return run(["--op", "toy", "--arch", "90", "80"], folder, code)
+
+
+def test_a_broken_limit_is_reported(toy) -> None:
+    status, rows, printed = toy
+    assert status == 1
+    over = {case: row["over"] for (_, case, arch), row in rows.items() if arch == 90}
+    assert over["wide"] == over["shared"] == over["ragged, not held"] == []
+    # 8 accesses of one element per thread.
+    assert over["ragged"] == ["narrow_loads 8 > 0", "narrow_stores 8 > 0"]
+    registers = rows["toy", "few registers", 90]["registers"]
+    assert over["few registers"] == [f"registers {registers} > 8"]
+    shared = rows["toy", "shared", 90]["shared_bytes"]
+    assert over["little shared"] == [f"shared_bytes {shared} > 4"]
+    assert shared == 16  # a float32 of each warp
+    assert [text.split()[0] for text in over["spills"]] == ["stack_bytes", "local_accesses"]
+    (text,) = over["no argument"]
+    assert text.startswith("does not compile: ValueError: missing ['factor', 'num', 'x_ptr'")
+    (line,) = (x for x in printed.splitlines() if x.startswith("toy few registers") and " 90 " in x)
+    assert line.endswith(f"OVER: registers {registers} > 8")
+    assert printed.splitlines()[-1].endswith("7 over a limit")
+
+
+def test_other_architectures_are_held_to_no_spills_only(toy) -> None:
+    over = {case for (_, case, arch), row in toy[1].items() if arch == 80 and row["over"]}
+    assert over == {"spills", "no argument"}
+
+
+def test_figures_of_known_kernels(toy) -> None:
+    wide = toy[1]["toy", "wide", 90]  # 1024 bf16 by 128 threads: 16 bytes each way
+    assert (wide["wide_loads"], wide["loads"], wide["async_loads"]) == (1, 1, 0)
+    assert (wide["wide_stores"], wide["stores"]) == (1, 1)
+    assert wide["shared_loads"] == wide["shared_stores"] == wide["barriers"] == 0
+    shared = toy[1]["toy", "shared", 90]
+    assert min(shared["shared_loads"], shared["shared_stores"], shared["barriers"]) >= 1
+    spills = toy[1]["toy", "spills", 90]
+    assert spills["local_accesses"] > 100 and spills["shuffles"] >= 5  # log2(32) for a sum
+
+
+def test_instructions_are_counted_by_kind() -> None:
+    listing = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0020*/              @P1  LDG.E.U16 R5, desc[UR4][R2.64] ;
+        /*0030*/                   LDGSTS.E.BYPASS.LTC128B.128 [R7], desc[UR4][R2.64] ;
+        /*0040*/                   LDGSTS.E.LTC128B.64 [R7], desc[UR4][R2.64] ;
+        /*0050*/             @!UP0 UBLKCP.S.G [UR8], [UR6], UR9 ;
+        /*0060*/              @!PT STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0070*/                   STG.E.EF.128 desc[UR4][R2.64], R4 ;
+        /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0090*/                   REDG.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R5 ;
+        /*00a0*/                   EXIT ;
+.L_x_1:
+        /*00b0*/                   BRA `(.L_x_1);
+        /*00c0*/                   NOP;
+"""
+    counts = count_instructions(listing)
+    nonzero = {key: value for key, value in counts.items() if value}
+    assert nonzero == {
+        **{"wide_loads": 2, "loads": 4, "async_loads": 2, "wide_stores": 1, "stores": 2, "tma": 1},
+        **{"barriers": 1, "atomics": 1, "instructions": 12},
+    }
+
+
+@pytest.mark.parametrize(
+    ("registers", "num_warps", "shared", "arch", "resident"),
+    [
+        (64, 8, 0, 90, 4),  # 65,536 registers / (64 * 256)
+        (65, 8, 0, 90, 3),  # 72 are allocated
+        (32, 8, 0, 90, 8),  # 64 warps
+        (16, 1, 0, 90, 32),  # programs
+        (32, 4, 100 * 1024, 90, 2),  # 2 of 101 KB in 228
+        (32, 4, 100 * 1024, 80, 1),  # 1 in 164
+    ],
+)
+def test_programs_per_multiprocessor(registers, num_warps, shared, arch, resident) -> None:
+    figures = {"registers": registers, "shared_bytes": shared}
+    assert count_resident(figures, num_warps, arch) == resident
+
+
+def check_all(arches: list[str], folder: Path) -> None:
+    status, rows, printed = run(["--arch", *arches], folder)
+    assert status == 0, printed
+    expected = {(op, case.name) for op, make in CASES.items() for case in make()}
+    assert {(name, case) for name, case, _ in rows} == expected
+    assert len(rows) == len(arches) * len(expected), "two cases of one name"
+    for row in rows.values():
+        assert row["atomics"] == 0, "two runs would differ"
+
+
+@pytest.mark.slow
+def test_every_kernel_keeps_its_limits(tmp_path: Path) -> None:
+    check_all(["90"], tmp_path)
+
+
+@pytest.mark.soak
+def test_every_kernel_compiles_for_other_gpus_and_spills_nowhere(tmp_path: Path) -> None:
+    check_all(["80", "100"], tmp_path)

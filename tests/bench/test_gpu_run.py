@@ -1,0 +1,405 @@
+"""bench.gpu_run, all of it at small sizes on the CPU, without the packages that a GPU machine lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench import gpu_run
+from bench.checks.goldens_on_device import (
+    CASES,
+    GOLDEN,
+    Answers,
+    answer,
+    build,
+    compare_bf16,
+    compare_float32,
+)
+from bench.checks.kernels_on_device import judge as judge_tests
+from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
+from bench.checks.training_on_device import judge
+from bench.harness.outcome import Outcome, Settings
+from bench.harness.timing import spread, time_calls
+from bench.kernel_ops.attention_backends import Backend, measure_backend
+from cogfast.model.weights.shard import Shard
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Settings(torch.device("cpu"), is_tiny=True)
+# Neither ../shared/device nor its machine has these for the part that is tested.
+ABSENT = ("diffusers", "decord", "av", "skvideo", "flash_attn", "wandb")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Path:
+    """The folder that `python -m bench.gpu_run first` filled."""
+    hiding, out = tmp_path_factory.mktemp("hiding"), tmp_path_factory.mktemp("out")
+    # imported by every Python that starts, the training processes and their workers too
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in ABSENT)]
+    (hiding / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_run", "first", "--out", str(out)]
+        + ["--device", "cpu", "--tiny"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(hiding), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "all well"
+    return out
+
+
+def read(folder: Path, piece: str) -> dict:
+    report = json.loads((folder / f"{piece}.json").read_text())
+    assert report["piece"] == piece and report["is_tiny"] and "error" not in report
+    assert report["problems"] == []
+    return report
+
+
+def test_facts(first: Path) -> None:
+    numbers = read(first, "facts")["numbers"]
+    assert numbers["version_torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert numbers["flash_attention_4"].startswith("no: ModuleNotFoundError")
+    assert numbers["cpu_cores"] == len(os.sched_getaffinity(0))
+
+
+def test_rates_follow_from_times_and_sizes(first: Path) -> None:
+    copy, product = read(first, "rates")["rows"]
+    assert copy["gb_per_s"] == pytest.approx(2 * 8e6 / (copy["median_ms"] * 1e-3) / 1e9)
+    assert product["tflop_per_s"] == pytest.approx(
+        2 * 256**3 / (product["median_ms"] * 1e-3) / 1e12
+    )
+    assert 0.05 < copy["gb_per_s"] < 1000  # a CPU's
+    for row in (copy, product):
+        assert row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] and row["num_samples"] >= 5
+
+
+def test_matmul_counts_each_product(first: Path) -> None:
+    report = read(first, "matmul")
+    rate = report["numbers"]["square_tflop_per_s"]
+    flops = {"qkv": 6 * 96 * 64 * 64, "out": 2 * 96 * 64 * 64}
+    flops |= {"fc1": 8 * 96 * 64 * 64, "fc2": 8 * 96 * 64 * 64}
+    assert len(report["rows"]) == 4 * 3
+    for row in report["rows"]:
+        achieved = flops[row["linear"]] / (row["median_ms"] * 1e-3) / 1e12
+        assert row["tflop_per_s"] == pytest.approx(achieved)
+        assert row["percent_of_square_rate"] == pytest.approx(100 * achieved / rate)
+    assert (first / "matmul.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attention_counts_and_compares(first: Path) -> None:
+    rows = {(r["backend"], r["shape_bshd"][1]): r for r in read(first, "attention")["rows"]}
+    assert len(rows) == 1 + 7 * 2  # math at one shape, the default and six by name at two
+    flash = rows["flash", 160]
+    forward_s, backward_s = flash["forward_median_ms"] * 1e-3, flash["backward_median_ms"] * 1e-3
+    assert flash["forward_tflop_per_s"] == pytest.approx(4 * 160**2 * 3 * 64 / forward_s / 1e12)
+    assert flash["backward_tflop_per_s"] == pytest.approx(10 * 160**2 * 3 * 64 / backward_s / 1e12)
+    assert "flash_attention" in flash["forward_kernel"]
+    assert "flash_attention" in flash["backward_kernel"]
+    for name in ("flash", "default"):
+        row = rows[name, 144]
+        for tensor in ("out", "dq", "dk", "dv"):  # bf16: not exact, and not far off
+            assert 1e-4 < row[f"{tensor}_relative_error"] <= row[f"{tensor}_relative_limit"] < 0.03
+    for name in ("cudnn", "efficient", "fa2", "fa3", "fa4"):
+        assert rows[name, 160]["unavailable"] == "it needs a CUDA GPU"
+    assert (first / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_goldens_within_their_tolerance(first: Path) -> None:
+    report = read(first, "goldens")
+    assert report["numbers"]["float32_tolerance_factor"] == 1.0  # the CPU's own
+    rows = {row["case"]: row for row in report["rows"]}
+    adam = [r["worst_error_over_tolerance"] for key, r in rows.items() if "FusedEmaAdam" in key]
+    assert len(adam) == 5 and all(0 < error <= 1 for error in adam)
+    assert len(rows) == 2 * len(CASES) + 5
+    for case in CASES:
+        exact, rounded = rows[f"{case} float32"], rows[f"{case} bfloat16"]
+        assert exact["output_largest_error"] <= 1e-5 and exact["num_gradients"] > 50
+        assert exact["gradient_worst_error_of_largest"] <= 1e-5
+        assert 1e-3 < rounded["output_relative_error"] < 0.02
+        assert rounded["output_relative_error"] == rounded["output_relative_error_of_cpu"]
+
+
+def test_training_falls_and_repeats(first: Path) -> None:
+    report = read(first, "train")
+    assert report["numbers"]["fp32_largest_relative_difference_from_cpu"] == 0  # the same device
+    for row in report["rows"]:
+        assert row["num_steps"] == len(row["losses"]) == 20
+        assert row["loss_last_5"] < 0.8 * row["loss_first_5"] and row["memory_rss_gib"] > 0.1
+    rounded, exact, _ = (row["losses"] for row in report["rows"])
+    assert rounded != exact
+    # the same draws on a CPU, so bf16 stays near; its last digits after 20 steps do not
+    assert rounded == pytest.approx(exact, rel=0.05)
+
+
+def replace_piece(monkeypatch, name: str, function) -> None:
+    load = gpu_run.load_piece
+    monkeypatch.setattr(gpu_run, "load_piece", lambda n: function if n == name else load(n))
+
+
+def test_every_piece_can_be_loaded() -> None:
+    for name in gpu_run.PIECES:
+        assert callable(gpu_run.load_piece(name))
+
+
+def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+    def fail(settings: Settings) -> Outcome:
+        raise KeyError("no such thing")
+
+    replace_piece(monkeypatch, "rates", fail)
+    wrong = lambda settings: Outcome({"size": 3}, problems=["the size is wrong"])
+    replace_piece(monkeypatch, "goldens", wrong)
+    monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "goldens", "facts"))
+    words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 1
+
+    error = json.loads((tmp_path / "rates.json").read_text())["error"]
+    assert error["type"] == "KeyError" and error["message"] == "'no such thing'"
+    assert error["trace"][-1] == "KeyError: 'no such thing'"
+    report = json.loads((tmp_path / "goldens.json").read_text())
+    assert report["numbers"] == {"size": 3} and report["problems"] == ["the size is wrong"]
+    assert read(tmp_path, "facts")["numbers"]["version_torch"]
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: rates, goldens"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("piece", ["2b", "5b"])
+def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
+    words = [piece, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 0
+    report = read(tmp_path, piece)
+    assert report["is_complete"] and report["versions"]["diffusers"] and report["machine"]
+    kinds = {(r["what"], r["mode"], r["checkpointing"]) for r in report["rows"]}
+    steps = {("step", mode, policy) for mode in ("sft", "lora") for policy in ("none", "full")}
+    blocks = {("block", "sft", "none"), ("block", "sft", "full"), ("block", "lora", "none")}
+    mode = "sft" if piece == "2b" else "lora"
+    ours_alone = {("step", mode, policy) for policy in ("attention_kept", "pointwise", "auto")}
+    assert kinds == steps | blocks | ours_alone
+    for row in report["rows"]:
+        if (row["what"], row["mode"], row["checkpointing"]) in ours_alone:
+            assert row["ours_median_ms"] > 0 and row["diffusers_unavailable"]
+            continue
+        assert row["ratio"] > 0 and row["dtype"] == "bfloat16"
+        assert row["model"] == f"{piece}-smallest" and row["num_gradients_compared"] >= 16
+        assert row["ours_attention_kernels"] and row["diffusers_attention_kernels"]
+    assert {(r["what"], r["mode"]) for r in report["numbers"]["best"]} >= {("step", "lora")}
+    assert (tmp_path / f"{piece}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{piece}.json", f"{piece}.png"]
+
+
+@pytest.mark.soak
+def test_without_diffusers_ours_alone_is_measured(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    words = ["5b", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 0
+    for row in read(tmp_path, "5b")["rows"]:
+        assert row["ours_median_ms"] > 0 and "ratio" not in row
+        assert "diffusers" in row["diffusers_unavailable"] and "diffusers" in row["not_compared"]
+
+
+def test_every_piece_of_a_part_is_there() -> None:
+    assert {piece for part in gpu_run.PARTS.values() for piece in part} <= gpu_run.PIECES.keys()
+    for pieces in gpu_run.PARTS.values():  # a JSON file each, and a plot for some
+        assert len(pieces) <= 6
+
+
+def test_what_there_was_stays_when_a_piece_ends_early(tmp_path: Path, monkeypatch) -> None:
+    def end(settings: Settings) -> Outcome:
+        settings.keep(Outcome(rows=[{"ms": 1.0}], shown=("ms",)))
+        raise error
+
+    replace_piece(monkeypatch, "rates", end)
+    words = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    error: BaseException = ValueError("gone")
+    assert gpu_run.main(words) == 1
+    report = json.loads((tmp_path / "rates.json").read_text())
+    assert report["rows"] == [{"ms": 1.0}] and report["error"]["message"] == "gone"
+    assert not report["is_complete"]
+    error = KeyboardInterrupt()  # as good as killed
+    with pytest.raises(KeyboardInterrupt):
+        gpu_run.main(words)
+    report = json.loads((tmp_path / "rates.json").read_text())
+    assert report["rows"] == [{"ms": 1.0}] and not report["is_complete"] and "error" not in report
+
+
+def test_minutes_leave_out_what_would_end_later(tmp_path: Path, monkeypatch, capsys) -> None:
+    given: list[float] = []
+
+    def measure(settings: Settings) -> Outcome:
+        given.append(settings.seconds_left)
+        monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 1e9)  # as if it took them all
+        return Outcome({"size": 3})
+
+    replace_piece(monkeypatch, "rates", measure)
+    monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "matmul", "facts"))
+    (tmp_path / "facts.json").write_text('{"of": "an earlier call"}')
+    words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
+    assert gpu_run.main(words) == 0
+    assert 90 < given[0] <= 100  # 2 minutes less the reserve
+    assert json.loads((tmp_path / "rates.json").read_text())["numbers"] == {"size": 3}
+    note = json.loads((tmp_path / "matmul.json").read_text())
+    assert note["piece"] == "matmul" and "run this piece alone" in note["skipped"]
+    assert (tmp_path / "facts.json").read_text() == '{"of": "an earlier call"}'
+    assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: matmul, facts", "all well"]
+
+
+def test_failures_among_the_tests_of_the_kernels_are_told() -> None:
+    case = '<testcase classname="tests.kernels.test_gelu" name="test_on_a_gpu[{}]" time="0.5">{}</testcase>'
+    cases = [
+        case.format("bf16", ""),
+        case.format("fp16", '<failure message="error 3e-2 &gt; 1e-2&#10;more">trace</failure>'),
+        case.format("fp32", '<skipped message="needs a CUDA GPU"/>'),
+        case.format("broken", '<error message="no such fixture"/>'),
+    ]
+    outcome = judge_tests(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert outcome.numbers == {"passed": 1, "failed": 2, "skipped": 1}
+    assert outcome.rows[0]["seconds"] == 2.0
+    assert [text.partition(": ")[0] for text in outcome.problems] == [
+        "tests.kernels.test_gelu::test_on_a_gpu[fp16]",
+        "tests.kernels.test_gelu::test_on_a_gpu[broken]",
+    ]
+    assert outcome.problems[0].endswith(": error 3e-2 > 1e-2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["first", "--out", "x"], "--device cuda: torch sees no GPU; use --device cpu --tiny"),
+        (["first", "--out", "x", "--device", "cpu"], "take hours on a CPU; add --tiny"),
+        (["second", "--out", "x"], "invalid choice: 'second'"),
+    ],
+    ids=["no-gpu", "full-size", "unknown-part"],
+)
+def test_bad_words(words, message, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_run.main(words)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def scaled_wrongly(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), scale=0.15
+    ).transpose(1, 2)
+
+
+def with_a_wrong_gradient(q, k, v):
+    """The right output; the gradient of k is that of half its path."""
+    right = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k + (k.detach() - k) / 2, v))
+    )
+    return right.transpose(1, 2)
+
+
+def breaking(q, k, v):
+    raise RuntimeError("CUDA error: an illegal memory access")
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (scaled_wrongly, "out of head 0: relative error"),
+        (with_a_wrong_gradient, "dk of head 1: relative error 5"),  # half is missing: 5.0e-01
+        (lambda q, k, v: torch.where(q == q.max(), torch.nan, scaled_wrongly(q, k, v)), "nan"),
+        (breaking, "RuntimeError: CUDA error: an illegal memory access"),
+    ],
+    ids=["scale", "gradient", "nan", "breaks"],
+)
+def test_a_wrong_attention_is_told(attention, message) -> None:
+    torch.manual_seed(0)
+    row, problems = measure_backend(TINY, Backend("wrong", attention), (1, 64, 2, 64))
+    assert any(message in text and text.startswith("wrong [1, 64, 2, 64]") for text in problems)
+    assert row["backend"] == "wrong"
+
+
+@pytest.fixture(scope="module")
+def golden_2b():
+    stored = load_file(GOLDEN / "t2v_2b" / "io.safetensors")
+    cpu = torch.device("cpu")
+    return stored, *(
+        answer(build("t2v_2b"), stored, cpu, d) for d in (torch.float32, torch.bfloat16)
+    )
+
+
+def test_a_golden_that_is_off_is_told(golden_2b) -> None:
+    stored, exact, rounded = golden_2b
+    assert compare_float32(stored, exact, factor=1.0)[1] == []
+    off = replace(exact, outputs={"output": exact.outputs["output"] + 5e-5})
+    assert "output: 5" in compare_float32(stored, off, factor=4.0)[1][0]
+    key = "grad.model.diffusion_model.mixins.patch_embed.proj.bias"
+    changed = {**exact.gradients, key: 1.0001 * exact.gradients[key]}
+    off = replace(exact, gradients=changed, loss=float("nan"))
+    wrong = compare_float32(stored, off, factor=4.0)[1]
+    assert [text.partition(":")[0] for text in wrong] == ["loss", key]
+
+    assert compare_bf16(stored, rounded, rounded)[1] == []
+    off = replace(rounded, outputs={"output": 1.03 * rounded.outputs["output"]})
+    assert "twice the CPU's" in compare_bf16(stored, off, rounded)[1][0]
+
+
+def line(step: int, loss: float | None) -> dict:
+    return {"step": step, "loss": loss, "step_ms": 2.0, "data_wait_ms": 0.1, "memory_rss_gib": 1.0}
+
+
+def test_training_that_does_not_learn_or_differs_is_told() -> None:
+    falling = [line(i, 1 - 0.01 * i) for i in range(20)]
+    assert judge(falling, falling, falling).problems == []
+    flat = [line(i, 1.0) for i in range(20)]
+    assert "bf16: the loss does not fall" in judge(flat, falling, falling).problems[0]
+    off = [*falling[:-1], line(19, falling[-1]["loss"] * 1.002)]
+    (problem,) = judge(falling, off, falling).problems
+    assert problem.startswith("fp32: off the CPU's losses by 2.00e-03")
+    broken = [*falling[:-1], line(19, None)]
+    assert judge(broken, falling, falling).problems == ["bf16: a loss is not finite"]
+
+
+def test_times_are_of_single_calls() -> None:
+    import time
+
+    cpu = torch.device("cpu")
+    calls = [lambda: time.sleep(0.002), lambda: time.sleep(0.004)]  # two buffers in turns
+    times = time_calls(calls, cpu, seconds=0.03)
+    assert (
+        len(times) >= 5 and all(ms >= 2 for ms in times[::2]) and all(ms >= 4 for ms in times[1::2])
+    )
+    told = spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert told["median_ms"] == 3.0 and told["num_samples"] == 5
+    assert 1.0 < told["p10_ms"] < 2.0 and 4.0 < told["p90_ms"] < 100.0
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_model_and_the_device(tmp_path: Path, monkeypatch) -> None:
+    words = ["tensor_parallel", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(words) == 0
+    rows = read(tmp_path, "tensor_parallel")["rows"]
+    assert [row["case"].rpartition(", ")[2] for row in rows] == ["whole rows", "rows split"]
+    for row in rows:
+        assert 0 < row["output_largest_error"] < 1e-5 and row["num_gradients"] > 10
+
+
+def test_ranks_that_part_or_err_are_told(golden_2b) -> None:
+    stored, exact, _ = golden_2b
+    key = next(key for key in exact.gradients if stored[key].ndim == 2)
+    share = Shard(tuple(stored[key].shape), dim=0, num_parts=1, index=0, count=2)
+    shards = [share, replace(share, index=1)]
+    ranks = [
+        (Answers(exact.outputs, exact.loss, {**exact.gradients, key: s.of(stored[key])}), {key: s})
+        for s in shards
+    ]
+    assert torch.equal(join_ranks(ranks).gradients[key], stored[key])
+    assert find_differences(ranks) == []
+    norm = next(key for key in exact.gradients if stored[key].ndim == 1)
+    other = {**ranks[1][0].gradients, norm: exact.gradients[norm] + 1e-7}
+    ranks[1] = Answers(exact.outputs, exact.loss, other), ranks[1][1]
+    assert find_differences(ranks) == [f"{norm}: rank 1 has another than rank 0"]

@@ -1,0 +1,192 @@
+"""The README's benchmark section holds what the committed results say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import results_table
+from bench.results_table import (
+    END,
+    START,
+    all_folders,
+    read_results,
+    replace_section,
+    write_compact,
+    write_section,
+)
+from tests.support.tiny_run import ROOT
+
+MACHINE = {
+    "device": "cuda",
+    "machine": "NVIDIA H200",
+    "versions": {"torch": "2.11.0", "triton": "3.6.0", "diffusers": "0.42.1", "peft": None},
+    "started_utc": "2026-11-21T08:00:00+00:00",
+    "is_tiny": False,
+}
+STEP = {
+    "model": "5b",
+    "what": "step",
+    "mode": "sft",
+    "checkpointing": "full",
+    "engine": "eager",
+    "num_layers": 20,
+    "num_layers_of_model": 42,
+    "dtype": "bfloat16",
+}
+
+
+def side(name: str, ms: float) -> dict:
+    figures = {"median_ms": ms, "p10_ms": ms - 1, "p90_ms": ms + 1, "model_tflop_per_s": 1e5 / ms}
+    figures |= {"mfu": 100 / ms, "peak_memory_gib": 70.25, "attention_kernels": ["fmha_fprop"]}
+    return {f"{name}_{key}": value for key, value in figures.items()}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    rows = [
+        {**STEP, **side("ours", 250.0), **side("diffusers", 300.0), "ratio": 250 / 300},
+        {
+            **STEP,
+            "checkpointing": "none",
+            **side("ours", 240.0),
+            "diffusers_does_not_fit": "20 GiB",
+        },
+        {**STEP, "mode": "lora", "num_layers": 42, "not_timed": "the two sides disagree"},
+    ]
+    best = {**{k: v for k, v in STEP.items() if k != "engine"}, "against": "eager"}
+    best |= {"ours_policy": "checkpointing none, eager", "ours_median_ms": 240.0}
+    best |= {"diffusers_policy": "checkpointing full, eager", "diffusers_median_ms": 300.0}
+    numbers = {"best": [{**best, "ratio": 0.8}], "skipped": []}
+    write(tmp_path, "5b", {"rows": rows, "numbers": numbers})
+    op = {"op": "gelu", "way": "forward", "model": "5b", "status": "ok", "median_ms": 0.2034}
+    op |= {"gb_per_s": 3784.0, "percent_of_copy": 88.4, "goal_percent": 88}
+    peers = {"vs Liger": 1.0, "vs torch eager": 3.456}
+    failed = {**op, "way": "backward", "status": "FAILED"}
+    write(tmp_path, "op_times", {"rows": [op | peers, failed], "numbers": {}})
+    (tmp_path / "2b.json").write_text('{"piece": "2b", "skipped": "0 s left"}')
+    return tmp_path
+
+
+def write(folder: Path, piece: str, answer: dict) -> None:
+    (folder / f"{piece}.json").write_text(json.dumps({"piece": piece, **MACHINE, **answer}))
+
+
+def test_committed_pages_hold_what_the_results_give() -> None:
+    results = [read_results(folder) for folder in all_folders()]
+    page = ROOT / "docs" / "benchmarks.md"
+    sections = {page: write_section(results, page), ROOT / "README.md": write_compact(results)}
+    for path, section in sections.items():
+        text = path.read_text(encoding="utf-8")
+        assert replace_section(text, section) == text, (
+            "run: python -m bench.results_table --into docs/benchmarks.md --readme README.md"
+        )
+
+
+def test_links_of_the_committed_page_lead_to_files() -> None:
+    page = ROOT / "docs" / "benchmarks.md"
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert len(links) >= 3 and all((page.parent / link).is_file() for link in links)
+
+
+def test_a_section_of_results(results: Path) -> None:
+    lines = write_section([read_results(results)]).splitlines()
+    assert "### NVIDIA H200" in lines
+    assert "torch 2.11.0, triton 3.6.0, diffusers 0.42.1; 2026-11-21" in lines
+    of = lambda start: [line for line in lines if line.startswith(f"| {start}")]
+    cells = lambda start, nth=0: of(start)[nth].strip("| ").split(" | ")
+    case = "5B with 20 of 42 layers step, all weights, bfloat16, eager, checkpointing full"
+    assert cells(case)[1:] == ["1.20x", "250", "300", "249 to 251"]
+    assert cells(case, 1)[1:] == ["400 / 333", "40.0% / 33.3%", "70.2", "`fmha_fprop`"]
+    none = cells("5B with 20 of 42 layers step, all weights, bfloat16, eager, checkpointing none")
+    assert none[1:4] == ["diffusers: does not fit", "240", "–"]
+    assert cells("5B step, LoRA")[1] == "the two sides disagree"
+    best = cells("5B with 20 of 42 layers step, all weights, bfloat16, against eager")
+    policies = ["checkpointing none, eager: 240 ms", "checkpointing full, eager: 300 ms"]
+    assert best[1:] == ["1.25x", *policies]
+    # The same policy comes before the best policy of each side.
+    assert lines.index(of(case)[0]) < lines.index("| " + " | ".join(best) + " |")
+
+    assert cells("gelu forward, 5b")[1:] == ["0.203", "3784", "88%", "88%"]
+    assert cells("gelu backward, 5b")[1] == "wrong: not timed"
+    title = lines.index("**gelu: speed-up over**")
+    assert lines[title + 2] == "|  | torch eager | Liger |"
+    assert cells("forward, 5b")[1:] == ["3.46x", "1.00x"]
+    assert of("2B: block and training")[0].endswith("| not measured |")
+    assert of("attention backends")[0].endswith("| not measured |")
+    assert of("a tiny model's training step")[0].endswith("| not measured |")
+    assert not of("5B: block")
+
+
+def test_no_table_is_wide(results: Path) -> None:
+    folders = [read_results(results), *(read_results(folder) for folder in all_folders())]
+    for text in (write_section(folders), write_compact(folders)):
+        assert all(line.count(" | ") < 6 for line in text.splitlines() if line.startswith("|"))
+
+
+def test_the_compact_table_has_a_row_for_each_question(results: Path) -> None:
+    lines = write_compact([read_results(results)]).splitlines()
+    assert 3 <= len(lines) <= 2 + 8
+    (step,) = (line for line in lines if line.startswith("| 5B training step"))
+    assert step == (
+        "| 5B training step, speed-up over diffusers | 1.20x | NVIDIA H200 | 2026-11-21 |"
+    )
+    (two,) = (line for line in lines if line.startswith("| 2B training step"))
+    assert two.endswith("| not measured | a GPU | – |")
+
+
+def test_nothing_is_measured_without_results() -> None:
+    assert write_section([]).count("| not measured |") == 7 and "x |" not in write_section([])
+    assert write_compact([]).count("| not measured |") == 8
+
+
+def test_the_command_writes_between_the_comments(results: Path, tmp_path: Path) -> None:
+    paths = {"--into": tmp_path / "page.md", "--readme": tmp_path / "README.md"}
+    for path in paths.values():
+        path.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    argv = [str(results), *(str(part) for pair in paths.items() for part in pair)]
+    assert results_table.main(argv) == 0
+    written = {path: path.read_text() for path in paths.values()}
+    for text in written.values():
+        assert text.startswith(f"before\n{START}\n") and text.endswith(f"{END}\nafter\n")
+        assert "old" not in text and "NVIDIA H200" in text
+    assert "### NVIDIA H200" in written[paths["--into"]]
+    assert "###" not in written[paths["--readme"]]
+    results_table.main(argv)
+    assert written == {path: path.read_text() for path in paths.values()}
+
+
+def test_plots_are_drawn_from_the_results(tmp_path: Path) -> None:
+    rows = [
+        {"clip": "480p", "side": side, "readers": readers, "clips_per_s": 10.0 + readers}
+        | {"clips_per_cpu_s": 5.0, "resident_mib": 300.0}
+        for side, readers in (("ours", 0), ("decord", 0), ("ours", 1), ("ours", 2))
+    ]
+    write(tmp_path, "data", {"rows": rows, "numbers": {}})
+    page = tmp_path / "page.md"
+    page.write_text(f"{START}{END}")
+    results_table.main([str(tmp_path), "--into", str(page)])
+    for name in ("data.png", "data_readers.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert f"]({name})" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: write(folder, "2b", {"rows": [], "is_tiny": True}), "made with --tiny"),
+        (lambda folder: [p.unlink() for p in folder.glob("*.json")], "no results of bench.gpu_run"),
+        (lambda folder: (folder / "README.md").write_text(f"{END}{START}"), "must hold the lines"),
+    ],
+    ids=["tiny", "empty", "comments"],
+)
+def test_bad_input(break_it, message: str, results: Path, capsys) -> None:
+    readme = results / "README.md"
+    readme.write_text(f"{START}{END}")
+    break_it(results)
+    with pytest.raises(SystemExit):
+        results_table.main([str(results), "--readme", str(readme)])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""The quickstart's clips, as files and as pictures, and the automatic look at them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from bench.clips.sample_clips import (
+    COLOURS,
+    DIRECTIONS,
+    HELD_OUT,
+    SHAPES,
+    caption_of,
+    combinations,
+    render_clip,
+    write_sample_clips,
+)
+from bench.clips.shape_look import Look, Scores, foreground, look_at, read_frames, score
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def clips_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    write_sample_clips(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(clips_folder: Path) -> tuple[list[np.ndarray], list[str]]:
+    """The decoded clips [F, H, W, 3] and their captions."""
+    paths = sorted(clips_folder.glob("videos/*.mp4"))
+    labels = [clips_folder / "labels" / f"{path.stem}.txt" for path in paths]
+    return [read_frames(path) for path in paths], [label.read_text().strip() for label in labels]
+
+
+def test_folder_holds_every_seen_combination_four_times(clips) -> None:
+    _, captions = clips
+    counts = Counter(captions)
+    held_out = {caption_of(*parts) for parts in HELD_OUT}
+    assert len(captions) == 176
+    assert set(counts.values()) == {4}
+    assert set(counts) == {caption_of(*parts) for parts in combinations()} - held_out
+    assert "a red circle moves right" in counts
+    # What is held out is a combination, never a word.
+    assert set(" ".join(counts).split()) >= {*COLOURS, *SHAPES, *DIRECTIONS}
+
+
+def test_files_are_h264_of_the_stated_form(clips_folder: Path) -> None:
+    path = clips_folder / "videos" / "red-circle-right-0.mp4"
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.name == "h264"
+        assert stream.codec_context.pix_fmt == "yuv420p"
+        assert (stream.width, stream.height, stream.frames) == (64, 64, 9)
+        assert stream.average_rate == 8
+
+
+def test_the_same_bytes_every_time(clips_folder: Path, tmp_path: Path) -> None:
+    write_sample_clips(tmp_path)
+    for path in clips_folder.glob("*/*"):
+        assert path.read_bytes() == (tmp_path / path.relative_to(clips_folder)).read_bytes(), path
+
+
+def test_copies_are_jittered_and_the_seed_matters(clips_folder: Path, tmp_path: Path) -> None:
+    write_sample_clips(tmp_path, num_copies=1, seed=1)
+    name = "videos/blue-square-up"
+    versions = [(clips_folder / f"{name}-{i}.mp4").read_bytes() for i in range(4)]
+    versions.append((tmp_path / f"{name}-0.mp4").read_bytes())
+    assert len(set(versions)) == 5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_areas_and_speeds_by_hand(shape: str) -> None:
+    clip = render_clip("green", shape, "left")
+    mask = foreground(clip)
+    area = {"circle": np.pi * 18**2, "square": np.pi * 18**2, "triangle": 36 * 36 / 2}[shape]
+    assert mask.sum(axis=(1, 2)) == pytest.approx(np.full(9, area), rel=0.06)
+    columns = [np.argwhere(frame)[:, 1].mean() for frame in mask]
+    assert np.diff(columns) == pytest.approx(np.full(8, -2.0), abs=0.05)
+    assert columns[4] + 0.5 == pytest.approx(32, abs=0.05)  # the middle of the path is centred
+    border = np.concatenate([mask[:, 0].ravel(), mask[:, -1].ravel(), mask[:, :, 0].ravel()])
+    assert not border.any()
+
+
+def test_real_clips_look_right(clips) -> None:
+    scores = score(*clips)
+    assert scores.num_videos == 176
+    assert scores.colour == 1.0
+    assert scores.motion == 1.0
+    assert scores.shape >= 0.99
+
+
+def test_reconstructions_look_right(clips) -> None:
+    frames, captions = clips
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 4, 1, 2, 3)
+    video = pixels.float() / 127.5 - 1
+    wavelet = WaveletAutoencoder(state=WaveletState.fit(video.split(16), 48))
+    decoded = wavelet.decode(wavelet.encode(video).mean).clamp(-1, 1)
+    # The prototype's 48 Haar bands: 27.7 dB.
+    assert -10 * (decoded - video).div(2).square().mean().log10() == pytest.approx(27.7, abs=0.3)
+    rebuilt = ((decoded + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 4, 1).numpy()
+    scores = score(list(rebuilt), captions)
+    assert min(scores.colour, scores.shape, scores.motion) >= 0.99
+
+
+def test_noise_looks_like_nothing() -> None:
+    captions = [caption_of(*parts) for parts in combinations()]
+    generator = np.random.default_rng(0)
+    noise = list(generator.integers(0, 256, (48, 9, 64, 64, 3), dtype=np.uint8))
+    scores = score(noise, captions)
+    assert (scores.colour, scores.motion) == (0.0, 0.0)
+    assert scores.shape <= 0.34  # always the same answer
+    assert not scores.has_learned
+    blank = [np.zeros((9, 64, 64, 3), np.uint8)] * 48
+    assert score(blank, captions) == Scores(0.0, 0.0, 0.0, 48)
+    assert look_at(blank[0]) == Look(None, None, None)
+
+
+def test_each_score_is_about_its_own_word() -> None:
+    clip = render_clip("red", "circle", "right")
+    captions = ["a blue circle moves right", "a red square moves right", "a red circle moves up"]
+    assert score([clip] * 3, captions) == Scores(2 / 3, 2 / 3, 2 / 3, 3)
+    still = np.repeat(clip[:1], 9, axis=0)
+    assert look_at(still) == Look("red", "circle", None)
+    with pytest.raises(ValueError, match="must name one colour, one shape and one direction"):
+        score([clip], ["a cat"])
+    with pytest.raises(ValueError, match="0 videos and 1 captions"):
+        score([], ["a red circle moves up"])
+
+
+def run_quickstart(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_quickstart_script_prepares_and_looks(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    prepared = run_quickstart("prepare", str(data))
+    assert prepared.returncode == 0, prepared.stderr
+    assert "176 clips" in prepared.stdout
+    assert WaveletAutoencoder(data / "wavelet.safetensors").latent_channels == 48
+    assert len((data / "captions.txt").read_text().splitlines()) == 48
+
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    path = data / "videos" / "red-circle-right-0.mp4"
+    (samples / "0.mp4").write_bytes(path.read_bytes())
+    (samples / "1.mp4").write_bytes(path.read_bytes())
+    prompts = {"0.mp4": "a red circle moves right", "1.mp4": "a blue circle moves right"}
+    (samples / "prompts.json").write_text(json.dumps(prompts))
+    looked = run_quickstart("look", str(samples), str(data))
+    assert "samples: colour 0.50  shape 1.00  motion 1.00  over 2 videos" in looked.stdout
+    assert "colour 1.00  shape 1.00  motion 1.00  over 176 videos: learned" in looked.stdout
+
+    (samples / "1.mp4").unlink()
+    broken = run_quickstart("look", str(samples))
+    assert broken.returncode == 1
+    assert broken.stderr.startswith("quickstart: ")
+    assert "1.mp4, which does not exist" in broken.stderr

@@ -1,0 +1,240 @@
+"""The words of `cogfast train` and `cogfast sample`, exit statuses, and upstream's scripts."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cogfast.__main__ import main
+from cogfast.cli.options import parse_sample, parse_train, read_prompts
+from cogfast.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(list(map(str, words)), env=env, capture_output=True, text=True, cwd=ROOT)
+
+
+def train_words(sat_configs: Path, *words: str) -> list[str]:
+    return ["--base", str(sat_configs / "cogvideox_2b.yaml"), str(sat_configs / "sft.yaml"), *words]
+
+
+def test_sats_flags_become_overrides(sat_configs):
+    flags = [
+        *("--train-iters", "10", "--bf16", "--save-interval", "5", "--load", "some: where"),
+        *("--train-data", "a", "b", "--experiment-name", "7", "--no-load-rng", "--lr", "1e-4"),
+        *("--seed", "3", "--resume", "auto", "--local_rank", "0", "--zero_stage", "1"),
+    ]
+    request = parse_train(train_words(sat_configs, *flags))
+    config = load_config(request.base, request.overrides)
+    args = config.args
+    assert (args.train_iters, args.bf16, args.save_interval) == (10, True, 5)
+    assert (args.load, args.train_data, args.experiment_name) == ("some: where", ["a", "b"], "7")
+    assert (args.lr, args.seed, args.resume, args.zero_stage) == (1e-4, 3, "auto", 1)
+    assert config.origins["args.train_iters"] == "command line"
+    assert {"args.no_load_rng", "args.local_rank"} <= set(config.unused)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--base {0} {1} args.seed=5 --dry-run data.params.fps=4",
+        "args.seed=5 --base {0} {1} data.params.fps=4 --dry-run",
+        "--dry-run data.params.fps=4 args.seed=5 --base {0} {1}",
+        "--train-data x data.params.fps=4 --base {0} {1} args.seed=5 --dry-run",
+    ],
+)
+def test_key_value_words_stand_anywhere(sat_configs, words):
+    files = [str(sat_configs / f"{name}.yaml") for name in ("cogvideox_2b", "sft")]
+    request = parse_train(words.format(*files).split())
+    assert request.base == files
+    assert request.dry_run
+    assert {"args.seed=5", "data.params.fps=4"} <= set(request.overrides)
+
+
+BAD_WORDS = {
+    "--train-itres 3": "cogfast train has no option --train-itres; did you mean --train-iters?",
+    "fast": "no such file",
+    "--seed x": "command line: args.seed='x' must be a whole number",
+    "--sdedit": "args.sdedit=true: SAT reads it nowhere; use false",
+    "--deepspeed_config x.json": "put its contents into the deepspeed section",
+}
+
+
+@pytest.mark.parametrize("words", BAD_WORDS)
+def test_bad_words(sat_configs, capsys, words):
+    assert main(["train", *train_words(sat_configs, *words.split())]) == 2
+    printed = capsys.readouterr()
+    assert BAD_WORDS[words] in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_words_without_files(capsys):
+    assert main(["train"]) == 2
+    assert "--base is missing" in capsys.readouterr().err
+    assert main(["trian"]) == 2
+    assert "no verb 'trian'; use one of train, cache, sample" in capsys.readouterr().err
+    assert main(["sample", "--prompt", "x"]) == 2
+    assert "either --base model.yaml inference.yaml or one folder" in capsys.readouterr().err
+    assert main(["sample", "nowhere", "--prompt", "x"]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
+    words = train_words(sat_configs, "--dry-run", "args.train_iters=7")
+    assert main(["train", *words]) == 0
+    text = capsys.readouterr().out
+    assert "load: '{your CogVideoX SAT folder}/transformer'" in text
+    line = next(t for t in text.splitlines() if t.startswith("  train_iters: 7"))
+    assert line.endswith("# command line")
+    assert main(["train", *words[:-2]]) == 2
+    (refused,) = capsys.readouterr().err.splitlines()
+    assert "is upstream's placeholder" in refused
+
+
+def test_base_may_be_given_twice(sat_configs, capsys):
+    files = [str(sat_configs / name) for name in ("cogvideox_2b.yaml", "sft.yaml")]
+    assert main(["train", "--dry-run", "--base", *files]) == 0
+    expected = capsys.readouterr().out
+    assert main(["train", "--dry-run", "--base", files[0], "--base", files[1]]) == 0
+    assert capsys.readouterr().out == expected
+    assert "max_num_frames: 49 " in expected and "num_layers: 30 " in expected
+
+
+def test_errors_of_other_packages_keep_their_traceback(sat_configs, tmp_path, monkeypatch):
+    (tmp_path / "broken_clips.py").write_text("raise ValueError('mine')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--allow-import", "broken_clips", "data={target: broken_clips.X, params: null}"]
+    with pytest.raises(ValueError, match="mine"):
+        main(["train", *train_words(sat_configs, *words)])
+    with pytest.raises(ValueError, match="--base nothing.yaml: no such file"):
+        main(["train", "--base", "nothing.yaml", "--traceback"])
+
+
+def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
+    """Under a launcher the other ranks wait, so that torchrun ends them before they repeat it."""
+    words = [sys.executable, "-m", "cogfast", "train", "--base", "nothing.yaml"]
+    alone = run(*words, RANK="0", WORLD_SIZE="2")
+    assert alone.returncode == 2
+    assert alone.stderr == "cogfast: --base nothing.yaml: no such file\n"
+    waited = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("cogfast.__main__.time.sleep", waited.append)
+    assert main(words[3:]) == 2
+    assert capsys.readouterr().err == "cogfast: rank 1: --base nothing.yaml: no such file\n"
+    assert waited == [3]
+
+
+def test_help_imports_nothing_slow():
+    shown = run(sys.executable, "-m", "cogfast", "--help")
+    assert shown.returncode == 0
+    assert "cogfast train --base model.yaml sft.yaml" in shown.stdout
+    code = "import sys, cogfast.__main__, cogfast.cli.options; print('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code).stdout == "False\n"
+
+
+def test_upstreams_script_names(sat_configs):
+    words = train_words(sat_configs, "--seed", "11", "--dry-run")
+    shown = run(sys.executable, "scripts/train_video.py", *words)
+    assert shown.returncode == 0, shown.stderr
+    assert "  seed: 11" in shown.stdout
+    refused = run(sys.executable, "scripts/sample_video.py", "--base", "nothing.yaml")
+    assert refused.returncode == 2
+    assert "--base nothing.yaml: no such file" in refused.stderr
+
+
+def test_finetune_scripts_pass_words_on(tmp_path, sat_configs):
+    base = f"{sat_configs / 'cogvideox_2b.yaml'} {sat_configs / 'sft.yaml'}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    one = run(
+        ROOT / "scripts/finetune_single_gpu.sh",
+        "args.train_iters=77",
+        "--dry-run",
+        BASE=base,
+        PATH=path,
+    )
+    assert one.returncode == 0, one.stderr
+    assert "  train_iters: 77" in one.stdout
+    # torchrun is replaced by a script that shows its words
+    fake = tmp_path / "torchrun"
+    fake.write_text('#! /bin/bash\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"\n')
+    fake.chmod(0o755)
+    many = run(
+        *(ROOT / "scripts/finetune_multi_gpus.sh", "args.train_iters=77"),
+        **{"BASE": base, "NPROC": "3", "SEED": "5", "PATH": f"{tmp_path}:{path}"},
+    )
+    assert "600 --standalone --nproc_per_node=3 --signals-to-handle=SIGTERM" in many.stdout
+    assert f"train_video.py --base {base} --seed 5 args.train_iters=77\n" in many.stdout
+
+
+def test_torchrun_knows_the_signal_option():
+    from torch.distributed.run import get_args_parser
+
+    words = ["--signals-to-handle=SIGTERM,SIGUSR1", "script.py", "--base", "a.yaml"]
+    found = get_args_parser().parse_args(words)
+    assert found.signals_to_handle == "SIGTERM,SIGUSR1"
+    assert found.training_script_args == ["--base", "a.yaml"]
+
+
+def make_run(folder: Path) -> Path:
+    run_folder = folder / "runs" / "x-2026-01-01-00-00-00"
+    (run_folder / "checkpoints" / "40").mkdir(parents=True)
+    (run_folder / "training_config.yaml").write_text("args: {seed: 9, output_dir: here}\n")
+    return run_folder
+
+
+def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
+    run_folder = make_run(tmp_path)
+    for source in (run_folder, run_folder / "checkpoints" / "40"):
+        request = parse_sample([str(source), "--prompt", "a=b", "--prompt", "c", "args.seed=3"])
+        assert request.base == [str(run_folder / "training_config.yaml")]
+        assert request.weights == str(source)
+        assert request.ema is True
+        assert request.prompts == ["a=b", "c"]
+        assert request.overrides[-1] == "args.seed=3"
+    assert parse_sample([str(run_folder), "--prompt", "x", "--no-ema"]).ema is False
+    assert parse_sample(["--base", "m.yaml", "--prompt", "x"]).ema is False
+    with pytest.raises(
+        ValueError, match="it has no training_config.yaml either, so it is no run's"
+    ):
+        parse_sample([str(tmp_path), "--prompt", "x"])
+    with pytest.raises(ValueError, match="--prompt and --prompt-file are both given"):
+        parse_sample([str(run_folder), "--prompt", "x", "--prompt-file", "y"])
+
+
+def test_prompts_from_words_files_and_the_terminal(tmp_path, monkeypatch):
+    image = tmp_path / "dog.png"
+    image.touch()
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"a cat\n\na dog@@{image}\n")
+    run_folder = str(make_run(tmp_path))
+    args = load_config([], [f"args.input_file={file}", "args.input_type=txt"]).args
+    asked = lambda *words: read_prompts(parse_sample([run_folder, *words]), args)
+    assert asked() == (["a cat", "a dog"], [None, image])
+    assert asked("--prompt-file", str(file)) == (["a cat", "a dog"], [None, image])
+    assert asked("--prompt", "x") == (["x"], [None])
+    both = ["--prompt", "x", "--prompt", "y", "--image", str(image)]
+    assert asked(*both) == (["x", "y"], [image, image])
+    with pytest.raises(ValueError, match="--image is given 2 times for 3 prompts"):
+        asked(*both, "--image", str(image), "--prompt", "z")
+    with pytest.raises(ValueError, match="--image none.png: no such file"):
+        asked("--prompt", "x", "--image", "none.png")
+    with pytest.raises(ValueError, match="--prompt-file=none.txt: no such file"):
+        asked("--prompt-file", "none.txt")
+    file.write_bytes("a cat".encode("utf-8-sig"))
+    assert asked("--prompt-file", str(file)) == (["a cat"], [None])
+    file.write_bytes("ein Kätzchen".encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8; save the prompts as UTF-8"):
+        asked("--prompt-file", str(file))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
+    typed = load_config([]).args
+    assert read_prompts(parse_sample([run_folder]), typed) == (["typed"], [None])

@@ -1,0 +1,182 @@
+"""Manifests and lists: what they say reaches the sample; what they say wrongly is refused by line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
+from cogfast.data.video.clip import frames_within
+from cogfast.data.video.transform import resize_and_center_crop
+from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+
+
+def _csv(tmp_path, text: str, name: str = "data.csv", encoding: str = "utf-8"):
+    (tmp_path / name).write_text(text, encoding=encoding)
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_every_column(kind, tmp_path):
+    """25 frames at 24 fps, of which the second half at 16 per second is wanted, with an image."""
+    write_clip(tmp_path / "v/long.mp4", constant_rate(49, 24), size=(32, 48))
+    sat_folder(tmp_path, 1)
+    picture = np.random.default_rng(0).integers(0, 256, (40, 80, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "first.png")
+    rows = [
+        {"path": "v/long.mp4", "caption": 'a "long", one', "start": 1.0, "end": 2.0, "fps": 16,
+         "image": "first.png", "weight": 2.5, "split": "train"},
+        {"path": str(tmp_path / "videos/00.mp4"), "caption": "kürzer", "split": "Val"},
+    ]  # fmt: skip
+    if kind == "jsonl":
+        text = "\n".join(json.dumps(row) for row in rows) + "\n\n"
+    else:
+        names = list(rows[0])
+        quoted = lambda v: '"' + str(v).replace('"', '""') + '"'
+        lines = [",".join(names)] + [",".join(quoted(r.get(n, "")) for n in names) for r in rows]
+        text = "\n".join(lines)
+    file = _csv(tmp_path, text, f"data.{kind}", "utf-8-sig")
+    data = VideoManifest([str(file)], **CLIP)
+    assert list(data.captions) == ['a "long", one', "kürzer"]
+    assert data.clips.weights.tolist() == [2.5, 1.0] and data.clips.splits.tolist() == [0, 1]
+    first, second = data[0], data[1]
+    # frames 24 to 47 are shown from 1.0 to 2.0 s; every 1/16 s is every 1.5 frames
+    frames = decode_all(tmp_path / "v/long.mp4")[[24, 25, 27, 28, 30, 31, 33, 34, 36]]
+    assert torch.equal(first["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
+    assert first["fps"] == 16 and first["path"] == f"{tmp_path}/v/long.mp4#t=1,2"
+    image = resize_and_center_crop(torch.from_numpy(picture)[None], (32, 48))[0]
+    assert torch.equal(first["images"], image)
+    folder = VideoFolder(tmp_path / "videos/..", **CLIP, allow_empty_captions=True)
+    at = [path.endswith("videos/00.mp4") for path in folder.paths].index(True)
+    assert torch.equal(second["video"], folder[at]["video"]) and second["fps"] == 8
+    assert torch.equal(second["images"], second["video"][0])  # no image of its own: the first frame
+    assert list(data.with_clips(data.clips.in_split("valid")).captions) == ["kürzer"]
+
+
+def test_frames_within_a_part():
+    times = np.arange(10) / 10
+    assert frames_within(times, None) == slice(0, 10)
+    assert frames_within(times, (0.2999, 0.6)) == slice(3, 6)
+    assert frames_within(times, (np.nan, 0.31)) == slice(0, 3)
+    with pytest.raises(ValueError, match="no frame from 5 to 6 s, the video ends at 0.90"):
+        frames_within(times, (5.0, 6.0))
+
+
+def test_parts_of_one_file_have_names(tmp_path):
+    write_clip(tmp_path / "x.mp4", constant_rate(12, 8), size=(32, 48))
+    file = _csv(tmp_path, "path,caption,start,end\nx.mp4,a,,\nx.mp4,b,1,\nx.mp4,c,9,10\n")
+    data = VideoManifest(file, **CLIP)
+    assert data[0]["path"] == str(tmp_path / "x.mp4")
+    with pytest.raises(BadSample, match="4 frames at 8 fps = 0.5 s, need 1.1 s") as short:
+        data[1]
+    with pytest.raises(BadSample, match="no frame from 9 to 10 s"):
+        data[2]
+    assert short.value.path == f"{tmp_path}/x.mp4#t=1,"
+
+
+REFUSED = {
+    "path,caption\nx.mp4,": r"1/1 rows of .*data.csv without a caption: line 2; .*allow_empty",
+    "path,caption\n,a": "data.csv: line 2 has no path; name a video in the path column",
+    "path,text\nx.mp4,a": r"line 1 names no column caption \('path,text'\); add it to the header",
+    "path;caption\nx.mp4;a": r"no column path \('path;caption'\); .* with commas between columns",
+    "path,caption,caption\nx,a,b": "line 1 names column caption twice; keep one",
+    "path,caption\nx.mp4,a\0b": r"line 2 is not UTF-8 \(byte 0x00\)",
+    "path,caption,wieght\nx,a,1": "line 1: unknown column 'wieght'; did you mean weight?",
+    "path,caption\nx.mp4,a, b": "line 2 has more values than the header has columns; quote captions",
+    "path,caption\n": "data.csv: no sample in it",
+    "": "names no column path",
+    "path,caption,weight\nx,a,-1": "line 2: weight=-1 must be a number, 0 or more",
+    "path,caption,fps\nx,a,0": "line 2: fps=0 must be a number, above 0",
+    "path,caption,start\nx,a,soon": "line 2: start=soon must be a number",
+    "path,caption,start,end\nx,a,2,1": "line 2: end=1 must be after start=2",
+    "path,caption,split\nx,a,dev": "line 2: split='dev' is not known; use train, valid, test",
+    'path,caption\nx,"a': r"line \d is not CSV",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused(text, tmp_path):
+    with pytest.raises(ValueError, match=REFUSED[text]) as error:
+        VideoManifest(_csv(tmp_path, text), **CLIP)
+    assert "\n" not in str(error.value)
+
+
+def test_refused_json_lines_and_names(tmp_path):
+    good = '{"path": "x.mp4", "caption": "a"}\n'
+    for text, message in (
+        (good + "{", "data.jsonl: line 2 is not JSON"),
+        (good + "[1]", "line 2 must be an object"),
+        (good + '{"path": "x", "captoin": "a"}', "line 2: unknown column 'captoin'; .* caption"),
+        (good + '{"path": "x", "caption": null}', "1/2 rows .* line 2"),
+        (good + '{"path": "x", "caption": ["a"]}', r"line 2: caption=\['a'\] must be text"),
+        (good + '{"path": 3, "caption": "a"}', "line 2: path=3 must be text in quotes"),
+        (good + '{"path": "x", "caption": "\\ud83d"}', "line 2: caption=.*no text; remove it"),
+        (good + '{"path": "\\u0000", "caption": "a"}', "line 2: path=.*no text; remove it"),
+        (good + "[" * 99999, "line 2 is not JSON"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VideoManifest(_csv(tmp_path, text, "data.jsonl"), **CLIP)
+    for name in ("data.parquet", "nowhere.csv", "."):
+        with pytest.raises(ValueError, match="must name manifests, .csv or .jsonl"):
+            VideoManifest(tmp_path / name, **CLIP)
+
+
+def test_lines_and_columns_as_spreadsheets_write_them(tmp_path):
+    text = 'path, caption\r\nx.mp4,"a ""long"", one\nof two lines"\r\ny.mp4,one\u2028line\r\n'
+    captions = VideoManifest(_csv(tmp_path, text, encoding="utf-8-sig"), **CLIP).captions
+    assert list(captions) == ['a "long", one\nof two lines', "one\u2028line"]
+
+
+def test_weights_that_make_no_epoch(tmp_path):
+    for weight in ("0", "1e300"):
+        file = _csv(tmp_path, f"path,caption,weight\nx.mp4,a,{weight}\n")
+        with pytest.raises(ValueError, match="weights of the 1 samples add up to .* column weight"):
+            VideoManifest(file, **CLIP).order(0, 1)
+
+
+def test_columns_that_nobody_reads_are_told(tmp_path, caplog):
+    caplog.set_level("INFO")
+    file = _csv(tmp_path, "path,caption,aesthetics\nx.mp4,,3\n")
+    data = VideoManifest(file, **CLIP, allow_empty_captions=True)
+    assert list(data.captions) == [""] and "columns that are not read: aesthetics" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.jsonl"])
+def test_other_encodings_are_refused_by_line(name, tmp_path):
+    rows = ["path,caption", "x.mp4,ok", "y.mp4,Größe"]
+    if name.endswith("jsonl"):
+        rows = [json.dumps({"path": "x", "caption": c}, ensure_ascii=False) for c in "ab"]
+        rows.append(json.dumps({"path": "y", "caption": "Größe"}, ensure_ascii=False))
+    file = _csv(tmp_path, "\r\n".join(rows), name, "latin-1")
+    with pytest.raises(ValueError, match=rf"{name}: line 3 is not UTF-8 \(byte 0xf6\)"):
+        VideoManifest(file, **CLIP)
+
+
+def test_images_of_a_list(tmp_path):
+    sat_folder(tmp_path, 2)
+    (tmp_path / "videos.txt").write_text("videos/00.mp4\nvideos/01.mp4\n")
+    (tmp_path / "prompts.txt").write_text("a\n\n")
+    (tmp_path / "images.txt").write_text("0.png\n1.jpg\n")
+    for i, name in enumerate(("0.png", "1.jpg")):
+        Image.new("RGB", (48, 32), (200, 10 * i, 0)).save(tmp_path / name, quality=95)
+    options = {**CLIP, "image_column": "images.txt", "allow_empty_captions": True}
+    data = VideoList(tmp_path, **options)
+    assert list(data.captions) == ["a", ""]
+    assert (data[0]["images"] == torch.tensor([200, 0, 0], dtype=torch.uint8)[:, None, None]).all()
+    assert data[1]["images"].shape == (3, 32, 48)
+    (tmp_path / "1.jpg").write_bytes(b"no picture")
+    with pytest.raises(BadSample, match="not a readable picture") as error:
+        data[1]
+    assert error.value.path.endswith("videos/01.mp4")
+    (tmp_path / "images.txt").write_text("0.png")
+    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*images.txt 1; give every"):
+        VideoList(tmp_path, **options)
+    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*prompts.txt 1; give every"):
+        VideoList(tmp_path, **CLIP)

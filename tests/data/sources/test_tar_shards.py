@@ -1,0 +1,327 @@
+"""Tar shards: the same samples as from folders, wherever the tar is; what is broken in them is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+
+import fsspec
+import pytest
+import torch
+from PIL import Image
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.batches import BatchLoader
+from cogfast.data.datasets import VideoFolder
+from cogfast.data.sources.tar_shards import expand_braces
+from cogfast.data.video_shards import VideoShards
+from cogfast.schema.components import resolve
+from tests.support.video_files import sat_folder
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+
+
+def _tar(path, members: dict[str, bytes]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Six clips as a folder, and in three shards with captions in three places."""
+    sat_folder(tmp_path / "folder", 6)
+    read = lambda i: (tmp_path / f"folder/videos/0{i}.mp4").read_bytes()
+    root = tmp_path / "shards"
+    caption = {i: f"clip 0{i}".encode() for i in range(6)}
+    _tar(root / "s-0.tar", {"00.mp4": read(0), "00.txt": caption[0], "d/01.mp4": read(1),
+                            "d/01.caption": caption[1], "__meta__/x": b"", "d/._01.mp4": b""})  # fmt: skip
+    _tar(root / "s-1.tar", {f"0{i}.{k}": v for i in (2, 3)
+                            for k, v in (("mp4", read(i)), ("id", b"x"))})  # fmt: skip
+    rows = [{"key": f"0{i}", "caption": f"clip  0{i}\n", "duration": 1} for i in (2, 3)]
+    (root / "s-1.meta.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    name = "04-$#%@&7"
+    _tar(root / "s-2.tar", {f"{name}.mp4": read(4), f"{name}.id": b"", "05.webm": read(5),
+                            "05.json": b'{"caption": "clip 05"}', "readme": b"no kind"})  # fmt: skip
+    (root / "s-2.meta.jsonl").write_text('{"key": "04", "caption": "clip 04"}\n')
+    return root
+
+
+def test_the_samples_of_the_folder(shards):
+    folder = VideoFolder(shards.parent / "folder", **CLIP)
+    for source in (f"{shards}/s-{{0..2}}.tar", str(shards), f";{shards}"):
+        data = VideoShards([source], **CLIP)
+        assert list(data.captions) == [f"clip 0{i}" for i in range(6)]
+        for i in (0, 3, 4):
+            assert torch.equal(data[i]["video"], folder[i]["video"])
+    assert data.paths[1] == f"{shards}/s-0.tar::d/01.mp4" == data[1]["path"]
+    twice = VideoShards([f"{shards}/s-0.tar;{shards}*2"], **CLIP)
+    assert len(twice) == 14 and twice.source_sizes == (14,)
+
+
+def test_the_index_is_made_once(shards, monkeypatch):
+    first = VideoShards([str(shards)], **CLIP)
+    opened = []
+    really = tarfile.open
+    counted = lambda *a, **k: opened.append(a) or really(*a, **k)
+    monkeypatch.setattr("cogfast.data.sources.tar_shards.tarfile.open", counted)
+    again = VideoShards([str(shards)], **CLIP)
+    assert not opened and list(again.paths) == list(first.paths)
+    assert torch.equal(again[5]["video"], first[5]["video"])
+    data = (shards / "s-0.tar").read_bytes()
+    _tar(shards / "s-0.tar", {"n.mp4": b"new", "n.txt": b"another"})
+    assert len(data) and VideoShards([str(shards)], **CLIP).captions[0] == "another"
+    assert len(opened) == 2  # that shard's, and our own writing
+
+
+def test_remote_shards(shards):
+    memory = fsspec.filesystem("memory")
+    for path in shards.iterdir():
+        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
+    local = VideoShards([str(shards)], **CLIP)
+    data = VideoShards(["memory://bucket/s-{0,1,2}.tar"], **CLIP)
+    assert list(data.captions) == list(local.captions)
+    with BatchLoader(data, data.order(0, 6), micro_batch=6, num_steps=1, num_workers=1) as loader:
+        (batch,) = loader
+    for text, video in zip(batch["txt"], batch["mp4"], strict=True):
+        assert torch.equal(video, local[int(text[-1])]["video"])
+    with pytest.raises(
+        ValueError, match="data_dir=memory://bucket/no.tar: the shard cannot be read"
+    ):
+        VideoShards(["memory://bucket/no.tar"], **CLIP)
+    with pytest.raises(ValueError, match="data_dir=nowhere://x.tar: .*nowhere"):
+        VideoShards(["nowhere://x.tar"], **CLIP)
+
+
+def test_images(shards):
+    picture = io.BytesIO()
+    Image.new("RGB", (48, 32), (9, 99, 199)).save(picture, "png")
+    video = (shards.parent / "folder/videos/00.mp4").read_bytes()
+    members = {"a.mp4": video, "a.png": picture.getvalue(), "a.caption": b"a"}
+    file = _tar(shards / "i.tar", members)
+    image = VideoShards([str(file)], **CLIP, image_key="png")[0]["images"]
+    assert image.flatten(1).tolist() == [[level] * 32 * 48 for level in (9, 99, 199)]
+    with pytest.raises(
+        ValueError, match="sample 00 has no 00.png; data.params.image_key=png names"
+    ):
+        VideoShards([str(shards / "s-0.tar")], **CLIP, image_key="png")
+
+
+@pytest.mark.parametrize("name", ["../x.mp4", "/etc/x.mp4", "a/../../x.mp4"])
+def test_names_that_leave_the_folder_are_refused(name, tmp_path):
+    file = _tar(tmp_path / "x.tar", {name: b"", "x.txt": b"a"})
+    with pytest.raises(ValueError, match=r"x.tar: member '.*x.mp4' leaves the folder"):
+        VideoShards([str(file)], **CLIP)
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_are_refused(kind, tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        info = tarfile.TarInfo("x.mp4")
+        info.type, info.linkname = kind, "/etc/passwd"
+        tar.addfile(info)
+    with pytest.raises(ValueError, match="member 'x.mp4' is a link to '/etc/passwd'; write"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+
+
+@pytest.mark.parametrize("at", ["in a video", "in a header", "before the end"])
+def test_a_shard_that_ends_early(at, shards, tmp_path, caplog):
+    """What is whole is read, the rest is one bad sample and one line."""
+    whole = (shards / "s-1.tar").read_bytes()
+    with tarfile.open(shards / "s-1.tar") as tar:
+        last = tar.getmember("03.mp4")
+        end = tar.getmember("03.id").offset_data + 512
+    size = {
+        "in a video": last.offset_data + last.size // 2,
+        "in a header": last.offset + 100,
+        "before the end": end,
+    }[at]
+    (tmp_path / "s-1.tar").write_bytes(whole[:size])
+    (tmp_path / "s-1.meta.jsonl").write_bytes((shards / "s-1.meta.jsonl").read_bytes())
+    data = VideoShards([str(tmp_path / "s-1.tar")], **CLIP)
+    assert caplog.text.count("s-1.tar ends early, after") == 1
+    folder = VideoFolder(shards.parent / "folder", **CLIP)
+    assert torch.equal(data[0]["video"], folder[2]["video"])
+    if at == "in a video":
+        with pytest.raises(BadSample, match=r"s-1.tar::03.mp4: the shard ends early: \d+ of"):
+            data[1]
+    else:
+        assert len(data) == (1 if at == "in a header" else 2)
+
+
+def test_a_caption_behind_the_end_and_later_starts(shards, tmp_path, caplog):
+    """The sample that has lost its caption goes with what followed, which each start tells."""
+    whole = (shards / "s-0.tar").read_bytes()
+    with tarfile.open(shards / "s-0.tar") as tar:
+        last = tar.getmember("d/01.caption")
+    (tmp_path / "x.tar").write_bytes(whole[: last.offset])
+    for number in (1, 2):
+        assert list(VideoShards([str(tmp_path / "x.tar")], **CLIP).captions) == ["clip 00"]
+        assert (
+            caplog.text.count("x.tar ends early, after 1 samples; what followed is lost") == number
+        )
+
+
+def test_what_is_not_read_is_told(shards, tmp_path, caplog):
+    video = (shards.parent / "folder/videos/00.mp4").read_bytes()
+    members = {"a.mp4": video, "a.txt": b"a", "v1.5 b.mp4": video, "v1.5 b.txt": b"b"}
+    with tarfile.open(_tar(tmp_path / "t/x.tar", members), "a") as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.size = 3
+        tar.addfile(info, io.BytesIO(b"new"))
+    (tmp_path / "t/y.tar.gz").write_bytes(b"")
+    assert list(VideoShards([str(tmp_path / "t")], **CLIP).captions) == ["new"]
+    assert "x.tar has 1 members twice, of which the later one is read: a.txt" in caplog.text
+    assert "1 samples have no video, a sample being what shares" in caplog.text
+    assert "first dot: v1: 5 b.mp4, 5 b.txt" in caplog.text
+    assert "1 compressed shards are not read" in caplog.text
+    (tmp_path / "t/x.tar").unlink()
+    with pytest.raises(
+        ValueError, match=r"t: no .tar file in it, but 1 compressed shards .*unpack"
+    ):
+        VideoShards([str(tmp_path / "t")], **CLIP)
+    os.mkfifo(tmp_path / "t/x.tar")
+    with pytest.raises(ValueError, match="x.tar: the shard cannot be read .*not a file but a fol"):
+        VideoShards([str(tmp_path / "t")], **CLIP)
+
+
+def test_refused(shards, tmp_path):
+    (tmp_path / "no.tar").write_bytes(b"no tar" * 200)
+    _tar(tmp_path / "empty.tar", {"a.txt": b"a"})
+    (tmp_path / "void").mkdir()
+    video = (shards.parent / "folder/videos/00.mp4").read_bytes()
+    _tar(tmp_path / "latin.tar", {"a.mp4": video, "a.txt": "Größe".encode("latin-1")})
+    _tar(tmp_path / "m.tar", {"a.mp4": video})
+    (tmp_path / "m.meta.jsonl").write_text('{"key": "a"}\n{"caption": "b"}\n')
+    for name, message in (
+        ("no.tar", "no.tar: not a tar file, or a compressed one"),
+        ("empty.tar", r"empty.tar: no video in it \(mp4, avi"),
+        ("void", "void: no .tar file in it"),
+        ("nowhere.tar", "nowhere.tar: the shard cannot be read"),
+        ("latin.tar", r"latin.tar::a.txt: line 1 is not UTF-8"),
+        ("m.tar", "m.meta.jsonl beside .*m.tar: line 2 is not an object with a key"),
+        (";nowhere", "no folder nowhere; after ; come A,B"),
+    ):
+        source = name if name.startswith(";") else str(tmp_path / name)
+        with pytest.raises(ValueError, match=message):
+            VideoShards([source], **CLIP)
+    (tmp_path / "m.meta.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"1/1 samples without a caption .*m.tar::a.mp4; add them"):
+        VideoShards([str(tmp_path / "m.tar")], **CLIP)
+    assert (
+        VideoShards([str(tmp_path / "m.tar")], **CLIP, allow_empty_captions=True).captions[0] == ""
+    )
+
+
+def _header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A member's header with a checksum that holds, whatever is in it."""
+    info = tarfile.TarInfo(name)
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    block[156:157] = kind
+    block[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(block))[0]
+    return bytes(block)
+
+
+def _pax(**words: str) -> bytes:
+    info = tarfile.TarInfo("a.mp4")
+    info.pax_headers = words
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+TEXT = _header("a.txt", 1) + b"a".ljust(512, b"\0")
+HOSTILE = {
+    "a name that leaves": (_pax(path="b/../../a.mp4"), "'b/../../a.mp4' leaves the folder"),
+    "an absolute name": (_pax(path="/etc/a.mp4"), "'/etc/a.mp4' leaves the folder"),
+    "a link": (_header("a.mp4", 0, tarfile.SYMTYPE), "'a.mp4' is a link to ''; write"),
+    "a hard link": (_header("a.mp4", 0, tarfile.LNKTYPE), "'a.mp4' is a link to ''; write"),
+    "a sparse member": (
+        _header("a.mp4", 0, tarfile.GNUTYPE_SPARSE),
+        "'a.mp4' is sparse, its bytes are not stored as they are",
+    ),
+    "a negative size": (_header("a.mp4", -1024), r"damaged|a member of -1024 bytes"),
+    "a header that leads back": (
+        _header("././@PaxHeader", -1024, tarfile.XHDTYPE),
+        r"a header of -\d+ bytes",
+    ),
+    "a header of a terabyte": (
+        _header("././@PaxHeader", 2**40, tarfile.XHDTYPE),
+        "a header of 1099511627776 bytes",
+    ),
+    "a long name of a terabyte": (
+        _header("././@LongLink", 2**40, tarfile.GNUTYPE_LONGNAME),
+        "a header of 1099511627776 bytes",
+    ),
+    "headers of headers": (
+        b"".join([_header("././@PaxHeader", 0, tarfile.XHDTYPE)] * 3000),
+        "a damaged header",
+    ),
+    "a device": (_header("a.mp4", 0, tarfile.CHRTYPE), "no video in it"),
+    "a pipe": (_header("a.mp4", 0, tarfile.FIFOTYPE), "no video in it"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_headers(kind, tmp_path):
+    """As the first member, and behind a good one: refused, or told and passed over."""
+    header, message = HOSTILE[kind]
+    (tmp_path / "x.tar").write_bytes(header + bytes(4096))
+    with pytest.raises(ValueError, match=message) as raised:
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    good = _header("b.mp4", 1) + b"b".ljust(512, b"\0") + TEXT.replace(b"a.txt", b"b.txt")
+    (tmp_path / "x.tar").write_bytes(good + header + bytes(4096))
+    with pytest.raises(ValueError):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+
+
+def test_sizes_that_are_not_there(tmp_path):
+    """A member takes no more memory than the shard has bytes, and no more than a video may have."""
+    (tmp_path / "x.tar").write_bytes(TEXT + _header("a.mp4", 2**29) + b"video")
+    with pytest.raises(BadSample, match="the shard ends early: 5 of 536870912 bytes are there"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)[0]
+    (tmp_path / "x.tar").write_bytes(TEXT + _header("a.mp4", 2**34) + b"video")
+    with pytest.raises(BadSample, match=f"a member of {2**34} bytes; {2**30} at most are read"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)[0]
+    (tmp_path / "x.tar").write_bytes(_header("a.txt", 2**33) + b"text")
+    with pytest.raises(ValueError, match=f"a.txt: {2**33} bytes; a caption has at most 1048576"):
+        VideoShards([str(tmp_path / "x.tar")], **CLIP)
+
+
+@pytest.mark.parametrize("name", ["pipe:touch made", "|touch made", "x.tar;touch made", "-x.tar"])
+def test_a_name_runs_no_command(name, tmp_path, monkeypatch):
+    """webdataset runs what stands behind pipe: in a shell."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the shard cannot be read|no folder touch made"):
+        VideoShards([name], **CLIP)
+    assert not list(tmp_path.iterdir())
+    for chained in ("simplecache::file:///x.tar", f"zip://x.tar::file://{tmp_path}/x.zip"):
+        with pytest.raises(ValueError, match="a shard's name must not hold ::; rename it"):
+            VideoShards([chained], **CLIP)
+
+
+def test_braces():
+    assert expand_braces("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
+    assert expand_braces("{a,b}/{1..2}") == ["a/1", "a/2", "b/1", "b/2"]
+    with pytest.raises(ValueError, match=r"\{7\} names no shards; use \{000..099\} or \{a,b\}"):
+        expand_braces("a-{7}.tar")
+    with pytest.raises(ValueError, match="names 1000000000000 shards; 1000000 at most are read"):
+        expand_braces("a-{0..999999999999}.tar")
+
+
+def test_sats_class(shards):
+    """SAT's params in SAT's names; what only its stream needs is accepted and told."""
+    params = {"image_size": [32, 48], "num_frames": 9, "fps": 8, "txt_key": "caption", "seed": 1,
+              "shuffle_buffer": 100, "nshards": 9, "meta_names": ["caption"]}  # fmt: skip
+    target, arguments = resolve({"target": "data_video.VideoDataset", "params": params})
+    assert target is VideoShards and arguments.keys() == {*CLIP, "caption_key"}
+    data = target(data_dir=[str(shards)], **arguments)
+    assert len(data) == 6
+    with pytest.raises(ValueError, match="include_dirs='a': args.train_data names shards; put it"):
+        resolve({"target": "data_video.VideoDataset", "params": {"include_dirs": "a"}})

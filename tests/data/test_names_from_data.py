@@ -1,0 +1,104 @@
+"""Names and texts that come from data: as names of files, and in what a terminal and a log show."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cogfast.__main__ import _start_logging, main
+from cogfast.cli.options import parse_sample, read_prompts
+from cogfast.data.bad_samples import BadSampleLog
+from cogfast.schema.values import printable
+from cogfast.train.sampling.generate import Prompt, _Row, _write_overview, file_name
+
+PROMPTS = [
+    *("../../etc/passwd", "/etc/passwd", "a\\b", "..", ".", "", " ", "-rf", "~", "a/../b", "CON"),
+    *(
+        "a\nb",
+        "a\0b",
+        "\x1b[31mred",
+        "x" * 300,
+        "\u202eabc",
+        "\u4e00" * 300,
+        "\U0001f600",
+        "\udcff",
+    ),
+    *("a b", "a b", "A B", "*?[", "$(touch made)", "`touch made`", "a;b|c", "%s%n", "\x9b31m"),
+]
+
+
+def test_a_prompts_file_lies_in_its_folder(tmp_path: Path) -> None:
+    names = [file_name(Prompt(i, text, seed=0)) + ".mp4" for i, text in enumerate(PROMPTS)]
+    assert len(set(names)) == len(PROMPTS)  # identical prompts, too
+    for name in names:
+        assert (tmp_path / name).parent == tmp_path and Path(name).name == name
+        assert name.isascii() and name.isprintable() and len(name) < 100
+        assert name[0].isdigit() and not set(name) & set("/\\ *?[$`;|%~")
+    rows = [_Row(name, text, None) for name, text in zip(names, PROMPTS, strict=True)]
+    _write_overview(tmp_path, rows)
+    found = json.loads((tmp_path / "prompts.json").read_text(encoding="utf-8"))
+    assert list(found.items()) == list(zip(names, PROMPTS, strict=True))
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\udcff"])
+def test_prompts_that_are_no_text_are_refused_before_anything_is_built(tmp_path, text) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "training_config.yaml").write_text("{}")
+    with pytest.raises(ValueError, match="--prompt: .* holds bytes that are no text; give UTF-8"):
+        read_prompts(parse_sample([str(tmp_path), "--prompt", text]), SimpleNamespace())
+
+
+def test_prompt_files(tmp_path, monkeypatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "training_config.yaml").write_text("{}")
+    args = SimpleNamespace(input_type="cli")
+    asked = lambda *words: read_prompts(parse_sample([str(tmp_path), *words]), args)
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("a\u2028b\x0bc\r\nd\re\n\n".encode())
+    assert asked("--prompt-file", str(file))[0] == ["a\u2028b\x0bc", "d", "e"]
+    file.write_text("a@@" + "x" * 5000)  # longer than a name may be
+    with pytest.raises(ValueError, match="--image x{200}: no such file"):
+        asked("--prompt-file", str(file))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
+    with pytest.raises(ValueError, match="standard input: not UTF-8"):
+        asked()
+
+
+def test_printable() -> None:
+    assert printable("plain \u4e00 \u0627 \U0001f600") == "plain \u4e00 \u0627 \U0001f600"
+    shown = printable("a\x1b[31m\nb\x9b\x7f\udcff\u202e\u2028")
+    assert shown == r"a\x1b[31m\nb\x9b\x7f\udcff\u202e\u2028"
+    assert printable("a\nb\t\r", keep="\n\t") == "a\nb\t\\r"
+
+
+def test_the_log_shows_data_as_text(capsys: pytest.CaptureFixture) -> None:
+    """An escape from a caption or a name reaches no terminal, and no argument begins a line."""
+    logger = logging.getLogger("cogfast")
+    before = logger.handlers, logger.propagate, logger.level
+    try:
+        _start_logging()
+        logger.warning("%s of %d: %s %.1f", Path("x\x1b]0;t\x07.mp4"), np.int64(3), "a\nb", 0.5)
+        logger.warning("a table\n  \x1b[2Jof two lines")
+        log = BadSampleLog(None, num_samples=9)
+        log.add("bad\x1b[31m\nname", "why\nnot")
+    finally:
+        logger.handlers, logger.propagate = before[:2]
+        logger.setLevel(before[2])
+    assert capsys.readouterr().err.splitlines() == [
+        r"x\x1b]0;t\x07.mp4 of 3: a\nb 0.5",
+        "a table",
+        r"  \x1b[2Jof two lines",
+        r"skipped bad\x1b[31m\nname: why\nnot",
+    ]
+
+
+def test_an_error_shows_data_as_text(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--base", "no\x1b[31m\nsuch.yaml"]) == 2
+    assert capsys.readouterr().err == "cogfast: --base no\\x1b[31m such.yaml: no such file\n"

@@ -1,0 +1,216 @@
+"""Every kind of file that is no clip: told before training and while reading, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.batches import BatchLoader
+from cogfast.data.buckets import survey
+from cogfast.data.datasets import VideoFolder
+from cogfast.data.sources import headers as video_headers
+from cogfast.data.video import file as video_file
+from cogfast.data.video.clip import read_image
+from cogfast.data.video.file import read_header
+from cogfast.data.video.reader import open_video
+from tests.support.video_files import constant_rate, sat_folder, write_clip
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+
+
+def _truncated(path: Path) -> None:
+    """Its index, which writers put at the end, is not there."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+
+
+def _cut_short(path: Path) -> None:
+    """As a broken download of a file that begins with its index."""
+    write_clip(path, constant_rate(9, 8), size=(32, 48), faststart=True)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"mdat") + 60])
+
+
+def _audio_only(path: Path) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def _no_right(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _picture(path: Path) -> None:
+    Image.new("RGB", (48, 32)).save(path, "png")
+
+
+def _all_at_once(path: Path) -> None:
+    """Its index says a tick of the clock from each frame to the next."""
+    whole = bytearray(path.read_bytes())
+    start = whole.index(b"stts") + 8
+    for i in range(int.from_bytes(whole[start : start + 4], "big")):
+        whole[start + 8 * i + 8 : start + 8 * i + 12] = bytes(3) + b"\x01"
+    path.write_bytes(whole)
+
+
+# kind: what makes it of a good clip, what the survey says (None: headers are whole), what reading says
+KINDS = {
+    "truncated": (_truncated, "no video stream in it", "no video stream|not a readable video"),
+    "cut short": (_cut_short, None, "do not decode|does not decode|truncated|not a readable video"),
+    "zero bytes": (lambda p: p.write_bytes(b""), r"empty \(0 bytes\)", r"empty \(0 bytes\)"),
+    "audio only": (_audio_only, "no video stream in it", "no video stream in it|not a readable"),
+    "one frame": (
+        lambda p: write_clip(p, [0.0], size=(32, 48)),
+        "1 frames at .* fps = .* s, need 1.1 s",
+        "1 frames at .* fps = .* s, need 1.1 s",
+    ),
+    # a good clip with much behind it is a good clip
+    "huge": (lambda p: os.truncate(p, 3 * 2**30), None, None),
+    "huge and empty": (
+        lambda p: (p.write_bytes(b""), os.truncate(p, 3 * 2**30)),
+        "not a readable video",
+        "not a readable video",
+    ),
+    "no video": (lambda p: p.write_text("a text"), "not a readable video", "not a readable video"),
+    "unreadable": (_no_right, "cannot be opened", "cannot be opened"),
+    "a pipe": (_pipe, "not a file but a folder, pipe", "not a file but a folder, pipe"),
+    "a picture": (
+        _picture,
+        r"a picture \(png\), not a video",
+        r"picture \(png\)|not a readable|1 frames at",
+    ),
+    "all at once": (
+        _all_at_once,
+        "9 frames at 90000 fps = 0.0 s, need 1.1 s",
+        r"\d frames at .* fps = 0\.\d s, need 1.1 s",  # some are before the first one shown
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_told_and_replaced(kind, tmp_path):
+    spoil, surveyed, read = KINDS[kind]
+    sat_folder(tmp_path / "d", 6)
+    path = tmp_path / "d/videos/03.mp4"
+    spoil(path)
+    data = VideoFolder(tmp_path / "d", **CLIP)
+    found = survey(data)
+    if surveyed is None:
+        assert found.reasons == {}
+    else:
+        (reason,) = found.reasons.values()
+        assert list(found.reasons) == [3] and found.buckets.tolist() == [0, 0, 0, -1, 0, 0]
+        assert "\n" not in reason
+        assert re.search(surveyed, reason), reason
+    file = tmp_path / "bad_samples.jsonl"
+    with BatchLoader(data, data.order(0, 3), micro_batch=3, num_steps=4, num_workers=0,
+                     bad_samples_path=file, timeout=30.0) as loader:  # fmt: skip
+        captions = [text for batch in loader for text in batch["txt"]]
+    if read is None:
+        assert captions.count("clip 03") == 2 and not file.exists()
+        return
+    assert len(captions) == 12 and "clip 03" not in captions
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert line["path"] == str(path) and re.search(read, line["reason"]), line
+
+
+def test_frames_too_large_to_hold(tmp_path, monkeypatch):
+    sat_folder(tmp_path, 2)
+    monkeypatch.setattr(video_file, "MOST_PIXELS", 32 * 48)
+    data = VideoFolder(tmp_path, **CLIP)
+    (reason,) = survey(data).reasons.values()
+    assert reason == "frames of 48 x 48 pixels; 1536 at most are read"
+    with pytest.raises(BadSample, match=reason):  # also without a survey
+        data[1]
+
+
+def test_more_frames_than_a_video_has(tmp_path, monkeypatch):
+    """A header of 2^31 frames must not make a list of as many times."""
+    sat_folder(tmp_path, 2)
+    monkeypatch.setattr(video_headers, "MOST_FRAMES", 8)
+    reasons = survey(VideoFolder(tmp_path, **CLIP)).reasons.values()
+    assert list(reasons) == ["9 frames, as it says; 8 at most are read"] * 2
+
+
+def test_a_name_is_no_address(tmp_path, monkeypatch):
+    """FFmpeg would take the file "concat:a.mp4" for a.mp4."""
+    monkeypatch.chdir(tmp_path)
+    sat_folder(Path("."), 1)
+    os.rename("videos/00.mp4", "a.mp4")
+    Path("concat:a.mp4").write_text("no video")
+    with pytest.raises(BadSample, match="not a readable video"):
+        read_header("concat:a.mp4")
+    Path("a.mp4").rename("http:a.mp4")
+    assert len(read_header("http:a.mp4").times) == 9
+
+
+@pytest.mark.parametrize("reader", ["pyav", "decord"])
+def test_a_file_that_names_other_files_opens_none(tmp_path, reader):
+    """FFmpeg reads them for a playlist or a list of parts, whatever the name's ending is."""
+    good = sat_folder(tmp_path, 1) / "videos/00.mp4"
+    path = tmp_path / "list.mp4"
+    path.write_text(f"ffconcat version 1.0\nfile {good.relative_to(tmp_path)}\n")
+    with pytest.raises(BadSample, match="damaged, or not mp4, mov, mkv"):
+        open_video(str(path), reader)
+    assert "damaged, or not mp4" in video_headers.probe(str(path), 50).reason
+    path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nvideos/00.mp4\n#EXT-X-ENDLIST\n")
+    with pytest.raises(BadSample, match="not a readable video"):
+        open_video(str(path), reader)
+
+
+def test_a_picture_runs_no_program(tmp_path, monkeypatch):
+    """Pillow starts Ghostscript for EPS."""
+    from PIL import EpsImagePlugin
+
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **k: started.append(a))
+    Image.new("RGB", (48, 32)).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(tmp_path / "x.png")
+    with pytest.raises(BadSample, match="not a readable picture; use PNG, JPEG"):
+        read_image(str(tmp_path / "x.png"), "x.png", (32, 48))
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(BadSample, match="not a file but a folder, pipe or device"):
+        read_image(str(tmp_path / "pipe.png"), "pipe.png", (32, 48))
+    assert not started
+
+
+def test_the_same_name_in_two_folders(tmp_path):
+    """Each is a sample of its own, with its own caption, also in the lists of bad ones."""
+    for folder in "ab":
+        sat_folder(tmp_path / folder, 1)
+        (tmp_path / folder / "labels/00.txt").write_text(f"of {folder}")
+    data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
+    assert [(data[i]["txt"], data[i]["path"]) for i in range(2)] == [
+        (f"of {folder}", f"{tmp_path}/{folder}/videos/00.mp4") for folder in "ab"
+    ]
+    (tmp_path / "b/videos/00.mp4").write_bytes(b"")
+    data = VideoFolder([str(tmp_path / "a"), str(tmp_path / "b")], **CLIP)
+    assert list(survey(data).reasons) == [1] and data.name(1).endswith("b/videos/00.mp4")
+
+
+def test_what_could_not_be_read_is_tried_again(tmp_path):
+    """Also where size and time are the same: rights change without them."""
+    path = sat_folder(tmp_path, 2) / "videos/01.mp4"
+    good, stat = path.read_bytes(), path.stat()
+    for content, bad in ((bytes(len(good)), [1]), (good, [])):
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert list(survey(VideoFolder(tmp_path, **CLIP)).reasons) == bad

@@ -1,0 +1,442 @@
+"""DALI against PyAV, on a CPU, where it decodes VP9: frames, pixels, fall-backs, batches
+of every kind of source, `cogfast cache`.
+
+`make test-dali` installs DALI and runs this file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cogfast.config import load_config
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.batches import BatchLoader
+from cogfast.data.buckets import in_buckets, survey
+from cogfast.data.datasets import CaptionedVideos, VideoFolder, VideoManifest
+from cogfast.data.video import dali as dali_reader
+from cogfast.data.video.clip import read_clip
+from cogfast.data.video.dali import DaliReader, DaliRefusal
+from cogfast.data.video.reader import open_video
+from cogfast.data.video.settings import ClipSettings
+from cogfast.data.video.transform import resize_and_center_crop, select_frames_timestamp
+from cogfast.data.video_shards import VideoShards
+from cogfast.train.caching.command import cache_latents
+from tests.data.sources.test_tar_shards import _tar
+from tests.support.tiny_run import SIDE, write_clips, write_config
+from tests.support.video_files import RATES, constant_rate, decode_all, write_clip
+from tests.train.caching.test_cache import Recorder, contents
+
+HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+WITH_DALI = pytest.mark.skipif(not HAS_DALI, reason="DALI is not installed: make test-dali")
+# Levels of 255. Flat colours differ by the one or two that FFmpeg's conversion to RGB rounds off,
+# sharp edges by more, where chroma is upsampled otherwise; scaled down, by less.
+MOST_OFF, MOST_OFF_SCALED_DOWN, MOST_OFF_ON_AVERAGE = 75, 40, 2.5
+
+
+def _settings(backend: str, **changes: object) -> ClipSettings:
+    params = {"video_size": (32, 48), "fps": 8, "max_num_frames": 13, "video_backend": backend}
+    return ClipSettings(**{**params, **changes})
+
+
+def _vp9(path: Path, times: np.ndarray, size: tuple[int, int] = (96, 128)) -> Path:
+    return write_clip(path, times, size=size, codec="libvpx-vp9")
+
+
+def _colours(path: Path, *, matrix: int = 2, turned: int = 0, size=(96, 128)) -> Path:
+    """Five frames of coloured areas, whose matrix the file names as FFmpeg numbers them."""
+    height, width = size
+    picture = np.zeros((height, width, 3), np.uint8)
+    picture[:, : width // 3] = (200, 30, 60)
+    picture[: height // 2, width // 3 :] = (20, 180, 40)
+    picture[height // 2 :, width // 3 :] = (30, 60, 190)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libvpx-vp9", rate=8)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.colorspace = matrix
+        stream.options = {"crf": "10"}
+        if turned:
+            stream.set_display_rotation(turned)
+        for _ in range(5):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def _assert_near(ours: torch.Tensor, pyavs: torch.Tensor, most: int) -> None:
+    assert ours.dtype == torch.uint8 and ours.shape == pyavs.shape
+    off = (ours.int() - pyavs.int()).abs()
+    assert off.max() <= most and off.float().mean() <= MOST_OFF_ON_AVERAGE, (
+        f"{off.max()} levels at most, {off.float().mean():.2f} on average"
+    )
+
+
+@pytest.fixture
+def dali() -> DaliReader:
+    """The process's, which knows of no file yet."""
+    dali_reader._reader.cache_clear()
+    return dali_reader.dali_of_this_process("dali")
+
+
+@WITH_DALI
+@pytest.mark.parametrize("rate", RATES)
+def test_frames_are_those_of_the_timestamps(rate, dali, tmp_path):
+    """Each frame is the source frame that is shown nearest to k/8 s, told by its level of grey."""
+    path = _vp9(tmp_path / "a.mp4", RATES[rate])
+    with av.open(str(path)) as container:
+        shown = np.array([frame.time for frame in container.decode(video=0)])
+    nearest = [int(abs(shown - shown[0] - k / 8).argmin()) for k in range(13)]
+    video = dali.open(str(path))
+    chosen = select_frames_timestamp(video.times, 8, 13).indices
+    assert chosen.tolist() == nearest
+    clip = dali.read(video, chosen, (64, 64))
+    assert clip.shape == (13, 3, 64, 64)
+    levels = decode_all(path)[:, -20:, 32:96].mean(axis=(1, 2, 3))  # the block moves at the top
+    read = clip[:, :, -10:].float().mean(dim=(1, 2, 3)).numpy()
+    assert abs(read - levels[nearest]).max() < 1.5  # neighbours are 8 apart
+    own = open_video(str(path), "decord").read(chosen.tolist())
+    _assert_near(clip, resize_and_center_crop(own, (64, 64)), MOST_OFF_SCALED_DOWN)
+
+
+@WITH_DALI
+@pytest.mark.parametrize("target", [(64, 64), (32, 80), (96, 40), (96, 128), (120, 90)], ids=str)
+@pytest.mark.parametrize("matrix", [2, 1, 9], ids=["no matrix", "BT.709", "BT.2020"])
+def test_pixels_are_near_pyavs(target, matrix, dali, tmp_path):
+    """Scaled, cropped in the middle, and of the colours that the file's matrix means."""
+    path = _colours(tmp_path / "a.mp4", matrix=matrix)
+    ours = dali.read(dali.open(str(path)), np.array([0, 3]), target)
+    own = resize_and_center_crop(open_video(str(path)).read([0, 3]), target)
+    is_smaller = target[0] < 96 and target[1] < 128
+    _assert_near(ours, own, MOST_OFF_SCALED_DOWN if is_smaller else MOST_OFF)
+
+
+@WITH_DALI
+def test_colours_of_another_matrix_are_far_off(dali, tmp_path):
+    """Without the correction: the test above would tell."""
+    path = _colours(tmp_path / "a.mp4", matrix=1)
+    right = resize_and_center_crop(open_video(str(path)).read([0]), (96, 128)).float()
+    named = dali.open(str(path))
+    unnamed = dali.open(str(_colours(tmp_path / "b.mp4")))
+    assert (named.colour_matrix, unnamed.colour_matrix) == (1, 2)
+    wrong = dali.read(unnamed, np.array([0]), (96, 128)).float()
+    assert (wrong - right).abs().mean() > 3 * MOST_OFF_ON_AVERAGE
+
+
+@WITH_DALI
+def test_what_dali_cannot_decode_is_pyavs(dali, tmp_path, caplog):
+    """H.264 on a CPU, frames that are turned, what is no video."""
+    for name in "abcde":
+        write_clip(tmp_path / f"{name}.mp4", constant_rate(30, 15))
+    _colours(tmp_path / "turned.mp4", turned=90)
+    (tmp_path / "text.mp4").write_text("not a video")
+    with caplog.at_level(logging.WARNING, logger="cogfast"):
+        for name in ("a", "b", "c", "d", "e", "turned"):
+            path = str(tmp_path / f"{name}.mp4")
+            is_asked = dali.open(path) is not None
+            assert is_asked == (name in "abc")  # then the kind is known
+            ours, _ = read_clip(path, _settings("dali", max_num_frames=5))
+            own, _ = read_clip(path, _settings("pyav", max_num_frames=5))
+            assert torch.equal(ours, own)
+    told = "videos of the kind h264 yuv420p 64x48 that DALI cannot decode are read by PyAV ("
+    assert [text.startswith(told) for text in caplog.messages] == [True]
+    assert dali.open(str(tmp_path / "text.mp4")) is None
+
+
+@WITH_DALI
+def test_broken_files_cost_no_other(dali, tmp_path):
+    """Neither what it is read to nor who reads it, though they come first and are many."""
+    good = _vp9(tmp_path / "good.mp4", constant_rate(20, 10))
+    alone = DaliReader(torch.device("cpu"))
+    expected = alone.read(alone.open(str(good)), np.arange(13), (32, 48))
+    content = good.read_bytes()
+    middle = content.index(b"mdat") + (content.index(b"moov") - content.index(b"mdat")) // 2
+    for i in range(4):
+        noise = np.random.default_rng(i).bytes(content.index(b"moov") - middle - 8)
+        bad = tmp_path / f"{i}.mp4"
+        bad.write_bytes(content[:middle] + noise + content[middle + len(noise) :])
+        with pytest.raises(DaliRefusal):
+            dali.read(dali.open(str(bad)), np.arange(13), (32, 48))
+        with pytest.raises(BadSample, match=r"do(es)? not decode"):
+            read_clip(str(bad), _settings("dali", fps=10))
+    ours, _ = read_clip(str(good), _settings("dali", fps=10))
+    assert torch.equal(ours, expected)
+    for _ in range(4):  # as good files that another profile keeps from DALI would
+        dali.note_refusal(dali.open(str(good)), DaliRefusal("of another profile"))
+    ours, _ = read_clip(str(good), _settings("dali", fps=10))
+    assert torch.equal(ours, expected)
+
+
+def _folder(root: Path) -> Path:
+    """VP9 clips of SAT's layout: two broken, one too short, one of another codec."""
+    (root / "labels").mkdir(parents=True)
+    for i in range(12):
+        path = root / f"videos/{i:02}.mp4"
+        if i == 5:
+            write_clip(path, constant_rate(20, 10), size=(96, 128))
+        else:
+            _vp9(path, constant_rate(8 if i == 4 else 20, 10), size=(96, 112 + 16 * (i % 2)))
+        (root / f"labels/{i:02}.txt").write_text(f"clip {i:02}\n")
+    (root / "videos/01.mp4").write_text("not a video")
+    whole = (root / "videos/02.mp4").read_bytes()
+    (root / "videos/02.mp4").write_bytes(whole[: len(whole) // 2])
+    return root
+
+
+@WITH_DALI
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_batches_are_those_of_reading_processes(num_workers, tmp_path):
+    folder, seen = _folder(tmp_path / "d"), {}
+    for backend in ("pyav", "dali"):
+        data = VideoFolder(folder, (32, 48), 8, 13, video_backend=backend, short_clips="skip")
+        file = tmp_path / f"{backend}.jsonl"
+        with BatchLoader(
+            data,
+            data.order(3, 8),
+            micro_batch=2,
+            accumulation=2,
+            dp_rank=1,
+            dp_size=2,
+            start_step=1,
+            num_steps=4,
+            num_workers=num_workers,
+            bad_samples_path=file,
+            max_bad_fraction=0.3,
+        ) as loader:
+            seen[backend] = list(loader), set(loader.bad_samples.reasons), loader.num_padded
+    assert seen["dali"][1:] == seen["pyav"][1:] and len(seen["dali"][1]) == 3
+    assert len(seen["dali"][0]) == 8
+    for ours, own in zip(seen["dali"][0], seen["pyav"][0], strict=True):
+        assert ours.keys() == own.keys()
+        assert [path for path, _ in ours["bad"]] == [path for path, _ in own["bad"]]
+        for key in ("step", "slots", "txt", "paths"):
+            assert ours[key] == own[key]
+        for key in ("fps", "num_frames"):
+            assert torch.equal(ours[key], own[key])
+        _assert_near(ours["mp4"], own["mp4"], MOST_OFF_SCALED_DOWN)
+
+
+@WITH_DALI
+def test_errors_come_in_their_place_and_close_is_prompt(tmp_path):
+    data = VideoFolder(_folder(tmp_path), (32, 48), 8, 13, video_backend="dali")
+    loader = BatchLoader(data, data.order(0, 1), micro_batch=1, max_bad_fraction=0.1)
+    batches = []
+    with pytest.raises(ValueError, match=r"[23]/12 videos unreadable \(>10%\)"):
+        for batch in loader:
+            batches.append(batch)
+    assert [batch["step"] for batch in batches] == list(range(len(batches)))
+    loader = BatchLoader(data, data.order(0, 1), micro_batch=1, max_bad_fraction=1.0)
+    next(loader)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < 60 and list(loader) == []
+
+
+def _picture(colour: tuple[int, int, int], size: tuple[int, int] = (60, 50)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "png")
+    return file.getvalue()
+
+
+def _shards(root: Path, backend: str) -> CaptionedVideos:
+    """Two shards, every sample with a first frame of its own."""
+    for i in range(8):
+        clip = _vp9(root / "clip.mp4", constant_rate(20 + i, 10), size=(96, 112 + 16 * (i % 2)))
+        members = {"a.mp4": clip.read_bytes(), "a.txt": b"a", "a.png": _picture((30 * i, 99, 50))}
+        _tar(root / f"s-{i}.tar", {f"{i}{name[1:]}": data for name, data in members.items()})
+    return VideoShards([str(root)], (32, 48), 8, 9, video_backend=backend, image_key="png")
+
+
+def _manifest(root: Path, backend: str) -> CaptionedVideos:
+    """Parts of videos, rates, weights, pictures for some."""
+    rows = []
+    for i in range(6):
+        _vp9(root / f"{i}.mp4", constant_rate(60, (10, 12, 24)[i % 3]))
+        (root / f"{i}.png").write_bytes(_picture((99, 30 * i, 50)))
+        row = {
+            "path": f"{i}.mp4",
+            "caption": f"clip {i}",
+            "weight": 1 + i % 2,
+            "start": 0.4 + i / 9,
+        }
+        rows.append(row | ({"fps": 5 + i} if i % 2 else {"image": f"{i}.png", "end": 2.3}))
+    rows.append({"path": "0.mp4", "caption": "all of it"})
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return VideoManifest([str(root / "rows.jsonl")], (32, 48), 8, 9, video_backend=backend)
+
+
+def _buckets(root: Path, backend: str) -> CaptionedVideos:
+    """Three sizes, short clips padded, more weight than one."""
+    (root / "labels").mkdir(parents=True)
+    for i in range(10):
+        _vp9(
+            root / f"videos/{i}.mp4",
+            constant_rate(4 + 4 * (i % 3), 8),
+            size=[(64, 96), (96, 64)][i % 2],
+        )
+        (root / f"labels/{i}.txt").write_text(f"clip {i}")
+    sizes = [[9, 32, 48], [9, 48, 32], [5, 64, 96]]
+    data = VideoFolder(
+        root, (32, 48), 8, 9, video_backend=backend, short_clips="pad", buckets=sizes
+    )
+    return in_buckets(data, survey(data)).with_source_weights([1.5])
+
+
+# Levels of 255, at most and on average; measured 11 and 0.61, 11 and 0.56, 68 and 0.53 (one bucket
+# has the size of its videos: no scaling smooths the edges of colours).
+SOURCES = [(_shards, 15, 1.0), (_manifest, 15, 1.0), (_buckets, MOST_OFF, 1.0)]
+
+
+@WITH_DALI
+@pytest.mark.parametrize("source, most, average", SOURCES, ids=["shards", "manifest", "buckets"])
+def test_every_source_is_read_as_by_pyav(source, most, average, tmp_path):
+    """Over epochs, with accumulation, from a step on."""
+    seen = {}
+    for backend in ("pyav", "dali"):
+        (tmp_path / backend).mkdir()
+        data = source(tmp_path / backend, backend)
+        with BatchLoader(data, data.order(5, 4), micro_batch=2, accumulation=2, start_step=2,
+                         num_steps=4, num_workers=1, max_bad_fraction=0) as loader:  # fmt: skip
+            seen[backend] = list(loader), loader.num_padded
+    assert seen["dali"][1] == seen["pyav"][1]
+    offs = []
+    for ours, own in zip(seen["dali"][0], seen["pyav"][0], strict=True):
+        assert ours.keys() == own.keys() and ours["txt"] == own["txt"]
+        assert [os.path.basename(path) for path in ours["paths"]] == [
+            os.path.basename(path) for path in own["paths"]
+        ]
+        assert torch.equal(ours["fps"], own["fps"])
+        assert torch.equal(ours["num_frames"], own["num_frames"])
+        for key in {"mp4", "images"} & own.keys():
+            assert ours[key].shape == own[key].shape and ours[key].dtype == torch.uint8
+            offs.append((ours[key].int() - own[key].int()).abs().flatten())
+        if source is _shards:
+            assert torch.equal(ours["images"], own["images"])  # pictures are not DALI's
+    off = torch.cat(offs)
+    assert off.max() <= most and off.float().mean() <= average, (
+        f"{off.max()} levels at most, {off.float().mean():.2f} on average"
+    )
+    assert off.max() > 0  # it was DALI
+
+
+class Counting(VideoFolder):
+    """Knows how many of its samples are being read."""
+
+    num_begun = num_ended = 0
+
+    def _read(self, index: int) -> dict:
+        self.num_begun += 1
+        try:
+            return super()._read(index)
+        finally:
+            self.num_ended += 1
+
+
+@WITH_DALI
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_none_is_at_work_after_the_end(timeout, tmp_path):
+    """A process that ends while DALI is at work is aborted, and a run with it that went well."""
+    for i in range(2):
+        _vp9(tmp_path / f"videos/{i}.mp4", constant_rate(40, 10), size=(320, 480))
+    data = Counting(tmp_path, (240, 320), 8, 25, allow_empty_captions=True, video_backend="dali")
+    with BatchLoader(
+        data, data.order(0, 1), micro_batch=1, num_workers=2, timeout=timeout
+    ) as loader:
+        next(loader)
+        begun = data.num_begun
+    assert begun > 1 and data.num_begun == data.num_ended
+
+
+class Hanging(VideoFolder):
+    """Its sample 2 is never read."""
+
+    def _read(self, index: int) -> dict:
+        if index == 2:
+            threading.Event().wait()
+        return super()._read(index)
+
+
+@WITH_DALI
+def test_a_file_that_hangs_costs_its_time_out(tmp_path):
+    """In a thread beside those that decode."""
+    data = Hanging(_folder(tmp_path), (32, 48), 8, 9, video_backend="dali")
+    start = time.monotonic()
+    with BatchLoader(data, data.order(0, 12), micro_batch=6, accumulation=2, num_steps=4,
+                     timeout=1.0, num_workers=2, max_bad_fraction=0.5) as loader:  # fmt: skip
+        batches = list(loader)
+        reason = "reading took longer than args.decode_timeout=1 s"
+        assert loader.bad_samples.reasons[data.paths[2]] == reason
+    assert time.monotonic() - start < 60
+    assert len(batches) == 8 and all(len(batch["txt"]) == 6 for batch in batches)
+    assert "clip 02" not in {text for batch in batches for text in batch["txt"]}
+
+
+@WITH_DALI
+def test_a_cache_is_made_by_dali(tmp_path):
+    """The same files whatever is interrupted; training from it, with another reader asked for, sees
+    what training from DALI's pixels does."""
+    folder = write_clips(tmp_path / "d", 10)
+    for path in (folder / "videos").iterdir():
+        _vp9(path, constant_rate(9 + int(path.stem), 8), size=(2 * SIDE, 2 * SIDE))
+    (folder / "videos/7.mp4").write_text("not a video")
+    args = {"train_iters": 4, "num_workers": 1, "max_bad_fraction": 0.2, "check_videos": False}
+    base = write_config(tmp_path / "base.yaml", folder, "5b_i2v", **args)
+
+    def words(backend: str, cache: str) -> list[str]:
+        where = f"args.latent_cache={tmp_path / cache}"
+        return [f"data.params.video_backend={backend}", where, f"args.save={tmp_path / 'runs'}"]
+
+    for cache, backend, more in (
+        ("dali", "dali", []),
+        ("again", "dali", ["args.num_workers=4"]),
+        ("pyav", "pyav", []),
+    ):
+        cache_latents(load_config([base], [*words(backend, cache), *more]))
+        if cache == "again":
+            lost = sorted((tmp_path / cache).glob("video*.safetensors"))[0]
+            lost.unlink()
+            cache_latents(load_config([base], words("dali", cache)))
+            assert contents(tmp_path / "dali") == contents(tmp_path / "again")
+    assert contents(tmp_path / "dali") != contents(tmp_path / "pyav")
+    runs = {}
+    for name, config in (
+        ("cache", load_config([base], words("pyav", "dali"))),
+        ("pixels", load_config([base], words("dali", "dali")[::2])),
+    ):
+        runs[name] = Recorder(config)
+        runs[name].train()
+    assert runs["cache"].paths == runs["pixels"].paths and len(runs["cache"].paths) == 16
+    for found, expected in zip(runs["cache"].seen, runs["pixels"].seen, strict=True):
+        assert len(found) == 3  # latents, text, the noised image's
+        for tensor, other in zip(found, expected, strict=True):
+            assert torch.equal(tensor, other)
+
+
+def test_auto_says_why_pyav_reads(caplog):
+    if torch.cuda.is_available():
+        pytest.skip("where there is a GPU, it may be DALI")
+    dali_reader._reader.cache_clear()
+    with caplog.at_level(logging.INFO, logger="cogfast"):
+        for _ in range(2):
+            assert dali_reader.dali_of_this_process("auto") is None
+    assert caplog.text.count("videos are decoded by PyAV: no DALI, since there is no GPU") == 1
+
+
+@pytest.mark.skipif(bool(HAS_DALI), reason="DALI is installed")
+def test_dali_asked_for_and_missing():
+    with pytest.raises(
+        ValueError,
+        match=r"data.params.video_backend=dali: DALI does not import \(.*; pip install .*; auto",
+    ):
+        _settings("dali")

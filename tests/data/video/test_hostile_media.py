@@ -1,0 +1,327 @@
+"""An examination: damaged and odd media, captions, manifests and shards beside good clips.
+
+`cogfast train` (two steps) and `cogfast cache` go on with what is good and record what is bad with a
+reason, or end in one line; see tests/support/hostile.py for what they must never do.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import tarfile
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cogfast.__main__ import main
+from cogfast.data.datasets import VideoFolder
+from tests.support.hostile import Outcome, faults, run_case
+from tests.data.video.media_kinds import BAD, EITHER, LEVELS, READ, encode
+from tests.support.tiny_run import write_clips, write_config
+
+CLIP = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
+NUM_GOOD = 3
+FOLDER = "data_video.SFTDataset"
+MANIFEST = "cogfast.data.datasets.VideoManifest"
+SHARDS = "data_video.VideoDataset"
+MANY = READ | BAD | EITHER
+
+
+@cache
+def _preload() -> None:
+    """What a run imports late, so that children find it there."""
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.font_manager  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    from transformers import T5EncoderModel  # noqa: F401
+
+    import cogfast.train.caching.command
+    import cogfast.train.trainer  # noqa: F401
+    from cogfast.model.text_encoder import ByteTextEncoder
+
+    ByteTextEncoder(max_length=8, d_model=16, d_ff=32, num_layers=1)
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good clips 0.mp4 to 2.mp4 with captions, and the wavelet."""
+    _preload()
+    logging.getLogger("libav").setLevel(logging.CRITICAL)
+    root = write_clips(tmp_path_factory.mktemp("good"), num_clips=NUM_GOOD)
+    for number in range(NUM_GOOD):
+        encode(root / f"videos/{number}.mp4")
+    return root
+
+
+def _folder(root: Path, good: Path) -> Path:
+    """A data folder in `root` that links to the good clips."""
+    data = root / "data"
+    for name in ("videos", "labels"):
+        (data / name).mkdir(parents=True)
+        for file in (good / name).iterdir():
+            (data / name / file.name).symlink_to(file)
+    return data
+
+
+def _config(root: Path, good: Path, source: str | Path, target: str, number: int, **data) -> Path:
+    section = {"target": target, "params": {**CLIP, **data}}
+    path = write_config(
+        root / "config.yaml",
+        good,
+        dataset=section,
+        train_data=[str(source)],
+        train_iters=2,
+        max_bad_fraction=1.0,
+        save_interval=None,
+        decode_timeout=20.0,
+        latent_cache=None,
+    )
+    # Two steps read every sample twice.
+    text = path.read_text().replace("per_gpu: 4", f"per_gpu: {number}")
+    path.write_text(text)
+    return path
+
+
+def _train(root: Path, config: Path) -> Outcome:
+    return run_case(lambda: main(["train", "--base", str(config)]), root, max_wait=120.0)
+
+
+def _encode_cache(root: Path, config: Path) -> Outcome:
+    word = f"args.latent_cache={root / 'cache'}"
+    return run_case(lambda: main(["cache", "--base", str(config), word]), root, max_wait=120.0)
+
+
+def _recorded(file: Path) -> dict[str, str]:
+    """{name of a clip: reason} of bad_samples.jsonl, of which each line must be whole."""
+    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
+    assert lines.pop() == ""
+    rows = [json.loads(line) for line in lines]
+    assert all(row["reason"].isprintable() and 0 < len(row["reason"]) < 400 for row in rows), rows
+    return {Path(row["path"]).stem: row["reason"] for row in rows}
+
+
+def _examine_clips(root: Path, good: Path, kinds: dict[str, Callable[[Path], None]]) -> None:
+    """Train and cache with all kinds in one folder: all are read rightly or recorded."""
+    data = _folder(root, good)
+    for kind, make in kinds.items():
+        make(data / f"videos/{kind}.mp4")
+        (data / f"labels/{kind}.txt").write_text(f"the caption of {kind}\n")
+    config = _config(root, good, data, FOLDER, number=NUM_GOOD + len(kinds))
+    for call, place in (
+        (_train, "runs/*/bad_samples.jsonl"),
+        (_encode_cache, "cache/bad_s*.jsonl"),
+    ):
+        outcome = call(root, config)
+        assert outcome.status == 0 and not faults(outcome), (faults(outcome), outcome.output)
+        found = _recorded(next(iter(root.glob(place)), root / "none"))
+        assert found.keys() >= kinds.keys() & BAD.keys(), found
+        assert not found.keys() & READ.keys(), found
+        assert not found.keys() & {str(i) for i in range(NUM_GOOD)}, found
+        if call is _train:
+            assert outcome.output.count("loss ") == 2, outcome.output
+    for index, path in enumerate(VideoFolder(data, **CLIP).paths):
+        if Path(path).stem in READ:
+            clip = VideoFolder(data, **CLIP)[index]["video"].float().mean(dim=(1, 2, 3))
+            off = np.abs(clip.numpy() - LEVELS).max()
+            assert off < 6, (path, clip)
+
+
+def test_odd_clips_beside_good_ones(tmp_path: Path, good: Path) -> None:
+    _examine_clips(tmp_path / "case", good, MANY)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", MANY)
+def test_an_odd_clip_alone_beside_good_ones(tmp_path: Path, good: Path, kind: str) -> None:
+    _examine_clips(tmp_path / "case", good, {kind: MANY[kind]})
+
+
+# Captions of a fourth clip: None where it is read, else what the one line of the refusal says.
+CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
+    "none": (None, "1/4 videos without a label file"),
+    "empty": (b"", "1/4 label files without a caption in the first line"),
+    "spaces": (b" \t\n \n", "1/4 label files without a caption in the first line"),
+    "10 MB": (b"word " * 2 * 2**20, "10485760 bytes; a caption has at most 1048576"),
+    "not UTF-8": ("Größe".encode("latin-1"), "line 1 is not UTF-8"),
+    "UTF-16": ("a caption".encode("utf-16"), "line 1 is not UTF-8"),
+    "a zero": (b"a\0b\n", "line 1 is not UTF-8"),
+    "UTF-8 with a mark": ("a caption".encode("utf-8-sig"), None),
+    "Windows line ends": (b"a caption\r\nanother\r\n", None),
+    "several lines": (b"a caption\nanother\nanother\n", None),
+    "from right to left": ("\u05d0\u05d1 \u202egnirts".encode(), None),
+    "emoji": ("\U0001f469\u200d\U0001f680 in space".encode(), None),
+    "escapes": (b"\x1b[31mred\x1b]0;title\x07 \x9b2J".replace(b"\x9b", b"\xc2\x9b"), None),
+    "a megabyte": (b"word " * 200_000, None),
+}
+QUICK_CAPTIONS = ["10 MB", "escapes"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in QUICK_CAPTIONS else pytest.param(k, marks=pytest.mark.soak) for k in CAPTIONS],
+)
+def test_captions(tmp_path: Path, good: Path, kind: str) -> None:
+    text, message = CAPTIONS[kind]
+    root = tmp_path / "case"
+    data = _folder(root, good)
+    encode(data / "videos/odd.mp4")
+    if text is not None:
+        (data / "labels/odd.txt").write_bytes(text)
+    _check(root, _config(root, good, data, FOLDER, number=4), message)
+
+
+def _check(root: Path, config: Path, message: str | None) -> None:
+    """A run, and a cache where it is read; else one line that says `message`."""
+    outcome = _train(root, config)
+    assert not faults(outcome), (faults(outcome), outcome.output)
+    shown = outcome.output.replace("\n", "").replace("\t", "").replace("\r", "")
+    assert shown.isprintable(), outcome.output
+    if message is not None:
+        assert outcome.status == 2 and message in outcome.last_line, outcome.output
+        return
+    assert outcome.status == 0, outcome.output
+    outcome = _encode_cache(root, config)
+    assert outcome.status == 0 and not faults(outcome), (faults(outcome), outcome.output)
+
+
+GOOD_ROWS = "path,caption\nvideos/0.mp4,a\nvideos/1.mp4,b\n"
+LINES = '{"path": "videos/0.mp4", "caption": "a"}\n{"path": "videos/1.mp4", "caption": "b"}\n'
+# What a manifest holds, by its ending, and what the refusal says; None: the run goes on.
+MANIFESTS: dict[str, tuple[str, str, str | None]] = {
+    "an open quote": ("csv", GOOD_ROWS + '"videos/2.mp4,c\n', "is not CSV"),
+    "a quote within": ("csv", GOOD_ROWS + 'videos/2.mp4,"a" b\n', "line 4 is not CSV"),
+    "no caption column": ("csv", "path,text\nvideos/0.mp4,a\n", "names no column caption"),
+    "no rows": ("csv", "path,caption\n", "no sample in it"),
+    "nothing": ("csv", "", "names no column path"),
+    "more values than columns": ("csv", GOOD_ROWS + "videos/2.mp4,a,b\n", "line 4 has more values"),
+    "rows twice": ("csv", GOOD_ROWS + "videos/0.mp4,a\n" * 2, None),
+    "a line of a million": ("csv", GOOD_ROWS + f"videos/2.mp4,{'x ' * 500_000}\n", "is not CSV"),
+    "a line of two million": (
+        "jsonl",
+        LINES + json.dumps({"path": "videos/2.mp4", "caption": "x" * 2_000_000}),
+        "caption has at most",
+    ),  # fmt: skip
+    "weights that are none": (
+        "jsonl",
+        LINES + '{"path": "videos/2.mp4", "caption": "c", "weight": NaN}',
+        "weight=nan must be a number, 0 or more",
+    ),  # fmt: skip
+    "types that are none": ("jsonl", LINES + '{"path": ["a"], "caption": {}}', "must be text"),
+    "a list": ("jsonl", LINES + "[1, 2]", "line 3 must be an object"),
+    "nested deeply": ("jsonl", LINES + "[" * 100_000, "line 3 is not JSON"),
+    "files that are not there": (
+        "jsonl",
+        LINES + '{"path": "../../nowhere", "caption": "c"}',
+        None,
+    ),
+    "a file of the system": ("jsonl", LINES + '{"path": "/etc/passwd", "caption": "c"}', None),
+    "an address": ("jsonl", LINES + '{"path": "s3://bucket/x.mp4", "caption": "c"}', None),
+    "a command": ("jsonl", LINES + '{"path": "pipe:touch made", "caption": "c"}', None),
+    "a name of escapes": ("jsonl", LINES + '{"path": "\\u001b[31m\\n", "caption": "c"}', None),
+    "a name of 5,000": ("jsonl", LINES + json.dumps({"path": "x" * 5000, "caption": "c"}), None),
+}
+QUICK_MANIFESTS = ["a name of escapes", "nested deeply"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in QUICK_MANIFESTS else pytest.param(k, marks=pytest.mark.soak) for k in MANIFESTS],
+)
+def test_manifests(tmp_path: Path, good: Path, kind: str) -> None:
+    ending, text, message = MANIFESTS[kind]
+    root = tmp_path / "case"
+    file = _folder(root, good) / f"clips.{ending}"
+    file.write_text(text)
+    _check(root, _config(root, good, file, MANIFEST, number=2), message)
+
+
+def _tar(path: Path, members: list[tuple[str | tarfile.TarInfo, bytes]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name) if isinstance(name, str) else name
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def _member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def _shard(kind: str, path: Path, clip: bytes) -> None:
+    members: list = [
+        (f"{i}.{end}", data) for i in range(4) for end, data in (("mp4", clip), ("txt", b"text"))
+    ]
+    if kind == "a member of the same name":
+        members.append(("0.txt", b"new text"))
+    elif kind == "a name that leaves":
+        members.append(("../9.mp4", clip))
+    elif kind == "a hard link":
+        members.append((_member("9.mp4", tarfile.LNKTYPE, "0.mp4"), b""))
+    elif kind == "a link":
+        members.append((_member("9.mp4", tarfile.SYMTYPE, "/etc/passwd"), b""))
+    elif kind == "a sparse member":
+        members.append((_member("9.mp4", tarfile.GNUTYPE_SPARSE), b""))
+    elif kind == "a device":
+        members.append((_member("9.mp4", tarfile.CHRTYPE), b""))
+    elif kind == "a tar in it":
+        _tar(path, members)
+        members.append(("9.tar", path.read_bytes()))
+    elif kind == "names of escapes":
+        members += [("\x1b[31m\n.mp4", b"no video"), ("\x1b[31m\n.txt", b"a")]
+    _tar(path, members)
+    data = path.read_bytes()
+    if kind == "cut in a video":
+        path.write_bytes(data[: len(data) // 2])
+    elif kind == "cut in a header":
+        path.write_bytes(data[:100])
+    elif kind == "a zip":
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("0.mp4", clip)
+    elif kind == "noise in its headers":
+        noise = bytearray(data)
+        noise[len(data) // 2 // 512 * 512 + 100 :: 37] = bytes(
+            len(noise[len(data) // 2 // 512 * 512 + 100 :: 37])
+        )
+        path.write_bytes(noise)
+
+
+TARS: dict[str, str | None] = {
+    "a member of the same name": None,
+    "a name that leaves": "'../9.mp4' leaves the folder",
+    "a hard link": "'9.mp4' is a link to '0.mp4'",
+    "a link": "'9.mp4' is a link to '/etc/passwd'",
+    "a sparse member": "'9.mp4' is sparse",
+    "a device": None,
+    "a tar in it": None,
+    "names of escapes": None,
+    "cut in a video": None,
+    "cut in a header": "not a tar file, or a compressed one",
+    "a zip": "not a tar file, or a compressed one",
+    "noise in its headers": None,
+}
+QUICK_TARS = ["names of escapes", "a sparse member"]
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK_TARS else pytest.param(k, marks=pytest.mark.soak) for k in TARS]
+)
+def test_shards(tmp_path: Path, good: Path, kind: str) -> None:
+    root = tmp_path / "case"
+    root.mkdir()
+    _shard(kind, root / "s.tar", (good / "videos/0.mp4").read_bytes())
+    config = _config(root, good, root / "s.tar", SHARDS, number=4)
+    _check(root, config, TARS[kind])
+
+
+def test_sixty_kinds() -> None:
+    assert len(MANY) + len(CAPTIONS) + len(MANIFESTS) + len(TARS) >= 60

@@ -1,0 +1,129 @@
+"""What is written is what PyAV reads back; files are whole or not there."""
+
+from __future__ import annotations
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cogfast.data.video.writer import contact_sheet, to_frames, write_video
+from tests.support.video_files import decode_all
+
+
+def _moving_square(num_frames: int, height: int, width: int) -> np.ndarray:
+    frames = np.full((num_frames, height, width, 3), (24, 24, 32), np.uint8)
+    for i in range(num_frames):
+        frames[i, 8:24, 2 * i : 2 * i + 16] = (220, 40, 40)
+    return frames
+
+
+@pytest.mark.parametrize(
+    "height, width", [(48, 64), (47, 63), (33, 64)], ids=["even", "odd", "odd rows"]
+)
+def test_round_trip(height, width, tmp_path):
+    frames = _moving_square(9, height, width)
+    write_video(tmp_path / "new/v.mp4", frames, fps=8)
+    decoded = decode_all(tmp_path / "new/v.mp4")
+    assert decoded.shape == (9, height + height % 2, width + width % 2, 3)
+    inside = decoded[:, :height, :width].astype(int)
+    # Colour is stored at half the resolution: its edges blur, its areas stay.
+    assert np.abs(inside - frames).mean() < 3
+    assert np.abs(inside[4, 12:20, 12:20] - (220, 40, 40)).max() < 12
+    with av.open(str(tmp_path / "new/v.mp4")) as container:
+        stream = container.streams.video[0]
+        assert (stream.codec_context.name, stream.pix_fmt) == ("h264", "yuv420p")
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["v.mp4"]
+
+
+def test_the_same_frames_are_the_same_bytes(tmp_path):
+    for seed in range(40):  # of some of which x264 made other ones, now and then
+        frames = np.random.default_rng(seed).integers(0, 200, (9, 64, 64, 3), np.uint8)
+        frames[:, 10:40, 10:40] = _moving_square(9, 30, 30)
+        for name in ("first", "second"):
+            write_video(tmp_path / name, frames, fps=8)
+        assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes(), seed
+
+
+@pytest.mark.parametrize(
+    "fps, exact", [(8, (8, 1)), (29.97, (30000, 1001)), (12.5, (25, 2)), (24, (24, 1))]
+)
+def test_rate(fps, exact, tmp_path):
+    write_video(tmp_path / "v.mp4", _moving_square(6, 32, 32), fps)
+    with av.open(str(tmp_path / "v.mp4")) as container:
+        rate = container.streams.video[0].average_rate
+        times = [float(f.pts * f.time_base) for f in container.decode(video=0)]
+    assert (rate.numerator, rate.denominator) == exact
+    np.testing.assert_allclose(times, np.arange(6) * exact[1] / exact[0], atol=1e-4)
+
+
+def test_model_output_to_frames():
+    video = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]).reshape(1, 1, 1, 6).expand(3, 2, 4, 6)
+    frames = to_frames(video.bfloat16())
+    assert frames.shape == (2, 4, 6, 3)
+    # round() takes 127.5 to the even 128
+    assert frames[1, 3, :, 2].tolist() == [0, 0, 128, 191, 255, 255]
+    assert to_frames(frames) is not None and np.array_equal(
+        to_frames(torch.from_numpy(frames)), frames
+    )
+
+
+@pytest.mark.parametrize(
+    "video, message",
+    [
+        (torch.zeros(2, 4, 4, 3), r"\[2, 4, 4, 3\]; give \[3, F, H, W\]"),
+        (torch.zeros(3, 2, 4, 4, dtype=torch.uint8), r"\[3, 2, 4, 4\]; give \[F, H, W, 3\]"),
+    ],
+)
+def test_wrong_layout(video, message):
+    with pytest.raises(ValueError, match=message):
+        to_frames(video)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "v.mp4"
+    write_video(path, _moving_square(3, 32, 32), 8)
+    old = path.read_bytes()
+    with pytest.raises(ValueError, match="0 frames at fps=8"):
+        write_video(path, np.zeros((0, 32, 32, 3), np.uint8), 8)
+    with pytest.raises(Exception, match="crf|Invalid|option"):
+        write_video(path, _moving_square(3, 32, 32), 8, crf="best")
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["v.mp4"]
+
+
+def test_contact_sheet(tmp_path):
+    squares = _moving_square(25, 48, 80)
+    grey = torch.zeros(3, 2, 48, 80)
+    long = "a red square moves right over a dark floor and does so for a very long time " * 8
+    contact_sheet(tmp_path / "sheet.png", [squares, grey, grey], ["a red square", long, ""])
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    height, width, _ = sheet.shape
+    assert width == 6 * 176 + 7 * 6
+    red = (np.abs(sheet - (220, 40, 40)).max(axis=2) < 8).nonzero()
+    assert red[0].max() < height / 3  # only in the first row of videos
+    # frames 0, 5, 10, 14, 19, 24: the square's left edge at 2 px a frame, enlarged 176/80
+    lefts = []
+    for column in range(6):
+        begin = 6 + column * 182
+        inside = red[1][(red[1] >= begin) & (red[1] < begin + 176)]
+        lefts.append(inside.min() - begin)
+    assert np.abs(np.array(lefts) - np.array([0, 5, 10, 14, 19, 24]) * 2 * 2.2).max() < 3
+    greys = (np.abs(sheet - 128).max(axis=2) == 0).sum(axis=1)
+    assert sorted(set(greys)) == [0, 2 * 176]  # two frames a row, nothing drawn over them
+    assert (sheet[:22, :100].sum(axis=2) < 100).sum() > 50  # the caption's letters
+
+
+def test_many_videos_stand_three_abreast(tmp_path):
+    """13 grey videos, the last red: it opens the fifth row, alone."""
+    videos = [torch.zeros(3, 9, 40, 40) for _ in range(12)]
+    red = torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1, 1).expand(3, 9, 40, 40)
+    contact_sheet(tmp_path / "sheet.png", [*videos, red], ["a caption"] * 13)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    rows, columns = (np.abs(sheet - (255, 0, 0)).max(axis=2) == 0).nonzero()
+    assert rows.min() > 0.8 * sheet.shape[0]
+    assert columns.max() < sheet.shape[1] / 3
+    assert len(rows) == 4 * 80 * 80  # four frames of 80 pixels
+    greys = (np.abs(sheet - 128).max(axis=2) == 0).sum()
+    assert greys == 12 * 4 * 80 * 80

@@ -1,0 +1,119 @@
+"""Reading processes: only the trainer ends them, and they do not outlive it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from cogfast.data.workers.read_ahead import ReadingProcesses, Reads
+from cogfast.train.run.stop_signals import STOP_SIGNALS
+from tests.support.video_files import sat_folder
+
+# Prints the workers' ids; then obeys lines: "read" five batches, or "end" a worker.
+SCRIPT = """
+    import os, signal, sys
+    from cogfast.data.workers import read_ahead
+    from cogfast.data import batches
+    from cogfast.data.datasets import VideoFolder
+    from cogfast.data.global_order import GlobalOrder
+
+    read_ahead.start_method = lambda: {method!r}
+    if __name__ == "__main__":
+        data = VideoFolder({folder!r}, [32, 48], 8, 9)
+        loader = batches.BatchLoader(
+            data, GlobalOrder(2, 0, 2), micro_batch=2, num_workers=2, prefetch_factor=1
+        )
+        workers = [worker.pid for worker in loader._batches._results._workers]
+        next(loader)
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, set())  # ours is as it was
+        print(*workers, flush=True)
+        for line in sys.stdin:
+            if line == "read\\n":
+                for _ in range(5):
+                    next(loader)
+            else:
+                os.kill(workers[0], signal.SIGTERM)
+            print("done", flush=True)
+"""
+
+
+class Trainer:
+    """A process that reads with two workers, and their ids."""
+
+    def __init__(self, folder: Path, method: str) -> None:
+        script = folder / "trainer.py"
+        script.write_text(textwrap.dedent(SCRIPT.format(method=method, folder=str(folder))))
+        self.process = subprocess.Popen(
+            [sys.executable, script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])},
+        )
+        self.workers = [int(pid) for pid in self.process.stdout.readline().split()]
+
+    def tell(self, line: str) -> str:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_only_the_trainer_ends_a_worker(method, tmp_path):
+    """forkserver is what a trainer with CUDA uses: its workers' parent is another process."""
+    trainer = Trainer(sat_folder(tmp_path, 2), method)
+    assert len(trainer.workers) == 2
+    for worker in trainer.workers:
+        for number in STOP_SIGNALS:  # a terminal's Ctrl-C comes to every process
+            os.kill(worker, number)
+    assert trainer.tell("read") == "done\n"
+    assert all(_is_running(worker) for worker in trainer.workers)
+    assert trainer.tell("end") == "done\n"
+    assert _wait_for_end(trainer.workers[:1], seconds=5)
+    assert _is_running(trainer.workers[1])
+    trainer.process.kill()
+    trainer.process.wait()
+    # A worker looks for its parent every 2 s.
+    assert _wait_for_end(trainer.workers, seconds=15), "it outlives a trainer that was killed"
+
+
+def _wait_for_end(processes: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(_is_running, processes)):
+        time.sleep(0.05)
+    return not any(map(_is_running, processes))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+class Numbers(Reads):
+    """Reads a key as itself."""
+
+    def __getitem__(self, key: int) -> int:
+        return key
+
+    def name(self, key: int) -> str:
+        return str(key)
+
+
+def test_more_readers_than_cores_are_named_once(caplog, recwarn, monkeypatch):
+    """torch warns of them twice in every process."""
+    caplog.set_level("INFO", logger="cogfast")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    reading = ReadingProcesses(Numbers(), range(3), num_workers=2, prefetch_factor=1)
+    assert list(reading) == [0, 1, 2]
+    reading.close()
+    assert [w for w in recwarn if "DataLoader" in str(w.message)] == []
+    (line,) = caplog.messages
+    assert line.startswith("args.num_workers=2 reading processes share 1 cores; use at most 1")

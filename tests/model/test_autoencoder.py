@@ -1,0 +1,460 @@
+"""The 3D VAE against upstream's numbers, chunk by chunk; names, files and what is refused.
+
+The complete golden folder holds upstream's weights and outputs. Where only the project's part is at
+hand, the weights are random ones saved under SAT's names (from the golden table of names) and the
+outputs are what diffusers makes of them when called directly.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from diffusers import AutoencoderKLCogVideoX
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cogfast.model import decode_memory
+from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
+from cogfast.model.decode_memory import bytes_per_pixel, plan_decode
+from cogfast.model.weights.vae.names import to_diffusers, to_sat
+
+TOLERANCE, SAMPLE_TOLERANCE = 2e-5, 5e-5  # golden/README.md: float32 against float64 is 6e-6
+LEVELS, RES_BLOCKS = 4, 3
+ENCODED = {
+    "a9": (1, 3, 9, 64, 96),
+    "b1": (1, 3, 1, 64, 96),
+    "c13": (1, 3, 13, 32, 32),
+    "d17": (1, 3, 17, 32, 32),
+    "e25": (1, 3, 25, 32, 32),
+    "f8even": (1, 3, 8, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class TinyVae:
+    """SAT's section, its checkpoint, and inputs with the outputs that belong to them."""
+
+    params: dict  # of first_stage_config
+    checkpoint: Path
+    io: dict[str, Tensor]
+
+    def build(self, **options: object) -> VideoAutoencoder:
+        given = {k: self.params[k] for k in ("encoder_config", "decoder_config", "ignore_keys")}
+        return video_autoencoder_from_sat(**given, ckpt_path=self.checkpoint, **options)
+
+
+@torch.no_grad()
+def outputs_of_diffusers(vae: AutoencoderKLCogVideoX) -> dict[str, Tensor]:
+    """The entries of golden/vae_tiny/io.safetensors, from diffusers called directly."""
+    generator = torch.Generator().manual_seed(1)
+    io: dict[str, Tensor] = {}
+
+    def encode(video: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        vae.num_sample_frames_batch_size = chunk
+        posterior = vae.encode(video).latent_dist
+        return posterior.mean, posterior.logvar
+
+    def decode(z: Tensor, chunk: int = 2) -> Tensor:
+        vae.num_latent_frames_batch_size = chunk
+        return vae.decode(z).sample
+
+    for case, shape in ENCODED.items():
+        video = io[f"enc.{case}.video"] = torch.rand(shape, generator=generator) * 2 - 1
+        mean, logvar = encode(video, shape[2])
+        noise = torch.randn(mean.shape, generator=generator)
+        sample = mean + (0.5 * logvar).exp() * noise
+        io |= {f"enc.{case}.mean": mean, f"enc.{case}.logvar": logvar}
+        io |= {f"enc.{case}.noise": noise, f"enc.{case}.sample": sample}
+    for case in ("d17", "e25"):
+        mean, logvar = encode(io[f"enc.{case}.video"], 8)
+        io |= {f"diffusers.enc.{case}.mean": mean, f"diffusers.enc.{case}.logvar": logvar}
+    for T in (1, 2, 3, 4, 5, 6, 7, 14):
+        rows, columns = (8, 12) if T in (1, 3) else (4, 4)
+        z = io[f"dec.T{T}.z"] = torch.randn(1, 16, T, rows, columns, generator=generator)
+        if T in (1, 2, 3, 5, 7):
+            io[f"dec.T{T}.whole"] = decode(z, T)
+        if T in (4, 5, 7):
+            io[f"dec.T{T}.serial"] = decode(z[:, :, : T - 1 + T % 2])
+        if T in (6, 14):
+            io[f"head.dec.T{T}.first_stage_use_cp"] = decode(z[:, :, 1:])
+    return io
+
+
+@pytest.fixture(scope="session")
+def names(golden: Path) -> dict[str, dict]:
+    """SAT's name -> {diffusers, tiny, full}: diffusers' name and both shapes, of all 436 tensors."""
+    return json.loads((golden / "keys" / "vae_sat_to_diffusers.json").read_text())["map"]
+
+
+@pytest.fixture(scope="session")
+def tiny(golden: Path, names: dict, tmp_path_factory: pytest.TempPathFactory) -> TinyVae:
+    folder = golden / "vae_tiny"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    params = config["model"]["first_stage_config"]["params"]
+    if (folder / "3d-vae.pt").is_file():
+        return TinyVae(params, folder / "3d-vae.pt", load_file(folder / "io.safetensors"))
+    torch.manual_seed(0)
+    vae = AutoencoderKLCogVideoX(
+        block_out_channels=(32, 64, 64, 128), layers_per_block=RES_BLOCKS, latent_channels=16
+    ).eval()
+    theirs = vae.state_dict()
+    state = {sat: theirs[entry["diffusers"]] for sat, entry in names.items()}
+    path = tmp_path_factory.mktemp("vae") / "3d-vae.pt"
+    torch.save({"state_dict": {**state, "loss.logvar": torch.zeros(())}}, path)
+    return TinyVae(params, path, outputs_of_diffusers(vae))
+
+
+@pytest.fixture(scope="session")
+def vae(tiny: TinyVae) -> VideoAutoencoder:
+    """As the configs build it: clips encoded whole, latents decoded 3, 2, 2, ..."""
+    return tiny.build()
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+def frames_per_call(module: torch.nn.Module, calls: list[int]):
+    """Note how many frames each call of `module` gets."""
+    return module.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[2]))
+
+
+@pytest.mark.parametrize("case", ENCODED)
+def test_encode_equals_sat(case: str, tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    moments = vae.encode(tiny.io[f"enc.{case}.video"])
+    assert_close(moments.mean, tiny.io[f"enc.{case}.mean"])
+    assert_close(2 * moments.std.log(), tiny.io[f"enc.{case}.logvar"])
+    sample = moments.sample(tiny.io[f"enc.{case}.noise"])
+    assert_close(sample, tiny.io[f"enc.{case}.sample"], SAMPLE_TOLERANCE)
+    if f"enc.{case}.encode_first_stage" in tiny.io:
+        assert_close(0.7 * sample, tiny.io[f"enc.{case}.encode_first_stage"], SAMPLE_TOLERANCE)
+
+
+def test_memory_layout_of_the_clip_does_not_matter(vae: VideoAutoencoder) -> None:
+    """PyTorch's group norm of channels-last memory loses digits where a clip is nearly flat."""
+    clip = torch.linspace(-0.8, -0.3, 9).view(1, 1, 9, 1, 1).repeat(2, 3, 1, 32, 48)
+    for t in range(9):
+        clip[:, :, t, :8, 3 * t : 3 * t + 8] = torch.tensor([1.0, -1, -1]).view(3, 1, 1)
+    last = clip.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
+    moments = vae.encode(last)
+    assert_close(moments.mean, vae.encode(clip).mean)
+    precise = copy.deepcopy(vae.inner).double()
+    precise.num_sample_frames_batch_size = 9
+    assert_close(moments.mean, precise.encode(clip.double()).latent_dist.mean.float())
+
+
+@pytest.mark.parametrize(("case", "chunks"), [("d17", [9, 8]), ("e25", [9, 8, 8])])
+def test_encode_in_chunks_equals_diffusers(
+    case: str, chunks: list[int], tiny: TinyVae, vae: VideoAutoencoder
+) -> None:
+    chunked = tiny.build(encode_chunks="diffusers")
+    calls: list[int] = []
+    frames_per_call(chunked.inner.encoder, calls)
+    video = tiny.io[f"enc.{case}.video"]
+    moments = chunked.encode(video)
+    assert calls == chunks
+    assert_close(moments.mean, tiny.io[f"diffusers.enc.{case}.mean"])
+    assert_close(2 * moments.std.log(), tiny.io[f"diffusers.enc.{case}.logvar"])
+    # The choice matters: group norm sees other frames.
+    assert (moments.mean - vae.encode(video).mean).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("T", [1, 3, 5, 7])
+def test_decode_whole_equals_sat(T: int, tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    whole = tiny.build(decode_chunks="whole")
+    assert_close(whole.decode(tiny.io[f"dec.T{T}.z"]), tiny.io[f"dec.T{T}.whole"])
+
+
+@pytest.mark.parametrize(("T", "chunks"), [(4, [3]), (5, [3, 2]), (7, [3, 2, 2])])
+def test_decode_serial_equals_sat_v1(
+    T: int, chunks: list[int], tiny: TinyVae, vae: VideoAutoencoder
+) -> None:
+    # v1.0's loop loses the last of an even number of latents; the numbers of the others hold.
+    z = tiny.io[f"dec.T{T}.z"][:, :, : sum(chunks)]
+    calls: list[int] = []
+    hook = frames_per_call(vae.inner.decoder, calls)
+    video = vae.decode(z)
+    hook.remove()
+    assert calls == chunks
+    assert_close(video, tiny.io[f"dec.T{T}.serial"])
+
+
+@pytest.mark.parametrize("T", [6, 14])
+def test_decode_without_the_surplus_latent_equals_sat_head(
+    T: int, tiny: TinyVae, vae: VideoAutoencoder
+) -> None:
+    # 1.5 samples an even number of latents; the caller drops the one in front.
+    video = vae.decode(tiny.io[f"dec.T{T}.z"][:, :, 1:])
+    assert_close(video, tiny.io[f"head.dec.T{T}.first_stage_use_cp"])
+
+
+@pytest.mark.parametrize(("T", "chunks"), [(2, "serial"), (2, "whole"), (4, "serial")])
+def test_an_even_number_of_latents_decodes_to_4t_minus_3_frames(
+    T: int, chunks: str, tiny: TinyVae
+) -> None:
+    vae = tiny.build(decode_chunks=chunks)
+    z = tiny.io[f"dec.T{T}.z"]
+    odd = torch.cat([z[:, :, :1], z], dim=2)
+    expected = vae.decode(odd)[:, :, 4:]  # four frames belong to the copy's place
+    video = vae.decode(z)
+    assert video.shape[2] == 4 * T - 3
+    assert torch.equal(video, expected)
+
+
+def test_upstreams_even_decode_is_what_we_avoid(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    vae.inner.num_latent_frames_batch_size = 2
+    with torch.no_grad():
+        video = vae.inner.decode(tiny.io["dec.T2.z"]).sample
+    assert video.shape[2] == 8
+    assert_close(video, tiny.io["dec.T2.whole"])
+
+
+def test_slices_do_not_change_a_number(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    sliced = tiny.build(use_slicing=True)
+    video = torch.cat([tiny.io["enc.c13.video"], tiny.io["enc.c13.video"].flip(2)])
+    latents = vae.encode(video).mean
+    calls: list[int] = []
+    sliced.inner.encoder.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    assert_close(sliced.encode(video).mean, latents)
+    assert calls == [1, 1]
+    assert_close(sliced.decode(latents), vae.decode(latents))
+
+
+def blend(first: Tensor, second: Tensor, stride: int, extent: int, dim: int) -> Tensor:
+    """Two tiles, the second `stride` further along `dim`, faded into each other over `extent`."""
+    shape = [1] * first.ndim
+    shape[dim] = extent
+    fade = (torch.arange(extent) / extent).view(shape)
+    seam = first.narrow(dim, stride, extent) * (1 - fade) + second.narrow(dim, 0, extent) * fade
+    rest = second.narrow(dim, extent, second.shape[dim] - extent)
+    return torch.cat([first.narrow(dim, 0, stride), seam, rest], dim)
+
+
+@pytest.mark.parametrize(("axis", "tile", "stride"), [("rows", 48, 40), ("columns", 80, 64)])
+def test_tiles_are_untiled_pieces_faded_into_each_other(
+    axis: str, tile: int, stride: int, tiny: TinyVae, vae: VideoAutoencoder
+) -> None:
+    tiled = tiny.build(use_tiling=True, tile_size=[48, 80])
+    video, dim = tiny.io["enc.a9.video"][:, :, :5], 3 if axis == "rows" else 4
+    # One axis longer than a tile, the other within the stride, so that it takes one tile.
+    video = video[..., :64] if axis == "rows" else video[:, :, :, :40]
+    first, second = (
+        video.narrow(dim, start, min(tile, video.shape[dim] - start)) for start in (0, stride)
+    )
+    expected = blend(
+        vae.encode(first).mean, vae.encode(second).mean, stride // 8, (tile - stride) // 8, dim
+    )
+    latents = tiled.encode(video).mean
+    assert_close(latents, expected)
+
+    latents = latents[:, :, :1]  # decoding is dear, and tiles have nothing to do with time
+    first, second = (
+        latents.narrow(dim, start // 8, min(tile, video.shape[dim] - start) // 8)
+        for start in (0, stride)
+    )
+    expected = blend(vae.decode(first), vae.decode(second), stride, tile - stride, dim)
+    assert_close(tiled.decode(latents), expected)
+
+
+def test_a_frame_within_one_tile_is_not_tiled(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    tiled = tiny.build(use_tiling=True, tile_size=[96, 120])
+    video = tiny.io["enc.b1.video"]
+    assert torch.equal(tiled.encode(video).mean, vae.encode(video).mean)
+
+
+def test_names_go_both_ways(names: dict) -> None:
+    sat = {name: torch.zeros(0) for name in names}
+    theirs = to_diffusers(sat, LEVELS, RES_BLOCKS)
+    assert list(theirs) == [entry["diffusers"] for entry in names.values()]
+    assert list(to_sat(theirs, LEVELS, RES_BLOCKS)) == list(names)
+    assert len(names) == 436
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"cogvideo{m}.yaml" for m in ("x_2b", "x_5b", "x_5b_i2v", "x1.5_5b", "x1.5_5b_i2v")]
+    + [f"cogvideox_{m}_lora.yaml" for m in ("2b", "5b", "5b_i2v")],
+)
+def test_full_size_of_every_sat_config(name: str, sat_configs: Path, names: dict) -> None:
+    section = yaml.safe_load((sat_configs / name).read_text())["model"]["first_stage_config"]
+    params = section["params"]
+    with torch.device("meta"):
+        vae = video_autoencoder_from_sat(params["encoder_config"], params["decoder_config"])
+    state = to_sat(vae.inner.state_dict(), LEVELS, RES_BLOCKS)
+    assert {k: list(v.shape) for k, v in state.items()} == {k: v["full"] for k, v in names.items()}
+    assert sum(p.numel() for p in vae.parameters()) == 215_583_907
+    assert not any(p.requires_grad for p in vae.parameters())
+    assert vae.latent_channels == 16
+
+
+def test_prefixed_checkpoint_is_read(tiny: TinyVae, vae: VideoAutoencoder, tmp_path: Path) -> None:
+    state = torch.load(tiny.checkpoint, weights_only=True)["state_dict"]
+    prefixed = {f"first_stage_model.{k}": v for k, v in state.items()}
+    prefixed["model.diffusion_model.time_embed.0.weight"] = torch.zeros(2)
+    other = TinyVae(tiny.params, tmp_path / "engine.pt", tiny.io)
+    torch.save({"state_dict": prefixed}, other.checkpoint)
+    loaded = other.build(dtype=torch.bfloat16)
+    for name, tensor in vae.inner.state_dict().items():
+        assert torch.equal(loaded.inner.state_dict()[name], tensor.to(torch.bfloat16)), name
+    video = tiny.io["enc.b1.video"]
+    assert (loaded.encode(video).mean - vae.encode(video).mean).abs().max() < 0.2  # bf16
+
+
+def test_loaded_tensors_share_no_memory(vae: VideoAutoencoder) -> None:
+    storages = [p.untyped_storage() for p in vae.parameters()]
+    assert len({s.data_ptr() for s in storages}) == 436
+    assert sum(s.nbytes() for s in storages) == 4 * sum(p.numel() for p in vae.parameters())
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) -> None:
+    path = tmp_path / "3d-vae.pt"
+    broken = TinyVae(tiny.params, path, tiny.io)
+    with pytest.raises(ValueError, match="ckpt_path=.* does not exist; give the path"):
+        broken.build()
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="3d-vae.pt: truncated or not a file of torch.save"):
+        broken.build()
+    torch.save({"module": {}}, path)
+    with pytest.raises(ValueError, match="has no 'state_dict'"):
+        broken.build()
+
+    state = dict(torch.load(tiny.checkpoint, weights_only=True)["state_dict"])
+    del state["decoder.up.3.block.0.norm1.conv_y.conv.bias"]
+    state["encoder.mid.attn_1.q.weight"] = torch.zeros(1)
+    torch.save({"state_dict": state}, path)
+    message = (
+        r"1 tensors \(decoder.up_blocks.0.resnets.0.norm1.conv_y.conv.bias\) missing, "
+        r"1 tensors \(encoder.mid.attn_1.q.weight\) unexpected"
+    )
+    with pytest.raises(ValueError, match=message):
+        broken.build()
+
+    state = dict(torch.load(tiny.checkpoint, weights_only=True)["state_dict"])
+    state["encoder.conv_in.conv.weight"] = torch.zeros(64, 3, 3, 3, 3)
+    torch.save({"state_dict": state}, path)
+    with pytest.raises(ValueError, match=r"shape \[64, 3, 3, 3, 3\], the config asks for \[32, 3"):
+        broken.build()
+    with pytest.raises(
+        ValueError, match=r"0 tensors missing, 1 tensors \(loss.logvar\) unexpected"
+    ):
+        params = {**tiny.params, "ignore_keys": []}
+        TinyVae(params, tiny.checkpoint, tiny.io).build()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ch": 48}, "ch=48 must be a multiple of 32"),
+        ({"ch_mult": [1, 2]}, r"ch_mult=\[1, 2\] and decoder_config.params.ch_mult=\[1, 2, 2, 4\]"),
+        ({"attn_resolutions": [16]}, r"attn_resolutions=\[16\]: only \[\] works"),
+        ({"temporal_compress_times": 8}, "temporal_compress_times=8: only 4 works"),
+    ],
+    ids=["channels", "levels", "attention", "time"],
+)
+def test_sections_that_are_not_cogvideox_are_refused(
+    change: dict, message: str, tiny: TinyVae
+) -> None:
+    encoder = {**tiny.params["encoder_config"]["params"], **change}
+    decoder = dict(tiny.params["decoder_config"]["params"])
+    if "ch" in change:
+        decoder |= change
+    with pytest.raises(ValueError, match=message):
+        video_autoencoder_from_sat(encoder, decoder)
+
+
+def test_diffusers_folder(tiny: TinyVae, vae: VideoAutoencoder, tmp_path: Path) -> None:
+    vae.inner.save_pretrained(tmp_path / "model" / "vae")
+    for path in (tmp_path / "model" / "vae", tmp_path / "model"):
+        loaded = VideoAutoencoder(path)
+        assert_close(loaded.encode(tiny.io["enc.c13.video"]).mean, tiny.io["enc.c13.mean"])
+        assert not any(p.requires_grad for p in loaded.parameters())
+
+    with pytest.raises(ValueError, match="has no config.json"):
+        VideoAutoencoder(tmp_path / "nowhere")
+    config = tmp_path / "model" / "vae" / "config.json"
+    other = json.loads(config.read_text())
+    config.write_text(json.dumps({**other, "layers_per_block": 4}))
+    with pytest.raises(ValueError, match=r"\d+ tensors \(.*\) missing, 0 tensors unexpected"):
+        VideoAutoencoder(tmp_path / "model")
+    config.write_text(json.dumps({**other, "_class_name": "AutoencoderKL"}))
+    with pytest.raises(ValueError, match="_class_name='AutoencoderKL' must be one of"):
+        VideoAutoencoder(tmp_path / "model")
+
+
+def test_options_are_checked(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    with pytest.raises(ValueError, match="encode_chunks='all' must be one of 'whole', 'diffusers'"):
+        tiny.build(encode_chunks="all")
+    with pytest.raises(ValueError, match=r"tile_size=\[100, 80\].*rows a multiple of 48"):
+        tiny.build(use_tiling=True, tile_size=[100, 80])
+    with pytest.raises(ValueError, match="60x64 do not divide into latent pixels"):
+        vae.encode(torch.zeros(1, 3, 1, 60, 64))
+    with pytest.raises(ValueError, match="give the vae folder of a diffusers CogVideoX model"):
+        VideoAutoencoder()
+
+
+@torch.no_grad()
+def test_decoding_stays_in_its_memory(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+    """What is free decides between whole frames and tiles; whole frames are the numbers of before,
+    tiles those of tiles that are asked for, and encoding never sees them."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(1, 16, 1, 16, 10, generator=generator)  # a frame of 128x80
+    whole, image = vae.decode(z), torch.rand(1, 3, 1, 128, 80, generator=generator)
+    moments = vae.encode(image)
+    limited = tiny.build()
+    plan = limited.limit_decode_memory(1 << 40, 1, 128, 80)
+    assert plan.tile is None
+    assert torch.equal(limited.decode(z), whole)
+
+    small = limited.limit_decode_memory(int(0.9 * plan.num_bytes), 1, 128, 80)
+    assert small.num_bytes <= 0.9 * plan.num_bytes
+    found = limited.decode(z)
+    assert torch.equal(found, tiny.build(use_tiling=True, tile_size=small.tile).decode(z))
+    assert torch.equal(limited.encode(image).mean, moments.mean)
+    difference = (found - whole).norm() / whole.norm()
+    print(f"tiles {small.tile} of 128x80: {difference:.3f} of the whole frames' norm apart")
+    assert 0 < difference < 1  # random weights: group norm of a tile is not the frame's
+
+    asked = tiny.build(use_tiling=True, tile_size=[96, 80])  # the config's stay
+    assert asked.limit_decode_memory(1 << 40, 1, 128, 80).tile == (96, 80)
+
+    # room again
+    assert limited.limit_decode_memory(1 << 40, 1, 128, 80) == plan
+    assert torch.equal(limited.decode(z), whole)
+
+
+@torch.no_grad()
+def test_bytes_of_decoding_are_those_of_its_tensors(tiny: TinyVae) -> None:
+    """PyTorch's profiler adds up what the allocator gave and took back in one call of the decoder:
+    the tensors and, on a CPU, up to as much again inside convolutions (their im2col)."""
+    vae = tiny.build()
+    z = torch.randn(1, 16, 3, 6, 8)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        vae.decode(z)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    running = itertools.accumulate(e.nbytes() for e in events)
+    per_pixel = bytes_per_pixel(vae.inner, 3) / decode_memory._INSIDE_CONVOLUTIONS
+    assert 0.99 < max(running) / (per_pixel * 48 * 64) < 2.1
+    whole = vae.limit_decode_memory(1 << 40, 9, 48, 64).num_bytes
+    assert vae.bfloat16().limit_decode_memory(1 << 40, 9, 48, 64).num_bytes == whole // 2
+
+
+@pytest.mark.parametrize("size", [(480, 720), (768, 1360), (1360, 768), (96, 80)])
+def test_tiles_fit_their_budget_or_take_the_least(size: tuple[int, int]) -> None:
+    per_pixel, video = 46000.0, 3 * 49 * size[0] * size[1] * 2
+    whole = plan_decode(*size, per_pixel, video, 1 << 50)
+    assert whole.tile is None
+    seen = []
+    for share in (1, 0.7, 0.5, 0.3, 0.1, 0.05, 0):
+        plan = plan_decode(*size, per_pixel, video, int(share * whole.num_bytes))
+        seen.append(plan.num_bytes)
+        assert plan.num_bytes <= share * whole.num_bytes or plan.tile in (None, (96, 80))
+        if plan.tile is not None:
+            assert (plan.tile[0] % 48, plan.tile[1] % 40) == (0, 0)
+    assert seen == sorted(seen, reverse=True)

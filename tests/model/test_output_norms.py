@@ -1,0 +1,121 @@
+"""The two norms after the blocks: their gradients in bf16 on a CPU, their kernels, and their nodes
+under torch.compile."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+from cogfast.kernels.adaptive_layernorm import layernorm
+from cogfast.kernels.gpu.adaptive_layernorm import Backward, launch_backward, launch_forward
+from cogfast.kernels.gpu.launch import HAS_TRITON
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.shapes import TokenGrid
+from tests.support.tiny_transformers import tiny
+
+NORMS = ("final_norm.weight", "final_norm.bias", "output_norm.weight", "output_norm.bias")
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def gradients(
+    transformer: DiffusionTransformer, dtype: torch.dtype, grid: TokenGrid
+) -> dict[str, Tensor]:
+    """Return the gradients of unembed, from the same bf16 numbers in every dtype."""
+    model = copy.deepcopy(transformer).to(torch.bfloat16).to(dtype)
+    width, height, columns = model.config.hidden_size, 2 * grid.h, 2 * grid.w
+    rows, vector, cotangent = (
+        draw(*shape, seed=i).bfloat16().to(dtype, copy=True)
+        for i, shape in enumerate(
+            [(2, grid.num_tokens, width), (2, 64), (2, 16, grid.t, height, columns)]
+        )
+    )
+    inputs = {"hidden": rows.requires_grad_(), "conditioning": vector.requires_grad_()}
+    model.unembed(rows, vector, grid).backward(cotangent)
+    names = (*NORMS, "output_modulation.weight", "output_modulation.bias")
+    return {k: v.grad for k, v in inputs.items()} | {n: model.get_parameter(n).grad for n in names}
+
+
+def test_gradients_in_bf16_do_not_depend_on_the_number_of_rows() -> None:
+    """Allow two roundings of bf16 (2^-8 each) against float64 at 3,072 rows.
+
+    nn.LayerNorm's backward, which sums bf16 numbers in bf16 on a CPU, is 7e-2 to 9e-2 off here.
+    """
+    model, grid = tiny("5b"), TokenGrid(3, 32, 32)
+    exact = gradients(model, torch.float64, grid)
+    for name, got in gradients(model, torch.bfloat16, grid).items():
+        error = (got.double() - exact[name]).norm() / exact[name].norm()
+        assert error <= 2 * 2**-8, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("has_affine", [True, False], ids=["affine", "plain"])
+def test_layernorm_is_that_of_pytorch_in_fp32(has_affine: bool) -> None:
+    rows = draw(2, 13, 48, seed=0).float() * 3 + 1
+    weight, bias = (draw(48, seed=i).float() if has_affine else None for i in (1, 2))
+    got = layernorm(rows, weight, bias, 1e-5)
+    assert torch.equal(got, F.layer_norm(rows, (48,), weight, bias, 1e-5))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
+def test_kernels_take_video_rows_alone_with_one_modulation() -> None:
+    """Give the kernels what unembed gives them on a GPU: no text rows, and a modulation whose entry
+    for text is the video's, by a stride of 0."""
+    num_batches, width = 2, 48
+    rows, weight, bias = (
+        draw(num_batches, 9, width, seed=0),
+        draw(width, seed=1),
+        draw(width, seed=2),
+    )
+    vectors = draw(num_batches, 2, 1, width, seed=3)
+    exact_vectors = vectors.clone().requires_grad_()
+    exact = [x.clone().requires_grad_() for x in (rows, weight, bias)]
+    normed = F.layer_norm(exact[0], (width,), *exact[1:], 1e-5)
+    shift, scale = exact_vectors.unbind(1)
+    want = shift + normed * (1 + scale)
+    cotangent = draw(*rows.shape, seed=4)
+    want.backward(cotangent)
+
+    rows, weight, bias, vectors, cotangent = (
+        x.float() for x in (rows, weight, bias, vectors, cotangent)
+    )
+    shift, scale = vectors.expand(-1, -1, 2, -1).unbind(1)
+    assert shift.stride(1) == 0
+    nothing = (None, None, None)
+    _, n, mean, rstd = launch_forward(rows, *nothing, weight, bias, shift, scale, 0, 1e-5)
+    close = lambda got, want: torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    close(n, want.detach())
+    norm = (rows, mean, rstd, weight, bias, scale)
+    found = launch_backward(Backward(cotangent, None, *norm, *nothing, 0, True, False))
+    dhidden, _, _, _, dweight, dbias, dshift, dscale = found
+    for got, leaf in zip((dhidden, dweight, dbias), exact, strict=True):
+        close(got, leaf.grad)
+    close(torch.stack([dshift, dscale], 1).sum(2, keepdim=True), exact_vectors.grad)
+
+
+def test_compiled_unembed_has_one_node_for_each_norm() -> None:
+    model, grid, counts = tiny("5b"), TokenGrid(2, 3, 4), []
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        counts.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    rows, vector = draw(2, 24, 128, seed=0).float().requires_grad_(), draw(2, 64, seed=1).float()
+    eager = model.unembed(rows, vector, grid)
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    compiled = torch.compile(model.unembed, backend=backend, fullgraph=True)(rows, vector, grid)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    compiled.square().sum().backward()
+    assert len(counts) == 2
+    for nodes, op in zip(
+        counts, ("adaptive_layernorm", "adaptive_layernorm_backward"), strict=True
+    ):
+        assert nodes.count(f"cogfast.{op}.default") == 2
+        assert not any("native_layer_norm" in node for node in nodes)

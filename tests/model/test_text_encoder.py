@@ -1,0 +1,207 @@
+"""T5 from a folder against sentencepiece and transformers; the byte encoder; what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from transformers import T5Config, T5EncoderModel
+
+from cogfast.model.text_encoder import ByteTextEncoder, T5TextEncoder
+
+CAPTIONS = ["a red circle moves right", "", "the sea, the sea, the sea " * 20]
+MAX_LENGTH = 24
+CORPUS = [
+    "a red circle moves right and a blue square moves left",
+    "a video of the sea at night, with waves that break on the rocks",
+    "the quick brown fox jumps over the lazy dog",
+]
+
+
+@pytest.fixture(scope="module")
+def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A T5 folder as SAT's users have it: config, weights and spiece.model, nothing else."""
+    folder = tmp_path_factory.mktemp("t5")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=45,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=192, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, is_gated_act=True
+    )
+    config.feed_forward_proj = "gated-gelu"
+    T5EncoderModel(config).save_pretrained(folder)
+    return folder
+
+
+def expected_ids(folder: Path, captions: list[str]) -> torch.Tensor:
+    """What T5 means by tokens: sentencepiece's own pieces, cut, then </s> = 1, padded with 0."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    rows = [pieces.encode(caption)[: MAX_LENGTH - 1] + [1] for caption in captions]
+    return torch.tensor([row + [0] * (MAX_LENGTH - len(row)) for row in rows])
+
+
+def test_tokens_are_sentencepieces(t5_folder: Path) -> None:
+    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
+    ids = encoder.tokenize(CAPTIONS)
+    assert torch.equal(ids, expected_ids(t5_folder, CAPTIONS))
+    assert (ids != 2).all()  # no <unk>
+
+
+def test_embeddings_are_those_of_t5_without_a_mask(t5_folder: Path) -> None:
+    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
+    direct = T5EncoderModel.from_pretrained(t5_folder, dtype=torch.float32).eval()
+    ids = expected_ids(t5_folder, CAPTIONS)
+    with torch.no_grad():
+        unmasked = direct(input_ids=ids).last_hidden_state
+        masked = direct(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
+    embeddings = encoder(CAPTIONS)
+    assert encoder.width == 32
+    assert torch.equal(embeddings, unmasked)
+    assert (embeddings - masked).abs().max() > 1e-2  # the mask would matter
+
+
+def test_is_frozen_and_takes_the_callers_dtype(t5_folder: Path) -> None:
+    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH, dtype=torch.bfloat16)
+    assert not encoder.training
+    assert not any(p.requires_grad for p in encoder.parameters())
+    assert encoder(CAPTIONS).dtype == torch.bfloat16
+    exact = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)(CAPTIONS)
+    assert (encoder(CAPTIONS).float() - exact).abs().max() < 0.1  # of values up to about 3
+
+
+def test_fp16_leaves_the_linears_that_overflow_in_float32(t5_folder: Path) -> None:
+    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH, dtype=torch.float16)
+    last = encoder.transformer.encoder.block[0].layer[-1].DenseReluDense.wo
+    encoder.to("cpu", torch.float16)
+    assert last.weight.dtype == torch.float32
+    assert encoder.transformer.shared.weight.dtype == torch.float16
+    encoder.to(torch.bfloat16)
+    assert last.weight.dtype == torch.bfloat16
+
+
+def test_other_folder_layouts_give_the_same_numbers(t5_folder: Path, tmp_path: Path) -> None:
+    expected = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
+    # What transformers writes today: tokenizer.json in place of spiece.model.
+    rewritten = tmp_path / "rewritten"
+    expected.transformer.save_pretrained(rewritten)
+    expected.tokenizer.save_pretrained(rewritten)
+    assert (rewritten / "tokenizer.json").is_file()
+    (rewritten / "spiece.model").unlink(missing_ok=True)
+    # A diffusers model's folder.
+    pipeline = tmp_path / "pipeline"
+    expected.transformer.save_pretrained(pipeline / "text_encoder")
+    (pipeline / "tokenizer").mkdir()
+    shutil.copy(t5_folder / "spiece.model", pipeline / "tokenizer")
+    shutil.copy(t5_folder / "config.json", pipeline / "tokenizer")
+    for folder in (rewritten, pipeline):
+        assert torch.equal(
+            T5TextEncoder(str(folder), max_length=MAX_LENGTH)(CAPTIONS), expected(CAPTIONS)
+        )
+
+
+def test_a_folder_without_vocabulary_is_refused(t5_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "t5"
+    shutil.copytree(t5_folder, folder)
+    (folder / "spiece.model").unlink()
+    with pytest.raises(ValueError, match=r"model_dir=.*no vocabulary \(spiece.model or tokenizer"):
+        T5TextEncoder(str(folder))
+
+
+def test_a_vocabulary_without_words_is_refused(t5_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "t5"
+    shutil.copytree(t5_folder, folder)
+    (folder / "spiece.model").unlink()
+    from transformers import T5Tokenizer
+
+    # What transformers makes of a T5 folder whose vocabulary it does not find.
+    T5Tokenizer().save_pretrained(folder)
+    with pytest.raises(ValueError, match="does not know plain English words"):
+        T5TextEncoder(str(folder))
+
+
+@pytest.mark.parametrize("what", ["missing folder", "no config"])
+def test_what_is_no_t5_folder_is_refused(what: str, t5_folder: Path, tmp_path: Path) -> None:
+    if what == "missing folder":
+        with pytest.raises(
+            ValueError, match="model_dir=.*/nowhere is not a folder; give the folder"
+        ):
+            T5TextEncoder(str(tmp_path / "nowhere"))
+    else:
+        shutil.copy(t5_folder / "spiece.model", tmp_path)
+        with pytest.raises(ValueError, match="model_dir=.* has no config.json"):
+            T5TextEncoder(str(tmp_path))
+
+
+def test_byte_encoder_reads_utf8_bytes() -> None:
+    encoder = ByteTextEncoder()
+    ids = encoder.tokenize(["añ", "x" * 40])
+    # ByT5: three special tokens (0 pads, 1 ends), then the 256 bytes.
+    assert ids[0].tolist() == [97 + 3, 0xC3 + 3, 0xB1 + 3, 1] + [0] * 28
+    assert ids[1].tolist() == [120 + 3] * 31 + [1]
+
+
+def test_byte_encoder_tells_captions_apart() -> None:
+    encoder = ByteTextEncoder()
+    embeddings = encoder(["a red circle moves right", "a red circle moves left", ""])
+    assert embeddings.shape == (3, 32, encoder.width)
+    # RMS norm at the end: unit scale, which is what the video model's text projection expects.
+    assert embeddings.square().mean().sqrt() == pytest.approx(1, abs=0.01)
+    assert (embeddings[0] - embeddings[1]).abs().mean() > 0.1
+    assert not any(p.requires_grad for p in encoder.parameters())
+
+
+def test_byte_encoder_is_the_same_in_every_process() -> None:
+    code = (
+        "import torch; torch.manual_seed(7)\n"
+        "from cogfast.model.text_encoder import ByteTextEncoder\n"
+        "import hashlib\n"
+        "encoder = ByteTextEncoder()\n"
+        "state = encoder.state_dict()\n"
+        "print(hashlib.sha256(b''.join(state[k].numpy().tobytes() for k in sorted(state)))"
+        ".hexdigest())\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    state = ByteTextEncoder().state_dict()
+    here = hashlib.sha256(b"".join(state[k].numpy().tobytes() for k in sorted(state))).hexdigest()
+    assert other.stdout.split()[-1] == here
+    # Another seed is another encoder.
+    assert (ByteTextEncoder(seed=1)(["a"]) - ByteTextEncoder()(["a"])).abs().mean() > 0.1
+
+
+def test_byte_encoder_does_not_disturb_the_global_draws() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    ByteTextEncoder()
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_a_caption_that_is_cut_is_told_once(caplog):
+    encoder = ByteTextEncoder(max_length=8)  # a token for each byte, and an end
+    encoder.tokenize(["short", "7 bytes"])
+    assert not caplog.text
+    for _ in range(2):
+        encoder.tokenize(["short", "8 bytes!", "nine more"])
+    (record,) = caplog.records
+    expected = "captions of more than max_length=8 tokens are cut, such as this of 9: 8 bytes!..."
+    assert record.message == expected

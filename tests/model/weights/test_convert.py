@@ -1,0 +1,469 @@
+"""Weights from any format to any other: names, numbers, configs, and what the stock tools say."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cogfast.cli.convert_words import parse_convert
+from cogfast.config import load_config
+from cogfast.model.transformer import TransformerConfig
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats import tensor_stream
+from cogfast.model.weights.formats.diffusers import (
+    diffusers_config,
+    diffusers_names,
+    diffusers_tensors,
+    our_names,
+)
+from cogfast.model.weights.formats.safetensors_files import plan_files, write_safetensors_folder
+from cogfast.model.weights.formats.sat_files import sat_tensors
+from cogfast.model.weights.formats.torch_files import write_torch_file
+from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.sat import PREFIX, from_sat_name, to_sat_state_dict
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource, with_flat_patches
+from cogfast.model.weights.vae.names import to_sat as vae_to_sat
+from cogfast.schema.sat_classes import transformer_arguments
+from tests.model.test_lora import save_as_sat
+from tests.model.test_transformer_diffusers import run_diffusers
+from tests.model.weights.test_weights_load import write_run
+from tests.support.tiny_run import ROOT
+from tests.support.tiny_transformers import FAMILY, inputs, tiny
+
+UNUSED = f"{PREFIX}transformer.position_embeddings.weight"  # which diffusers has no place for
+NOT_HELD = {"text_length", "num_frames", "latent_height", "latent_width"}  # by shapes alone
+
+
+def of_four_heads(name: str) -> TransformerConfig:
+    return replace(FAMILY[name], hidden_size=256, num_attention_heads=4)
+
+
+def sat_state(folder: Path, index: int = 0) -> dict[str, torch.Tensor]:
+    file = folder / "1" / f"mp_rank_{index:02d}_model_states.pt"
+    return torch.load(file, weights_only=True)["module"]
+
+
+@pytest.fixture(scope="module")
+def sat_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A SAT folder of each family, bf16 with a float32 table, written by torch.save."""
+    folders = {}
+    for name in FAMILY:
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        config = of_four_heads(name)
+        model = tiny(name, hidden_size=config.hidden_size, num_attention_heads=4)
+        state = {
+            key: value.clone() if "pos_embed." in key else value.bfloat16()
+            for key, value in to_sat_state_dict(model).items()
+        }
+        (folder / "1").mkdir()
+        (folder / "latest").write_text("1")
+        torch.save({"module": state}, folder / "1" / "mp_rank_00_model_states.pt")
+    return folders
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert value.dtype == two[key].dtype and torch.equal(value, two[key]), key
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILY)
+def test_round_trips_keep_every_bit(name: str, count: int, sat_folders, tmp_path: Path) -> None:
+    """SAT -> diffusers -> SAT and SAT -> ours -> SAT, through `count` model-parallel files."""
+    before = sat_state(sat_folders[name])
+    convert(sat_folders[name], tmp_path / "cut", "sat", model_parallel_size=count)
+    cut = [sat_state(tmp_path / "cut", i) for i in range(count)]
+    for key in (k for k in before if count > 1 and "dense_h_to_4h.weight" in k):
+        assert torch.equal(torch.cat([c[key] for c in cut]), before[key])
+    convert(tmp_path / "cut", tmp_path / "ours", "cogfast")
+    convert(tmp_path / "ours", tmp_path / "again", "sat", model_parallel_size=count)
+    for i in range(count):
+        assert_same(sat_state(tmp_path / "again", i), cut[i])
+    convert(tmp_path / "again", tmp_path / "one", "sat")
+    assert_same(sat_state(tmp_path / "one"), before)
+
+    convert(tmp_path / "cut", tmp_path / "theirs", "diffusers")
+    convert(tmp_path / "theirs", tmp_path / "cut back", "sat", model_parallel_size=count)
+    convert(tmp_path / "cut back", tmp_path / "back", "sat")
+    after = sat_state(tmp_path / "back")
+    assert not after.pop(UNUSED, torch.zeros(1)).any()
+    before.pop(UNUSED, None)
+    assert_same(after, before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILY)
+def test_lora_checkpoints_keep_every_bit(name: str, count: int, tmp_path: Path) -> None:
+    """SAT's, base and adapters in one file: through `count` files, our format, and back."""
+    model = tiny(name, hidden_size=256, num_attention_heads=4, lora_rank=4)
+    before = {key: value.clone() for key, value in to_sat_state_dict(model).items()}
+    (tmp_path / "1").mkdir()
+    torch.save({"module": before}, tmp_path / "1" / "mp_rank_00_model_states.pt")
+    convert(tmp_path / "1", tmp_path / "cut", "sat", model_parallel_size=count, verify=count == 2)
+    convert(tmp_path / "cut", tmp_path / "ours", "cogfast", verify=count == 4)
+    convert(tmp_path / "ours", tmp_path / "back", "sat")
+    assert_same(sat_state(tmp_path / "back"), before)
+    if count == 1:
+        with pytest.raises(ValueError, match=r"LoRA rank=4 must go: merge it \(--merge-lora\)"):
+            convert(tmp_path / "ours", tmp_path / "theirs", "diffusers")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_it_is_shows_in_the_tensors(name: str, sat_folders, tmp_path: Path) -> None:
+    config, found = of_four_heads(name), identify(open_source(sat_folders[name]))
+    differing = {f for f in config.__slots__ if getattr(config, f) != getattr(found, f)}
+    # 1.0's tables say for which video they are; 1.5 has none, there the published size stands
+    expected = {"2b": set(), "5b": {"text_length"}, "5b_i2v": set()}
+    assert differing == expected.get(name, NOT_HELD)
+    convert(sat_folders[name], tmp_path / "ours", "cogfast")
+    assert identify(open_source(tmp_path / "ours")) == found
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_diffusers_loads_it_and_computes_the_same(name: str, sat_folders, tmp_path: Path) -> None:
+    from diffusers import CogVideoXTransformer3DModel
+
+    ours = tiny(name, hidden_size=256, num_attention_heads=4)
+    sat = {k: v.clone() for k, v in to_sat_state_dict(ours).items()}
+    (tmp_path / "sat/1").mkdir(parents=True)
+    torch.save({"module": sat}, tmp_path / "sat/1/mp_rank_00_model_states.pt")
+    convert(tmp_path / "sat/1", tmp_path / "theirs", "diffusers")
+    theirs, report = CogVideoXTransformer3DModel.from_pretrained(
+        tmp_path / "theirs", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    theirs.norm_out.norm.eps = 1e-6  # theirs is 1e-5, SAT's and ours 1e-6
+    given = inputs(name)
+    with torch.no_grad():
+        expected = ours(**given)
+        found = run_diffusers(name, theirs.eval(), given)
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+    # and back, from files that diffusers wrote
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="1MB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    convert(tmp_path / "saved", tmp_path / "back", "sat")
+    convert(tmp_path / "back", tmp_path / "twice", "diffusers")
+    state = theirs.state_dict()
+    again = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "twice").state_dict()
+    assert_same(again, state)
+
+
+# what differs among the published config.json files; the rest is the class's defaults
+PUBLISHED = {
+    "2b": {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
+    "5b": {},
+    "5b_i2v": {"in_channels": 32, "use_learned_positional_embeddings": True},
+    "1.5_5b": {},
+    "1.5_5b_i2v": {"in_channels": 32, "ofs_embed_dim": 512},
+}
+OF_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+OF_15 = {"patch_bias": False, "patch_size_t": 2, "sample_frames": 81}
+OF_15 |= {"sample_height": 300, "sample_width": 300}
+GOLDEN_NAMES = {"2b": "cogvideox_2b", "5b": "cogvideox_5b", "5b_i2v": "cogvideox_5b_i2v"}
+GOLDEN_NAMES |= {"1.5_5b": "cogvideox1.5_5b", "1.5_5b_i2v": "cogvideox1.5_5b_i2v"}
+
+
+def real_size(name: str, golden: Path) -> WeightSource:
+    """The published model as SAT's code has it: names and shapes, bf16 weights on meta."""
+    keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
+    shapes = {from_sat_name(key): tuple(shape) for key, shape in keys.items()}
+    shapes.pop(None, None)  # the rotary tables
+    source = WeightSource(
+        description=name,
+        shapes=shapes,
+        read=lambda name, shard: torch.empty(shapes[name], device="meta"),
+        dtypes=dict.fromkeys(shapes, torch.bfloat16),
+    )
+    return with_flat_patches(source)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_plans_of_real_sizes(name: str, golden: Path) -> None:
+    """Names, shapes and files of the published models, without their weights."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    source = real_size(name, golden)
+    config = identify(source)
+    check_complete(source, config)
+    section = load_config([ROOT / "configs" / f"{GOLDEN_NAMES[name]}.yaml"]).model
+    ours = TransformerConfig(**transformer_arguments(section["network_config"]["params"]))
+    # SAT trained 1.5 with 224 rows of text; diffusers' published config says 226
+    assert config == replace(ours, text_length=226)
+    keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
+    sat = {t.name: list(t.shape) for t in sat_tensors(source, config)}
+    assert sat == keys
+    cut = [{t.name: t.shape for t in sat_tensors(source, config, i, 2)} for i in (0, 1)]
+    assert cut[0] == cut[1] and cut[0].keys() == keys.keys()
+
+    about = diffusers_config(config)
+    with torch.device("meta"):
+        class_ = CogVideoXTransformer3DModel.from_config(about)
+    given = {**(OF_5B if name != "2b" else {}), **(OF_15 if "1.5" in name else {})}
+    assert about == {**class_.config, **about, **given, **PUBLISHED[name]}
+    tensors = list(diffusers_tensors(source, config))
+    wanted = {n: tuple(p.shape) for n, p in class_.state_dict().items()}
+    assert {t.name: t.shape for t in tensors} == wanted
+    files = plan_files(tensors, "diffusion_pytorch_model")
+    sizes = [sum(t.nbytes for t in held) for held in files.values()]
+    assert max(sizes) <= 5e9 and sum(sizes) > 5e9 * (len(sizes) - 1)
+    assert len(sizes) == (1 if name == "2b" else 3)
+    assert sum(sizes) == 2 * sum(p.numel() for p in class_.state_dict().values())
+
+
+def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
+    """The table, both ways, against maps that upstream's converter and diffusers agreed on."""
+    path = golden / "keys" / "sat_to_diffusers.json"
+    for mapped in json.loads(path.read_text())["verified_full_maps_tiny"].values():
+        held = {from_sat_name(key): theirs for key, theirs in mapped.items()}
+        held = {name: theirs for name, theirs in held.items() if theirs != ["(dropped)"]}
+        for name, theirs in held.items():
+            assert sorted(diffusers_names(name)) == sorted(theirs), name
+        inverse = our_names([name for theirs in held.values() for name in theirs])
+        assert {name: sorted(parts) for name, parts in inverse.items()} == {
+            name: sorted(theirs) for name, theirs in held.items()
+        }
+
+
+@pytest.mark.parametrize("case", ["t2v_2b", "t2v_5b", "t2v_5b_mp2", "i2v_1.5_5b"])
+def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> None:
+    """Its folders through diffusers' format and back: tensors, shares and outputs are upstream's."""
+    folder = golden / case
+    if not (folder / "1").is_dir():
+        pytest.skip(f"{golden} has no weights of this case; set COGFAST_GOLDEN to all of them")
+    count = 2 if "mp2" in case else 1
+    convert(folder, tmp_path / "theirs", "diffusers", verify=True)
+    convert(tmp_path / "theirs", tmp_path / "back", "sat", model_parallel_size=count)
+    for i in range(count):
+        after, before = sat_state(tmp_path / "back", i), sat_state(folder, i)
+        assert not after.pop(UNUSED, torch.zeros(1)).any()
+        before.pop(UNUSED, None)
+        assert after.keys() == before.keys()
+        for key, value in before.items():
+            computed = ".pos_embed." in key  # by us, in upstream's float32
+            assert torch.allclose(after[key], value, atol=1e-6 if computed else 0, rtol=0), key
+
+
+def test_the_vae_both_ways(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKLCogVideoX
+
+    model = tiny_vae()
+    state = vae_to_sat(model.state_dict(), 4, 3)
+    torch.save({"state_dict": {**state, "loss.logvar": torch.zeros(())}}, tmp_path / "any.pt")
+    convert(tmp_path / "any.pt", tmp_path / "vae", "diffusers", verify=True, scaling_factor=1.15)
+    loaded, report = AutoencoderKLCogVideoX.from_pretrained(
+        tmp_path / "vae", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert_same(loaded.state_dict(), model.state_dict())
+    for key, value in model.config.items():
+        expected = 1.15 if key == "scaling_factor" else value
+        assert key.startswith("_") or loaded.config[key] == (
+            list(expected) if isinstance(expected, tuple) else expected
+        )
+    convert(tmp_path / "vae", tmp_path / "sat", "sat", verify=True)
+    assert_same(torch.load(tmp_path / "sat/3d-vae.pt")["state_dict"], state)
+    with pytest.raises(ValueError, match="a VAE goes --to sat or diffusers, not peft"):
+        convert(tmp_path / "vae", tmp_path / "x", "peft")
+    del state["decoder.conv_in.conv.bias"]
+    torch.save({"state_dict": state}, tmp_path / "any.pt")
+    with pytest.raises(ValueError, match="1 tensors are missing, .* decoder.conv_in.conv.bias"):
+        convert(tmp_path / "any.pt", tmp_path / "x", "diffusers")
+
+
+def tiny_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKLCogVideoX
+
+    torch.manual_seed(0)
+    return AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 128)).eval()
+
+
+def test_a_run_and_its_average(tmp_path: Path) -> None:
+    """From a run's slices, with what training_config.yaml says of the model."""
+    trained = tiny("1.5_5b_i2v")
+    folder = write_run(tmp_path / "run", trained)
+    config = load_config([ROOT / "configs" / "cogvideox1.5_5b_i2v.yaml"])
+    network = OmegaConf.to_container(config.model.network_config)
+    network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
+    network["params"] |= {"time_embed_dim": 64, "ofs_embed_dim": 64}
+    network["params"]["modules"]["patch_embed_config"]["params"]["text_hidden_size"] = 32
+    OmegaConf.save(
+        {"model": {"network_config": network}}, tmp_path / "run" / "training_config.yaml"
+    )
+    state = to_sat_state_dict(trained)
+    for ema, path in ((False, tmp_path / "run"), (True, folder)):
+        convert(path, tmp_path / f"sat-{ema}", "sat", ema=ema, model_parallel_size=2, verify=True)
+        convert(tmp_path / f"sat-{ema}", tmp_path / f"one-{ema}", "sat")
+        found = sat_state(tmp_path / f"one-{ema}")
+        assert_same(found, {key: value.detach() + ema for key, value in state.items()})
+    convert(tmp_path / "run", tmp_path / "ours", "cogfast", dtype="bfloat16", verify=True)
+    about = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (about["text_length"], about["latent_width"]) == (224, 300)
+    report = load_transformer(tiny("1.5_5b_i2v", latent_height=8), tmp_path / "ours")
+    assert not report.missing and "weights of cogfast" in str(report)
+
+
+RUN_CUTS = {  # as training cuts a model: more than SAT does
+    **dict.fromkeys(("attention.qkv.weight", "attention.qkv.bias"), (0, 3)),
+    **dict.fromkeys(("modulation.linear.weight", "modulation.linear.bias"), (0, 12)),
+    **dict.fromkeys(("fc1.weight", "fc1.bias"), (0, 1)),
+    **dict.fromkeys(("attention.out.weight", "fc2.weight"), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shares_and_slices_of_a_run(count: int, tmp_path: Path) -> None:
+    """Tensor-parallel shares, each in ranges over two files, without the run's config."""
+    model = tiny("5b", hidden_size=256, num_attention_heads=4)
+    parameters, slices = {}, {}
+    files: dict[str, dict] = {}
+    for name, parameter in model.named_parameters():
+        cut = RUN_CUTS.get(name.split(".", 2)[-1]) if name.startswith("blocks.") else None
+        held, whole = count if cut else 1, parameter.detach()
+        parameters[name] = {"shape": list(whole.shape), "dtype": "bfloat16"}
+        if held > 1:
+            parameters[name]["cut"] = list(cut)
+        for i in range(held):
+            flat = whole if held == 1 else Shard(tuple(whole.shape), *cut, i, held).of(whole)
+            flat, middle = flat.flatten(), flat.numel() // 3
+            for which, (start, stop) in enumerate(((0, middle), (middle, flat.numel()))):
+                if start == stop:
+                    continue
+                file, key = f"rank-{2 * i + which:05d}.safetensors", f"master/{name}/{start}"
+                files.setdefault(file, {})[key] = flat[start:stop].clone()
+                about = {"parameter": name, "kind": "master", "start": start}
+                about |= {"numel": stop - start} | ({"share": [i, held]} if held > 1 else {})
+                slices.setdefault(file, {})[key] = about
+    for file, tensors in files.items():
+        save_file(tensors, tmp_path / file)
+    manifest = {"format": "cogfast-checkpoint-2", "step": 3}
+    manifest |= {"parameters": parameters, "slices": slices}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    expected = {key: value.detach() for key, value in to_sat_state_dict(model).items()}
+    convert(tmp_path, tmp_path / "theirs", "diffusers", verify=True)
+    convert(tmp_path / "theirs", tmp_path / "sat", "sat")
+    expected[UNUSED] = torch.zeros_like(expected[UNUSED])
+    # the published size stands where nobody says it: the tables are larger, the weights the same
+    found = {k: v for k, v in sat_state(tmp_path / "sat").items() if "freqs" not in k}
+    assert_same(found, {k: v for k, v in expected.items() if "freqs" not in k})
+    convert(tmp_path, tmp_path / "cut", "sat", model_parallel_size=2)
+    convert(tmp_path / "cut", tmp_path / "ours", "cogfast")
+    ours = load_file(tmp_path / "ours" / "weights.safetensors")
+    assert_same(ours, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_verify_sees_a_target_that_is_another_model(
+    sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tensor_stream.Outgoing.bytes
+
+    def one_wrong(self: tensor_stream.Outgoing) -> memoryview:
+        if "norm1.linear.bias" not in self.name and "adaLN_modulations.1.1.bias" not in self.name:
+            return plain(self)
+        return memoryview(bytes(self.nbytes))
+
+    monkeypatch.setattr(tensor_stream.Outgoing, "bytes", one_wrong)
+    for to in ("diffusers", "sat"):
+        with pytest.raises(ValueError, match="does not compute what the source does: largest diff"):
+            convert(sat_folders["5b"], tmp_path / to, to, verify=True)
+
+
+def test_verify_needs_memory(sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cogfast.model.weights.verify.available_bytes", lambda: 1 << 20)
+    message = r"runs the model in float32, which takes 0.0 GiB, and 0.0 are free; leave it out, or"
+    with pytest.raises(ValueError, match=message):
+        convert(sat_folders["5b"], tmp_path / "target", "sat", verify=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
+    """What we write, read by torch in its three ways, by zip, and by safetensors."""
+    state = {
+        "matrix": torch.randn(5, 7).bfloat16(),
+        "number": torch.tensor(3.0),
+        "half": torch.randn(3, 1, 2).half(),
+        "double": torch.arange(6, dtype=torch.float64),
+    }
+    tensors = [
+        tensor_stream.Outgoing(k, tuple(v.shape), v.dtype, lambda v=v: v) for k, v in state.items()
+    ]
+    file = tmp_path / "x.pt"
+    write_torch_file(file, "module", tensors)
+    for how in ({"weights_only": False}, {"weights_only": True}, {"mmap": True}):
+        assert_same(torch.load(file, **how)["module"], state)
+    assert zipfile.ZipFile(file).testzip() is None
+    loaded = torch.load(file, mmap=True)["module"]
+    assert all(value.untyped_storage().data_ptr() % 64 == 0 for value in loaded.values())
+    write_safetensors_folder(tmp_path, "model", tensors, most_bytes=90)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.name for path in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert_same({k: v for path in files for k, v in load_file(path).items()}, state)
+    assert safe_open(files[0], "pt").metadata() == {"format": "pt"}
+
+
+def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
+    """It stays as it is, whatever dtype is asked for; diffusers computes its own, which is told."""
+    state = sat_state(sat_folders["2b"])
+    table = f"{PREFIX}mixins.pos_embed.pos_embedding"
+    convert(sat_folders["2b"], tmp_path / "half", "sat", dtype="float16")
+    half = sat_state(tmp_path / "half")
+    assert torch.equal(half[table], state[table]) and half[table].dtype == torch.float32
+    assert {v.dtype for k, v in half.items() if k != table} == {torch.float16}
+    convert(sat_folders["2b"], tmp_path / "exact", "diffusers")
+    assert "table of positions" not in caplog.text
+    (tmp_path / "bf16/1").mkdir(parents=True)
+    file = tmp_path / "bf16/1/mp_rank_00_model_states.pt"
+    torch.save({"module": {k: v.bfloat16() for k, v in state.items()}}, file)
+    convert(file, tmp_path / "theirs", "diffusers", verify=True)
+    assert "table of positions is up to 1.9e-03 off" in caplog.text
+    assert identify(open_source(file)) == of_four_heads("2b")
+
+
+def test_a_dtype_has_either_name() -> None:
+    for word in ("bf16", "bfloat16"):
+        assert parse_convert(["a", "b", "--to", "sat", "--dtype", word])["dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="--dtype: invalid choice: 'int8'"):
+        parse_convert(["a", "b", "--to", "sat", "--dtype", "int8"])
+
+
+def test_a_flipped_bit_of_our_folder_is_refused(tmp_path: Path, caplog) -> None:
+    """Anywhere, in conversion and where a model loads; folders of the first format load."""
+    transformer = tiny("5b", num_layers=1)
+    save_as_sat(transformer, tmp_path / "sat")
+    convert(tmp_path / "sat", tmp_path / "ours", "cogfast")
+    names = sorted(p.name for p in (tmp_path / "ours").iterdir())
+    assert names == ["checksums.json", "config.json", "weights.safetensors"]
+    draw = random.Random(0)
+    for name in names:
+        file = tmp_path / "ours" / name
+        whole = file.read_bytes()
+        for place in (0, len(whole) - 2, *(draw.randrange(len(whole)) for _ in range(6))):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << draw.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises(
+                ValueError, match=r"ours.*; (copy|use|convert|read|set|leave)"
+            ) as error:
+                load_transformer(tiny("5b", num_layers=1), tmp_path / "ours")
+            assert "\n" not in str(error.value)
+        file.write_bytes(whole)
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    (tmp_path / "ours/config.json").write_text(json.dumps(config | {"format": "cogfast-weights-1"}))
+    (tmp_path / "ours/checksums.json").unlink()
+    with caplog.at_level(logging.INFO):
+        load_transformer(transformer, tmp_path / "ours")
+    assert "written by an earlier cogfast, without checksums to verify" in caplog.text

@@ -1,0 +1,162 @@
+"""`cogfast convert` with LoRA adapters, through files of every kind."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.lora.adapters import only_adapters
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.verify_peft import verify_peft
+from tests.model.test_lora import save_as_sat
+from tests.model.test_transformer_diffusers import diffusers_model
+from tests.model.weights.test_peft import pipeline
+from tests.support.tiny_transformers import FAMILY, inputs, tiny
+
+HEADS = {"num_attention_heads": 4}  # 4 model-parallel files have one each
+
+
+def save_pair(family: str, folder: Path, **lora: object) -> tuple[torch.nn.Module, Path, Path]:
+    """A model with adapters, its SAT checkpoint, and that of its base."""
+    adapted = tiny(family, seed=5, lora_rank=4, **lora, **HEADS).bfloat16()
+    save_as_sat(adapted, folder / "lora")
+    plain = tiny(family, **HEADS).bfloat16()
+    state = {n.replace(".original.", "."): p for n, p in adapted.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(state[name])
+    save_as_sat(plain, folder / "base")
+    return adapted, folder / "lora", folder / "base"
+
+
+def module_of(file: Path) -> dict[str, torch.Tensor]:
+    return torch.load(file, weights_only=True)["module"]
+
+
+def header_of(file: Path) -> str:
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata()["lora_adapter_metadata"]
+
+
+def alpha_of(peft: Path) -> float:
+    header = json.loads(header_of(peft / "pytorch_lora_weights.safetensors"))
+    return header["transformer.lora_alpha"]
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_sat_lora_to_peft_to_sat_lora_is_bit_exact(family: str, tmp_path: Path) -> None:
+    """At model-parallel sizes 1, 2 and 4, every tensor of every file, those of the base too."""
+    _, lora, base = save_pair(family, tmp_path)
+    for size in (1, 2, 4):
+        first, peft, again = (tmp_path / f"{what} {size}" for what in ("first", "peft", "again"))
+        convert(lora, first, "sat", model_parallel_size=size)
+        convert(first, peft, "peft")
+        assert alpha_of(peft) == 1
+        convert(base, again, "sat", add_lora=str(peft), model_parallel_size=size)
+        files = sorted(first.rglob("*.pt"))
+        assert len(files) == size
+        for file in files:
+            expected, found = module_of(file), module_of(again / file.relative_to(first))
+            assert expected.keys() == found.keys()
+            assert sum(map(is_lora_parameter, expected)) == 16
+            for key, tensor in expected.items():
+                assert tensor.dtype == found[key].dtype and torch.equal(tensor, found[key]), key
+
+
+def test_the_strength_of_a_sat_checkpoint_is_what_its_config_says(tmp_path: Path, caplog) -> None:
+    """alpha is in none of SAT's files: 1, or --lora-alpha; and merging gives the same output."""
+    adapted, lora, base = save_pair("5b_i2v", tmp_path, lora_alpha=3.0)
+    adapted.float()
+    given = inputs("5b_i2v")
+    with caplog.at_level(logging.INFO):
+        convert(lora, tmp_path / "peft", "peft", lora_alpha=3.0, verify=True)
+    assert alpha_of(tmp_path / "peft") == 3
+    assert "rank 4, alpha 3.0, 2 layers, to_q, to_k, to_v, to_out.0" in caplog.text
+    assert "in diffusers" in caplog.text
+    sources = {
+        "own": {"src": lora, "merge_lora": "", "lora_alpha": 3.0},
+        "file": {"src": base, "merge_lora": str(tmp_path / "peft")},
+    }
+    with torch.no_grad():
+        expected = adapted(**given)
+        for name, options in sources.items():
+            for dtype, tolerance in (("float32", 1e-5), (None, 3e-2)):  # None: bfloat16
+                target = tmp_path / f"{name} {dtype}"
+                caplog.clear()
+                with caplog.at_level(logging.INFO):
+                    convert(dst=target, to="diffusers", dtype=dtype, **options)
+                merged = tiny("5b_i2v", **HEADS)
+                load_transformer(merged, target)
+                assert (merged(**given) - expected).abs().max() < tolerance
+                is_rounded = "rounding to the dtype of the base keeps " in caplog.text
+                assert is_rounded == (dtype is None)
+    convert(tmp_path / "peft", tmp_path / "again", "peft", lora_alpha=2.0)
+    assert alpha_of(tmp_path / "again") == 2
+
+
+@pytest.mark.parametrize("alpha", [1.0, 4.0, 7.0])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+def test_verify_agrees_with_the_pipelines_loader(
+    alpha: float, dtype: str | None, tmp_path: Path
+) -> None:
+    """It accepts what load_lora_weights reads at its strength (rank 4), and refuses another alpha
+    and other numbers, whatever the dtypes are."""
+    _, lora, _ = save_pair("5b", tmp_path)
+    convert(lora, tmp_path / "peft", "peft", lora_alpha=alpha, dtype=dtype, verify=True)
+    file = tmp_path / "peft/pytorch_lora_weights.safetensors"
+    source = only_adapters(open_source(lora))
+    as_written = replace(source, lora_alpha=alpha).as_written(dtype and getattr(torch, dtype))
+    theirs = diffusers_model("5b")
+    pipeline("5b", theirs).load_lora_weights(str(tmp_path / "peft"))
+    layers = {n: m for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    assert len(layers) == 8 and {m.scaling["default_0"] for m in layers.values()} == {alpha / 4}
+    assert "largest difference" in verify_peft(as_written, file)
+    with pytest.raises(ValueError, match="does not give what the source does"):
+        verify_peft(replace(as_written, lora_alpha=alpha + 1), file)
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name] = (tensors[name].float() * 1.01).to(tensors[name].dtype)
+    save_file(tensors, file, {"lora_adapter_metadata": header_of(file)})
+    with pytest.raises(ValueError, match="does not give what the source does"):
+        verify_peft(as_written, file)
+
+
+def test_an_extracted_lora_verifies_and_adapters_alone_have_their_targets(
+    tmp_path: Path, caplog
+) -> None:
+    _, lora, base = save_pair("2b", tmp_path)
+    convert(lora, tmp_path / "tuned", "cogfast", merge_lora="", dtype="float32")
+    with caplog.at_level(logging.INFO):
+        found = {"extract_lora": str(base), "rank": 5, "verify": True}
+        convert(tmp_path / "tuned", tmp_path / "peft", "peft", **found)
+    assert "rank 5 keeps 100.0% of the change of a linear on average" in caplog.text
+    convert(tmp_path / "peft", tmp_path / "sat", "sat")
+    state = module_of(next((tmp_path / "sat").rglob("*.pt")))
+    assert len(state) == 16 and all(map(is_lora_parameter, state))
+    alone = tmp_path / "peft"
+    cases = {
+        "with them merged comes from cogfast convert BASE": {"to": "diffusers"},
+        "for whole models, and .* --add-lora LORA": {"to": "sat", "model_parallel_size": 2},
+        "adapters alone; give the base": {"to": "sat", "merge_lora": ""},
+        "of its own, and --add-lora": {"to": "sat", "add_lora": str(alone)},
+        "has LoRA tensors, and --extract-lora compares plain models": {
+            "to": "peft",
+            "extract_lora": str(base),
+            "rank": 4,
+        },
+        "leave one of them out": {"to": "sat", "add_lora": "x", "merge_lora": ""},
+    }
+    for match, options in cases.items():
+        with pytest.raises(ValueError, match=match):
+            convert(alone, tmp_path / "none", **options)
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,215 @@
+"""What `cogfast convert` says of weights that it cannot convert, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cogfast.__main__ import main
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats import tensor_stream
+from cogfast.model.weights.sat import PREFIX, to_sat_state_dict
+from tests.support.tiny_transformers import tiny
+
+FILE = "1/mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sat, sat2 (cut in two) and diffusers: the same 5B; other: a deeper one, cut in two."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, model in (("sat", tiny("5b")), ("deep", tiny("5b", num_layers=3))):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "latest").write_text("1")
+        state = {k: v.clone() for k, v in to_sat_state_dict(model).items()}
+        torch.save({"module": state}, folder / name / FILE)
+    convert(folder / "sat", folder / "sat2", "sat", model_parallel_size=2)
+    convert(folder / "deep", folder / "other", "sat", model_parallel_size=2)
+    convert(folder / "sat", folder / "diffusers", "diffusers")
+    return folder
+
+
+def copied(made: Path, name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / name, tmp_path / name))
+
+
+def assert_refused(path: Path, message: str, to: str = "sat", **more: object) -> None:
+    target = path.parent / "target"
+    with pytest.raises(ValueError, match=message) as error:
+        convert(path, target, to, **more)
+    assert "\n" not in str(error.value)
+    assert not list(path.parent.glob("target*"))
+
+
+def test_truncated_files(made: Path, tmp_path: Path) -> None:
+    for name, file in (("sat2", "1/mp_rank_01_model_states.pt"), ("diffusers", None)):
+        folder = copied(made, name, tmp_path)
+        path = folder / file if file else next(folder.glob("*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-5000])
+        assert_refused(folder, rf"{path.name}: truncated or .*; copy it again", "cogfast")
+
+
+def test_shares_of_different_models(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, "sat2", tmp_path)
+    second = folder / "1/mp_rank_01_model_states.pt"
+    shutil.copy(made / "other/1/mp_rank_01_model_states.pt", second)
+    assert_refused(folder, r"mp_rank_01.*: \d+ tensors are not as in .*shares of different models")
+    shutil.copy(folder / FILE, second)
+    assert_refused(folder, "it holds the same share as mp_rank_00_model_states.pt; one was copied")
+    second.rename(folder / "1/mp_rank_02_model_states.pt")
+    assert_refused(folder, "mp_rank_01_model_states.pt is missing beside mp_rank_02")
+
+
+def test_a_diffusers_folder_of_two_models(made: Path, tmp_path: Path) -> None:
+    from diffusers import CogVideoXTransformer3DModel
+
+    model = CogVideoXTransformer3DModel.from_pretrained(made / "diffusers")
+    model.save_pretrained(tmp_path / "cut", max_shard_size="1MB")
+    folder = tmp_path / "cut"
+    files = sorted(folder.glob("*.safetensors"))
+    first, last = files[0], files[-1]
+    whole = first.read_bytes()
+    shutil.copy(last, first)
+    assert_refused(folder, f"{first.name}|{last.name}.*mixes two models")
+    first.unlink()
+    assert_refused(folder, rf"{first.name} is missing, its index names {len(files)} files")
+    first.write_bytes(whole)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sample_frames": 49, "patch_size": 4}))
+    assert_refused(folder, "its config says patch_size=.* the tensors")
+    (folder / "config.json").write_text("{")
+    assert_refused(folder, "config.json: damaged")
+
+
+def test_tensors_missing_or_of_another_size(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, "diffusers", tmp_path)
+    file = next(folder.glob("*.safetensors"))
+    state = load_file(file)
+    key = "transformer_blocks.1.ff.net.2.weight"
+    save_file(state | {key: state[key][:, :100].contiguous()}, file)
+    message = (
+        r"blocks.1.fc2.weight is \[128, 100\], in a model of 2 blocks 128 wide it is \[128, 512"
+    )
+    assert_refused(folder, message)
+    save_file({k: v for k, v in state.items() if k != key}, file)
+    message = r"1 of the model's \d+ tensors are not in it, first blocks.1.fc2.weight; convert from"
+    assert_refused(folder, message)
+    save_file({k: v for k, v in state.items() if "patch_embed" not in k}, file)
+    assert_refused(folder, "no patch_embedding.weight and no text_embedding.weight in it")
+
+
+def test_no_cogvideox(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    torch.save({"module": {"encoder.weight": torch.zeros(2)}}, tmp_path / "model/x.pt")
+    assert_refused(tmp_path / "model/x.pt", "no tensor named model.diffusion_model")
+    (tmp_path / "model/config.json").write_text("{}")
+    save_file({"conv.weight": torch.zeros(2)}, tmp_path / "model/model.safetensors")
+    assert_refused(tmp_path / "model", "no weights of diffusers' CogVideoXTransformer3DModel")
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        convert(tmp_path / "nowhere", tmp_path / "target", "sat")
+
+
+def test_a_file_of_an_old_torch(made: Path, tmp_path: Path) -> None:
+    state = torch.load(made / "sat" / FILE)
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert_refused(tmp_path / "x.pt", "before torch 1.6, .* torch.load it and torch.save it again")
+
+
+class Hostile:
+    def __reduce__(self):
+        return (Path.touch, (Path("/tmp/cogfast-was-here"),))
+
+
+def test_an_unsafe_pickle(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, "sat", tmp_path)
+    state = torch.load(folder / FILE)
+    torch.save(state | {"args": Hostile()}, folder / FILE)
+    assert_refused(folder, "would run pickled code .*; save it again with tensors only: torch.save")
+    assert_refused(folder / FILE, "would run pickled code")
+    assert not Path("/tmp/cogfast-was-here").exists()
+
+
+def test_unknown_names(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, "sat", tmp_path)
+    state = torch.load(folder / FILE)
+    key = f"{PREFIX}mixins.swiglu.w2.0.weight"
+    torch.save({"module": state["module"] | {key: torch.zeros(2)}}, folder / FILE)
+    assert_refused(folder, f"1 tensors have unknown names: {key}; leave them out with --al")
+    convert(folder, tmp_path / "target", "sat", allow_unexpected=True)
+    assert key not in torch.load(tmp_path / "target" / FILE)["module"]
+
+
+def test_a_target_that_is_there(made: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    convert(made / "sat", target, "cogfast")  # empty: taken
+    with pytest.raises(ValueError, match="target: the target is not empty; name a folder"):
+        convert(made / "sat", target, "cogfast")
+
+
+def test_no_room_foreseen(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    with pytest.raises(
+        ValueError, match=r"GiB are to be written and 0.00 GiB are free there; make"
+    ):
+        convert(made / "sat", tmp_path / "target", "cogfast")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["sat", "diffusers", "cogfast"])
+@pytest.mark.parametrize("cause", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_what_ends_half_way_leaves_nothing(
+    to: str, cause: BaseException, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills, or the user stops it, at the 30th tensor."""
+    plain, calls = tensor_stream.Outgoing.bytes, []
+
+    def failing(self: tensor_stream.Outgoing) -> memoryview:
+        calls.append(self.name)
+        if len(calls) == 30:
+            raise cause
+        return plain(self)
+
+    monkeypatch.setattr(tensor_stream.Outgoing, "bytes", failing)
+    kind, message = (ValueError, "the disk is full") if len(cause.args) else (KeyboardInterrupt, "")
+    with pytest.raises(kind, match=message or None):
+        convert(made / "sat", tmp_path / "target", to)
+    assert len(calls) == 30 and not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_conversion_left_is_no_obstacle(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "target.incomplete").mkdir()
+    (tmp_path / "target.incomplete/weights.safetensors").write_bytes(b"half")
+    convert(made / "sat", tmp_path / "target", "cogfast")
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> None:
+    folder, target = str(made / "sat"), str(made / "target")
+    for words, message in (
+        (
+            ["--to", "sat", "--model-parallel-size", "4"],
+            "must divide num_attention_heads=2; use 1, 2",
+        ),
+        (["--to", "cogfast", "--model-parallel-size", "2"], "2 goes with --to sat only"),
+        (["--to", "diffusers", "--scaling-factor", "0.7"], "is a VAE's; "),
+        (["--to", "diffusers", "--ema"], "1-ema: "),
+        (["--to", "peft"], "it has no LoRA tensors"),
+        (["--to", "sat", "--merge-lora"], "no LoRA tensors to merge; write --merge-lora LORA"),
+        (["--to", "peft", "--extract-lora", folder], "needs --rank R"),
+        (["--to", "onnx"], "invalid choice: 'onnx'"),
+        (["--to", "sat", "--verfy"], "no option --verfy; did you mean --verify"),
+    ):
+        assert main(["convert", folder, target, *words]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("cogfast: ") and message in line
+        assert not Path(target).exists()
+    assert main(["convert", str(made / "diffusers"), target, "--to", "sat", "--ema"]) == 2
+    assert "it holds no EMA weights" in capsys.readouterr().err

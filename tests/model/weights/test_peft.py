@@ -1,0 +1,272 @@
+"""PEFT's LoRA files: those we write in the real library, and the ones it and others write with us."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, write_peft
+from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.lora.adapters import open_adapter
+from cogfast.model.weights.sat import sat_name
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+from tests.model.test_lora import save_as_sat
+from tests.model.test_transformer_diffusers import diffusers_model, run_diffusers
+from tests.support.tiny_transformers import FAMILY, inputs, tiny
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def source_of(
+    transformer: DiffusionTransformer, alpha: float | None, dtype: torch.dtype = torch.float32
+) -> WeightSource:
+    """All weights of a model in memory."""
+    state = {n: p.detach().to(dtype) for n, p in transformer.named_parameters()}
+    return WeightSource(
+        description="a model",
+        shapes={n: tuple(t.shape) for n, t in state.items()},
+        read=lambda name, shard: state[name] if shard is None else shard.of(state[name]),
+        dtypes={n: t.dtype for n, t in state.items()},
+        lora_alpha=alpha,
+    )
+
+
+def adapters(source: WeightSource) -> dict[str, torch.Tensor]:
+    return {n: source.read(n, None) for n in source.shapes if is_lora_parameter(n)}
+
+
+def set_adapters(transformer: DiffusionTransformer, source: WeightSource) -> None:
+    with torch.no_grad():
+        for name, values in adapters(source).items():
+            transformer.get_parameter(name).copy_(values)
+
+
+def pipeline(name: str, theirs: torch.nn.Module) -> object:
+    from diffusers import CogVideoXImageToVideoPipeline, CogVideoXPipeline
+
+    kind = CogVideoXImageToVideoPipeline if "i2v" in name else CogVideoXPipeline
+    none = dict.fromkeys(("tokenizer", "text_encoder", "vae", "scheduler"))
+    return kind(transformer=theirs, **none)
+
+
+@pytest.mark.parametrize(("name", "alpha"), [("2b", 1.0), ("5b_i2v", 6.0), ("1.5_5b_i2v", 0.5)])
+def test_a_pipeline_takes_our_file_at_its_strength(name: str, alpha: float, tmp_path: Path) -> None:
+    theirs = diffusers_model(name)
+    theirs.norm_out.norm.eps = 1e-6  # SAT's
+    theirs.save_pretrained(tmp_path / "base")
+    ours = tiny(name, seed=4, lora_rank=4, lora_alpha=alpha)
+    load_transformer(ours, tmp_path / "base")  # the adapters stay: no zero among them
+    given = inputs(name)
+    with torch.no_grad():
+        plain = run_diffusers(name, theirs, given)
+        write_peft(source_of(ours, alpha), tmp_path / "lora")
+        pipeline(name, theirs).load_lora_weights(str(tmp_path / "lora"))
+        output, expected = ours(**given), run_diffusers(name, theirs, given)
+    assert (expected - plain).abs().max() > 1e-2
+    assert (output - expected).abs().max() < 1e-5
+
+
+def test_the_library_writes_and_we_read(tmp_path: Path) -> None:
+    """As the diffusers trainer: alpha 64 of 128 in small, and its file, with and without PEFT's
+    settings in the header; without them diffusers itself takes strength 1."""
+    from diffusers import CogVideoXPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    theirs = diffusers_model("5b")
+    theirs.norm_out.norm.eps = 1e-6
+    theirs.save_pretrained(tmp_path / "base")
+    theirs.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=TARGETS))
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in theirs.named_parameters():
+        if "lora_" in key:
+            parameter.data.normal_(std=0.2, generator=generator)
+    layers = get_peft_model_state_dict(theirs)
+    CogVideoXPipeline.save_lora_weights(tmp_path / "plain", transformer_lora_layers=layers)
+    theirs.save_lora_adapter(tmp_path / "settings")
+    given = inputs("5b")
+    with torch.no_grad():
+        trained = run_diffusers("5b", theirs, given)
+        for folder, alpha in (("settings", 2.0), ("plain", 4.0)):
+            source = open_peft(tmp_path / folder)
+            assert source.lora_alpha == alpha and not source.unexpected
+            ours = tiny("5b", lora_rank=4, lora_alpha=alpha)
+            load_transformer(ours, tmp_path / "base")
+            set_adapters(ours, source)
+            if folder == "plain":
+                theirs.unload_lora()
+                pipeline("5b", theirs).load_lora_weights(str(tmp_path / "plain"))
+            difference = ours(**given) - run_diffusers("5b", theirs, given)
+            assert difference.abs().max() < 1e-5
+    assert (trained - run_diffusers("5b", theirs, given)).abs().max() > 1e-2
+    assert "strength 1" in source.description
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_sat_to_peft_to_sat_is_bit_exact(name: str, tmp_path: Path) -> None:
+    saved = tiny(name, seed=5, lora_rank=4).bfloat16()
+    save_as_sat(saved, tmp_path / "sat")
+    write_peft(source_of(saved, None, torch.bfloat16), tmp_path / "peft")
+    back = open_peft(tmp_path / "peft")
+    assert back.lora_alpha == 1.0
+    state = torch.load(tmp_path / "sat" / "7" / "mp_rank_00_model_states.pt")["module"]
+    found = {sat_name(n): t for n, t in adapters(back).items()}
+    assert found.keys() == {key for key in state if is_lora_parameter(key)}
+    for key, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, state[key]), key
+    assert len(found) == 2 * 8 and set(back.dtypes.values()) == {torch.bfloat16}
+
+
+def respelled(tensors: dict[str, torch.Tensor], spelling: str) -> dict[str, torch.Tensor]:
+    a, b = {
+        "adapter's name": ("lora_A.default.weight", "lora_B.default.weight"),
+        "down and up": ("lora.down.weight", "lora.up.weight"),
+        "processor": ("_lora.down.weight", "_lora.up.weight"),
+        "kohya": ("lora_down.weight", "lora_up.weight"),
+        "PEFT's model": ("lora_A.weight", "lora_B.weight"),
+    }[spelling]
+    found = {}
+    for key, tensor in tensors.items():
+        key = key.replace("lora_A.weight", a).replace("lora_B.weight", b)
+        if spelling == "processor":
+            key = key.replace("._lora", "_lora").replace(".to_", ".processor.to_")
+            key = key.replace("to_out.0", "to_out")
+        if spelling == "kohya":
+            key = key.replace("transformer.", "diffusion_model.", 1)
+        if spelling == "PEFT's model":
+            key = key.replace("transformer.", "base_model.model.", 1)
+        found[key] = tensor
+    return found
+
+
+@pytest.mark.parametrize(
+    "spelling", ["adapter's name", "down and up", "processor", "kohya", "PEFT's model"]
+)
+def test_spellings_and_where_alpha_stands(spelling: str, tmp_path: Path) -> None:
+    source = source_of(tiny("5b", seed=5, lora_rank=4), 4.0)
+    tensors = respelled(load_file(write_peft(source, tmp_path / "ours")), spelling)
+    folder, alpha = tmp_path / "theirs", 4.0
+    folder.mkdir()
+    name = FILE_NAME
+    if spelling == "kohya":
+        modules = {key.split(".lora_")[0] for key in tensors}
+        tensors |= {f"{module}.alpha": torch.tensor(alpha := 2.0) for module in modules}
+    if spelling == "PEFT's model":
+        name, alpha = "adapter_model.safetensors", 32.0
+        settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "use_rslora": True}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / name)
+    for path in (folder, folder / name):
+        read = open_peft(path)
+        assert read.lora_alpha == alpha and not read.unexpected
+        assert all(torch.equal(t, source.read(n, None)) for n, t in adapters(read).items())
+        assert len(read.shapes) == 16
+
+
+def test_pairs_of_other_strength_come_with_it(tmp_path: Path) -> None:
+    """Ranks and alphas by pattern: what merging adds is what the library adds."""
+    from peft import LoraConfig
+
+    theirs = diffusers_model("5b")
+    special = "transformer_blocks.1.attn1.to_v"
+    theirs.add_adapter(
+        LoraConfig(
+            r=4,
+            lora_alpha=2,
+            target_modules=TARGETS,
+            rank_pattern={special: 8},
+            alpha_pattern={special: 12},
+            init_lora_weights=False,
+        )
+    )
+    theirs.save_lora_adapter(tmp_path)
+    source = open_peft(tmp_path)
+    assert source.lora_alpha == 2.0
+    for block, part in ((1, 2), (0, 2)):
+        layer = theirs.transformer_blocks[block].attn1.to_v
+        name = f"blocks.{block}.attention.qkv.matrix_A.{part}"
+        a, b = source.read(name, None), source.read(name.replace("_A", "_B"), None)
+        expected = layer.get_delta_weight("default")
+        torch.testing.assert_close(b @ a * (2.0 / a.shape[0]), expected)
+
+
+def test_other_linears_are_read_and_foreign_names_listed(tmp_path: Path) -> None:
+    pair = {"lora_A": torch.zeros(2, 128), "lora_B": torch.zeros(512, 2)}
+    copies = {s: t.clone() for s, t in pair.items()}
+    block = "transformer.transformer_blocks.0"
+    tensors = {f"{block}.ff.net.0.proj.{s}.weight": t for s, t in pair.items()}
+    other = {f"text_encoder.encoder.block.0.q.{s}.weight": t for s, t in copies.items()}
+    save_file(tensors | other, tmp_path / FILE_NAME)
+    source = open_peft(tmp_path)
+    assert source.shapes == {
+        "blocks.0.fc1.matrix_A.0": (2, 128),
+        "blocks.0.fc1.matrix_B.0": (512, 2),
+    }
+    assert source.unexpected == list(other)
+    with pytest.raises(ValueError, match="2 tensors have unknown names, first text_enc"):
+        open_adapter(tmp_path)
+    convert(tmp_path, tmp_path / "known", "peft", allow_unexpected=True)
+    assert open_adapter(tmp_path / "known").shapes == source.shapes
+
+
+def test_a_share_of_a_matrix_is_read(tmp_path: Path) -> None:
+    source = source_of(tiny("5b", seed=5, lora_rank=4), 4.0)
+    write_peft(source, tmp_path / "lora")
+    name = "blocks.1.attention.qkv.matrix_B.2"
+    share = open_peft(tmp_path / "lora").read(name, Shard((128, 4), 0, 1, index=1, count=2))
+    assert torch.equal(share, source.read(name, None)[64:])
+
+
+def test_what_is_no_whole_lora_is_refused(tmp_path: Path) -> None:
+    source = source_of(tiny("5b", lora_rank=4), 1.0)
+    folder = tmp_path / "lora"
+    file = write_peft(source, folder)
+    assert list(folder.iterdir()) == [file]
+    tensors = load_file(file)
+    key = "transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
+    cases = {
+        "incomplete": {k: t for k, t in tensors.items() if k != key},
+        "no pair": tensors | {key: torch.zeros(3, 128)},
+        "DoRA": tensors | {key.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(128)},
+        "none of its 1 tensors": {"unet.to_q.lora_A.weight": torch.zeros(2, 2)},
+    }
+    for match, state in cases.items():
+        save_file(state, folder / FILE_NAME)
+        with pytest.raises(ValueError, match=match):
+            open_peft(folder)
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"pytorch_lora_weights.safetensors: truncated or damaged"):
+        open_peft(folder)
+    with pytest.raises(ValueError, match="0 .safetensors files, none called"):
+        open_peft(tmp_path)
+    with pytest.raises(ValueError, match="no LoRA tensors"):
+        write_peft(source_of(tiny("5b"), 1.0), tmp_path / "none")
+    with pytest.raises(ValueError, match="the target is not empty"):
+        write_peft(source, folder)
+
+
+def test_header_names_ranks_that_differ(tmp_path: Path) -> None:
+    source = source_of(tiny("5b", lora_rank=4), 1.5)
+    name = "blocks.0.attention.out.matrix_{}.0"
+    more = {name.format("A"): torch.zeros(8, 128), name.format("B"): torch.zeros(128, 8)}
+    changed = replace(
+        source,
+        shapes=source.shapes | {n: tuple(t.shape) for n, t in more.items()},
+        read=lambda n, shard: more[n] if n in more else source.read(n, shard),
+    )
+    with safe_open(write_peft(changed, tmp_path / "lora"), framework="pt") as file:
+        header = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert header["transformer.r"] == 4 and header["transformer.lora_alpha"] == 1.5
+    assert header["transformer.rank_pattern"] == {"^transformer_blocks.0.attn1.to_out.0": 8}
+    theirs = diffusers_model("5b")
+    pipeline("5b", theirs).load_lora_weights(str(tmp_path / "lora"))
+    assert theirs.transformer_blocks[0].attn1.to_out[0].scaling == {"default_0": 1.5 / 8}

@@ -1,0 +1,189 @@
+"""The size that a model was trained at, and its rotary positions: in checkpoints and exports, against
+diffusers' pipeline; what is logged where a pipeline would do otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from cogfast.config import load_config
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats import diffusers as diffusers_files
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.open import open_source
+from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.train.sampling.generate import LatentSize
+from cogfast.train.trainer import Trainer
+from cogfast.train.video_size import (
+    check_size,
+    warn_of_other_positions,
+    warn_of_pipeline_positions,
+)
+from tests.model.weights.test_weights_load import write_run
+from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
+from tests.support.tiny_transformers import inputs, tiny
+
+POSITION = "model.network_config.params.modules.pos_embed_config.params"
+TRAINED = [9, 4, 8]  # frames, latent rows and columns; the network's own are 13, 8 and 12
+
+
+def write_trained(folder: Path, positions: str, sizes: list[list[int]]) -> torch.nn.Module:
+    """A run of the tiny 5B with weights in which positions matter."""
+    trained = tiny("5b", rotary_positions=positions)
+    manifest = write_run(folder, trained) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"video_sizes": sizes}))
+    config = load_config([ROOT / "configs" / "cogvideox_5b.yaml"])
+    network = OmegaConf.to_container(config.model.network_config, resolve=True)
+    network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
+    network["params"] |= {"time_embed_dim": 64, "num_frames": 13}
+    network["params"] |= {"latent_height": 8, "latent_width": 12}
+    modules = network["params"]["modules"]
+    modules["patch_embed_config"]["params"]["text_hidden_size"] = 32
+    modules["pos_embed_config"]["params"] |= {"text_length": 10, "positions": positions}
+    OmegaConf.save({"model": {"network_config": network}}, folder / "training_config.yaml")
+    return trained
+
+
+def of_pipeline(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The exported transformer, called as CogVideoXPipeline does at the size of the latents."""
+    from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    model = CogVideoXTransformer3DModel.from_pretrained(folder).eval()
+    model.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
+    _, _, frames, rows, columns = given["latents"].shape
+    stand_in = SimpleNamespace(transformer=model, vae_scale_factor_spatial=8)
+    rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
+        stand_in, rows * 8, columns * 8, frames, torch.device("cpu")
+    )
+    return model(
+        given["latents"].transpose(1, 2),
+        given["text"],
+        given["timesteps"],
+        image_rotary_emb=rotary,
+        return_dict=False,
+    )[0].transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("positions", "sample_size", "is_logged"),
+    [("integer", (9, 4, 8), True), ("pipeline", (9, 8, 12), False)],
+)
+def test_a_stock_pipeline_has_the_positions_of_training(
+    positions: str, sample_size: tuple[int, int, int], is_logged: bool, tmp_path: Path, caplog
+) -> None:
+    trained = write_trained(tmp_path / "run", positions, [TRAINED])
+    with caplog.at_level("INFO", logger="cogfast"):
+        convert(tmp_path / "run", tmp_path / "theirs", "diffusers", verify=True)
+    about = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    found = tuple(about[f"sample_{side}"] for side in ("frames", "height", "width"))
+    assert found == sample_size
+    assert ("trained at 32x64 with integer positions" in caplog.text) == is_logged
+    given = inputs("5b")
+    given["latents"] = given["latents"][:, :, :3, :4, :8].contiguous()
+    with torch.no_grad():
+        expected, output = trained(**given), of_pipeline(tmp_path / "theirs", given)
+    assert (output - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+    convert(tmp_path / "run", tmp_path / "ours", "cogfast")
+    config = identify(open_source(tmp_path / "ours"))
+    assert (config.trained_size, config.rotary_positions) == (tuple(TRAINED), positions)
+    caplog.clear()
+    convert(tmp_path / "ours", tmp_path / "sat", "sat", verify=positions == "integer")
+    assert ("SAT's code has integer ones" in caplog.text) == (positions == "pipeline")
+
+
+def test_verify_runs_at_the_trained_size(tmp_path: Path, monkeypatch) -> None:
+    """An export for which pipelines rescale positions is not what was trained."""
+    write_trained(tmp_path / "run", "integer", [TRAINED])
+    own = lambda c: (c.num_frames, c.latent_height, c.latent_width)
+    monkeypatch.setattr(diffusers_files, "_sample_size", own)
+    with pytest.raises(ValueError, match="it does not compute what the source does"):
+        convert(tmp_path / "run", tmp_path / "theirs", "diffusers", verify=True)
+
+
+@pytest.mark.parametrize("sizes", [[], [TRAINED, [9, 8, 8]]], ids=["unknown", "several"])
+def test_without_one_trained_size_the_networks_own_is_written(
+    sizes: list[list[int]], tmp_path: Path
+) -> None:
+    write_trained(tmp_path / "run", "integer", sizes)
+    convert(tmp_path / "run", tmp_path / "theirs", "diffusers", verify=True)
+    about = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (about["sample_frames"], about["sample_height"], about["sample_width"]) == (13, 8, 12)
+
+
+def test_a_run_notes_its_size(tmp_path: Path) -> None:
+    data = write_clips(tmp_path / "data", num_clips=4)
+    base = write_config(tmp_path / "base.yaml", data, train_iters=1)
+    words = [f"model.network_config.params.latent_{side}=8" for side in ("height", "width")]
+    words.append(f"{POSITION}.positions=pipeline")
+    trainer = Trainer(load_config([base], words, allow_import=["tests"]))
+    assert trainer.engine.transformer.rotary.is_rescaled
+    trainer.train()
+    source = open_source(run_folder(tmp_path / "runs"))
+    assert source.facts["trained_size"] == (9, 4, 4)
+    assert source.facts["rotary_positions"] == "pipeline"
+
+
+LARGER = (
+    "model.network_config.params.latent_height=8",
+    "model.network_config.params.latent_width=8",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "text"),
+    [
+        ("5b", LARGER, "videos of 32x32 are trained at integer positions"),
+        ("5b", (*LARGER, f"{POSITION}.positions=pipeline"), None),
+        ("5b", (), None),
+        ("1.5_5b", LARGER, None),
+        ("2b", (), None),
+        ("5b_i2v", ("model.network_config.params.num_frames=17",), "9 frames take the first of 5"),
+        ("5b_i2v", (), None),
+    ],
+)
+def test_training_says_what_a_pipeline_will_do(
+    family: str, words: tuple[str, ...], text: str | None, tmp_path: Path, caplog
+) -> None:
+    base = write_config(tmp_path / "base.yaml", tmp_path / "data", family)
+    with caplog.at_level("INFO", logger="cogfast"):
+        warn_of_pipeline_positions(load_config([base], words, allow_import=["tests"]))
+    assert [text in line for line in caplog.messages] == [True] * (text is not None)
+
+
+@pytest.mark.parametrize("trained", ["integer", "pipeline", None])
+@pytest.mark.parametrize("rows", [4, 8])
+def test_sampling_at_other_positions_than_the_runs_is_logged(
+    trained: str | None, rows: int, caplog
+) -> None:
+    config = (
+        {}
+        if trained is None
+        else OmegaConf.to_container(OmegaConf.from_dotlist([f"{POSITION}.positions={trained}"]))
+    )
+    size = LatentSize.of_video(16, 9, rows, 12, 1, 8)
+    warn_of_other_positions(
+        tiny("5b", rotary_positions="pipeline").config, [size], {"config": config}
+    )
+    is_other = trained != "pipeline" and rows != 8
+    assert ("but the run was trained with integer" in caplog.text) == is_other
+
+
+def test_pipeline_positions_have_no_largest_size(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", tmp_path / "data")
+    for positions in ("integer", "pipeline"):
+        words = [f"{POSITION}.positions={positions}"]
+        config = load_config([base], words, allow_import=["tests"])
+        network = transformer_arguments(config.model.network_config.params)
+        if positions == "pipeline":
+            check_size(config, network, 64, 128, "args.sampling_image_size")
+        else:
+            with pytest.raises(ValueError, match="table ends at"):
+                check_size(config, network, 64, 128, "args.sampling_image_size")
+    with pytest.raises(ValueError, match="positions='rescaled' must be one of integer, pipeline"):
+        load_config([base], [f"{POSITION}.positions=rescaled"], allow_import=["tests"])

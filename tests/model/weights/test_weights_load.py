@@ -1,0 +1,331 @@
+"""Checkpoints of every kind, and what is said about those that do not fit."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.formats.run_checkpoint import read_run_weights
+from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.sat import PREFIX, merge_model_parallel, to_sat_state_dict
+from tests.support.tiny_transformers import FAMILY, tiny
+
+
+def sat_file(folder: Path, iteration: str = "7") -> Path:
+    return folder / iteration / "mp_rank_00_model_states.pt"
+
+
+def save_sat(folder: Path, content: dict, latest: str | None = "7") -> Path:
+    sat_file(folder).parent.mkdir(parents=True, exist_ok=True)
+    if latest:
+        (folder / "latest").write_text(latest)
+    torch.save(content, sat_file(folder))
+    return folder
+
+
+def sat_state(transformer: DiffusionTransformer) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in to_sat_state_dict(transformer).items()}
+
+
+def assert_same_weights(one: torch.nn.Module, two: torch.nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_training_checkpoint_with_generator_states_loads(name: str, tmp_path: Path) -> None:
+    """SAT's training writes the whole engine and the states of four generators beside it."""
+    saved, loaded = tiny(name, seed=1), tiny(name, seed=2)
+    state = sat_state(saved) | {"first_stage_model.encoder.conv_in.weight": torch.zeros(3)}
+    content = {
+        "module": state,
+        "iteration": 7,
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    report = load_transformer(loaded, save_sat(tmp_path, content))
+    assert_same_weights(saved, loaded)
+    assert report.missing == report.unexpected == []
+    assert "first_stage_model.encoder.conv_in.weight" in report.ignored
+    assert f"{tmp_path}/7: {len(dict(saved.named_parameters()))} tensors loaded" in str(report)
+
+
+def test_the_ema_folder_of_a_sat_checkpoint(tmp_path: Path) -> None:
+    plain, average, loaded = tiny("5b", seed=1), tiny("5b", seed=2), tiny("5b", seed=3)
+    save_sat(tmp_path, {"module": sat_state(plain)})
+    sat_file(tmp_path, "7-ema").parent.mkdir()
+    torch.save({"module": sat_state(average)}, sat_file(tmp_path, "7-ema"))
+    load_transformer(loaded, tmp_path, ema=True)
+    assert_same_weights(average, loaded)
+    load_transformer(loaded, tmp_path)
+    assert_same_weights(plain, loaded)
+
+
+def test_model_parallel_cuts_by_hand() -> None:
+    """q, k and v are cut each; columns for what is row-parallel; the rest is replicated."""
+    whole = torch.arange(12)
+    shards = [torch.tensor([0, 1, 4, 5, 8, 9]), torch.tensor([2, 3, 6, 7, 10, 11])]
+    merged = merge_model_parallel("blocks.3.attention.qkv.bias", shards)
+    assert torch.equal(merged, whole)
+    matrix = torch.arange(12).view(2, 6)
+    halves = list(matrix.chunk(2, dim=1))
+    for name in ("attention.out.weight", "fc2.weight", "attention.out.matrix_A.0"):
+        assert torch.equal(merge_model_parallel(f"blocks.0.{name}", halves), matrix)
+    rows = list(whole.chunk(2))
+    for name in ("fc1.weight", "fc1.bias", "attention.qkv.matrix_B.2"):
+        assert torch.equal(merge_model_parallel(f"blocks.0.{name}", rows), whole)
+    for name in ("time_embedding.fc1.weight", "blocks.0.fc2.bias", "blocks.0.attention_norm.bias"):
+        assert torch.equal(merge_model_parallel(name, [whole, whole + 1]), whole)
+
+
+WRONG = [
+    ("5b", "1.5_5b", "is CogVideoX1.5-5B .* says CogVideoX-5B .* configs/cogvideox1.5_5b.yaml"),
+    ("1.5_5b", "5b", "is CogVideoX-5B .* says CogVideoX1.5-5B .* configs/cogvideox_5b.yaml"),
+    ("2b", "5b", "is CogVideoX-5B .* says CogVideoX-2B .* configs/cogvideox_5b.yaml"),
+    ("5b", "2b", "is CogVideoX-2B .* says CogVideoX-5B .* configs/cogvideox_2b.yaml"),
+    ("5b", "5b_i2v", r"is CogVideoX-5B-I2V \(.*in_channels 32.* configs/cogvideox_5b_i2v.yaml"),
+    ("5b_i2v", "5b", "is CogVideoX-5B .* says CogVideoX-5B-I2V .* configs/cogvideox_5b.yaml"),
+    ("5b", "1.5_5b_i2v", "CogVideoX1.5-5B-I2V .*ofs.* configs/cogvideox1.5_5b_i2v.yaml"),
+    ("1.5_5b_i2v", "1.5_5b", "is CogVideoX1.5-5B .* says CogVideoX1.5-5B-I2V"),
+]
+
+
+@pytest.mark.parametrize(("config", "checkpoint", "message"), WRONG)
+def test_another_family_is_named(config: str, checkpoint: str, message: str, tmp_path) -> None:
+    save_sat(tmp_path, {"module": sat_state(tiny(checkpoint))})
+    transformer = tiny(config, seed=9)
+    before = transformer.blocks[0].fc1.weight.clone()
+    with pytest.raises(ValueError, match=message) as error:
+        load_transformer(transformer, tmp_path)
+    assert "\n" not in str(error.value)
+    assert torch.equal(transformer.blocks[0].fc1.weight, before)
+
+
+def test_another_size_is_named(tmp_path: Path) -> None:
+    save_sat(tmp_path, {"module": sat_state(tiny("5b", num_layers=3))})
+    with pytest.raises(ValueError, match="3 blocks of width 128, the config num_layers=2"):
+        load_transformer(tiny("5b"), tmp_path)
+
+
+def test_the_fixed_table_is_computed_for_another_video_size(tmp_path: Path) -> None:
+    save_sat(tmp_path, {"module": sat_state(tiny("2b"))})
+    wider = tiny("2b", latent_width=16)
+    table = wider.position_table.weight.clone()
+    report = load_transformer(wider, tmp_path)
+    assert "position_table.weight" in report.ignored
+    assert torch.equal(wider.position_table.weight, table)
+    save_sat(tmp_path, {"module": sat_state(tiny("5b_i2v"))})
+    with pytest.raises(ValueError, match="a learned table is made for one video size: set num_fr"):
+        load_transformer(tiny("5b_i2v", latent_width=16), tmp_path)
+
+
+def test_a_checkpoints_own_table_wins(tmp_path: Path) -> None:
+    saved, loaded = tiny("2b"), tiny("2b")
+    with torch.no_grad():
+        saved.position_table.weight.mul_(0.5)
+    load_transformer(loaded, save_sat(tmp_path, {"module": sat_state(saved)}))
+    assert torch.equal(saved.position_table.weight, loaded.position_table.weight)
+
+
+def test_missing_tensors_are_listed(tmp_path: Path) -> None:
+    state = sat_state(tiny("5b"))
+    gone = [k for k in state if ".mlp." in k]
+    for key in gone:
+        del state[key]
+    save_sat(tmp_path, {"module": state})
+    message = (
+        r"8 tensors of the model are not in the checkpoint, first blocks.0.fc1.bias, .*, \.\.\."
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        load_transformer(tiny("5b"), tmp_path)
+    assert str(error.value).count("blocks.") == 5
+    assert len(load_transformer(tiny("5b"), tmp_path, allow_missing=True).missing) == 8
+
+
+def test_unknown_tensors_are_reported(tmp_path: Path) -> None:
+    state = sat_state(tiny("5b")) | {f"{PREFIX}mixins.swiglu.w2.0.weight": torch.zeros(2)}
+    report = load_transformer(tiny("5b"), save_sat(tmp_path, {"module": state}))
+    assert report.unexpected == [f"{PREFIX}mixins.swiglu.w2.0.weight"]
+    assert "1 unknown" in str(report)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere: no such folder; set args.load"):
+        load_transformer(tiny("5b"), tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no file `latest` .* check the folder's name"):
+        load_transformer(tiny("5b"), tmp_path)
+    save_sat(tmp_path, {"module": sat_state(tiny("5b"))}, latest=None)
+    with pytest.raises(ValueError, match="no file `latest` that names .* write 7 into it"):
+        load_transformer(tiny("5b"), tmp_path)
+    (tmp_path / "latest").write_text("8")
+    with pytest.raises(ValueError, match="latest names it but it holds no mp_rank_00_model_states"):
+        load_transformer(tiny("5b"), tmp_path)
+    load_transformer(tiny("5b"), tmp_path / "7")  # an iteration's folder is a checkpoint too
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    save_sat(tmp_path, {"module": sat_state(tiny("5b"))})
+    whole = sat_file(tmp_path).read_bytes()
+    for size in (len(whole) // 2, 100, 0):
+        sat_file(tmp_path).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="truncated or not a file of torch.save") as error:
+            load_transformer(tiny("5b"), tmp_path)
+        assert "\n" not in str(error.value)
+
+
+class Hostile:
+    def __reduce__(self):
+        return (Path.touch, (Path("/tmp/cogfast-was-here"),))
+
+
+def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+    save_sat(tmp_path, {"module": sat_state(tiny("5b")), "args": Hostile()})
+    with pytest.raises(ValueError, match="refused, since reading it would run pickled code"):
+        load_transformer(tiny("5b"), tmp_path)
+    assert not Path("/tmp/cogfast-was-here").exists()
+
+
+def test_another_models_file(tmp_path: Path) -> None:
+    save_sat(tmp_path, {"module": {"encoder.conv_in.weight": torch.zeros(3)}})
+    with pytest.raises(ValueError, match="no tensor named model.diffusion_model..*; it is not a"):
+        load_transformer(tiny("5b"), tmp_path)
+
+
+def write_run(run: Path, transformer: DiffusionTransformer, kinds=("master", "shadow")) -> Path:
+    """A checkpoint as two ranks write it: the flat parameters one after the other, cut in the
+    middle, so that one parameter lies in both files; the shadow is the master plus one."""
+    folder = run / "checkpoints" / "00000040"
+    folder.mkdir(parents=True)
+    named = {n: p.detach().flatten() for n, p in transformer.named_parameters() if p.requires_grad}
+    frozen = {n: p.detach() for n, p in transformer.named_parameters() if not p.requires_grad}
+    middle = sum(p.numel() for p in named.values()) // 2
+    tensors: list[dict] = [{}, {}]
+    slices: list[dict] = [{}, {}]
+    begin = 0
+    for name, flat in named.items():
+        cut = min(max(middle - begin, 0), flat.numel())
+        for rank, (start, stop) in enumerate(((0, cut), (cut, flat.numel()))):
+            for kind in kinds if stop > start else ():
+                key = f"{kind}/{name}/{start}"
+                tensors[rank][key] = flat[start:stop] + (kind == "shadow")
+                slices[rank][key] = {"parameter": name, "kind": kind, "start": start}
+                slices[rank][key]["numel"] = stop - start
+        begin += flat.numel()
+    for name, p in frozen.items():
+        tensors[0][f"frozen/{name}/0"] = p.flatten().clone()
+        slices[0][f"frozen/{name}/0"] = {"parameter": name, "kind": "frozen", "start": 0}
+        slices[0][f"frozen/{name}/0"]["numel"] = p.numel()
+    for rank in (0, 1):
+        save_file(tensors[rank], folder / f"rank-{rank:05d}.safetensors")
+    manifest = {
+        "format": "cogfast-checkpoint-1",
+        "step": 40,
+        "parameters": {
+            n: {"shape": list(p.shape), "dtype": "float32"}
+            for n, p in transformer.named_parameters()
+            if p.requires_grad
+        },
+        "slices": {f"rank-{r:05d}.safetensors": slices[r] for r in (0, 1)},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder.parent / "latest").write_text("00000040")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["2b", "1.5_5b_i2v"])
+def test_a_run_and_its_average(name: str, tmp_path: Path) -> None:
+    trained = tiny(name, seed=1)
+    folder = write_run(tmp_path, trained)
+    for path in (tmp_path, folder.parent, folder):
+        loaded = tiny(name, seed=2)
+        report = load_transformer(loaded, path)
+        assert_same_weights(trained, loaded)
+        assert report.missing == [] and "weights of step 40" in str(report)
+    load_transformer(loaded, tmp_path, ema=True)
+    assert torch.equal(loaded.blocks[1].fc2.weight, trained.blocks[1].fc2.weight + 1)
+    table = dict(read_run_weights(folder, ema=True)).get("position_table.weight")
+    if table is not None:  # 2B's fixed table has no average
+        assert torch.equal(table, trained.position_table.weight.detach().flatten())
+
+
+def test_a_lora_run_holds_only_adapters(tmp_path: Path) -> None:
+    trained = tiny("5b", seed=1, lora_rank=4)
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_("matrix_" in name)
+    folder = write_run(tmp_path, trained)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for slices in manifest["slices"].values():
+        for key in [k for k in slices if k.startswith("frozen/")]:
+            del slices[key]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    loaded = tiny("5b", seed=2, lora_rank=4)
+    before = loaded.blocks[0].fc1.weight.clone()
+    report = load_transformer(loaded, tmp_path)
+    assert torch.equal(loaded.blocks[0].fc1.weight, before)
+    a, b = (m.blocks[1].attention.qkv.matrix_B["2"] for m in (loaded, trained))
+    assert torch.equal(a, b)
+    assert "blocks.0.fc1.weight" in report.missing and report.num_loaded == 16
+
+
+def test_damaged_runs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, tiny("5b"), kinds=("master",))
+    with pytest.raises(ValueError, match="holds no EMA weights"):
+        load_transformer(tiny("5b"), tmp_path, ema=True)
+    with pytest.raises(ValueError, match="width|in the checkpoint"):
+        load_transformer(tiny("5b", hidden_size=256, num_attention_heads=4), tmp_path)
+    file = folder / "rank-00001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="rank-00001.safetensors: missing, truncated or damaged"):
+        load_transformer(tiny("5b"), tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match="rank-00001.safetensors: missing, truncated or damaged"):
+        load_transformer(tiny("5b"), tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["slices"]["rank-00001.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="its slices of .* end at element"):
+        load_transformer(tiny("5b"), tmp_path)
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": "other"}))
+    with pytest.raises(ValueError, match="says format other, not cogfast-checkpoint-3"):
+        load_transformer(tiny("5b"), tmp_path)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="manifest.json: damaged JSON"):
+        load_transformer(tiny("5b"), tmp_path)
+
+
+def test_a_truncated_diffusers_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"use_rotary_positional_embeddings": true}')
+    (tmp_path / "diffusion_pytorch_model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
+    with pytest.raises(ValueError, match="diffusion_pytorch_model.safetensors: truncated or dam"):
+        load_transformer(tiny("5b"), tmp_path)
+
+
+def test_config_refuses_what_cannot_be_built() -> None:
+    with pytest.raises(ValueError, match="num_attention_heads=3 must divide hidden_size=128"):
+        replace(FAMILY["5b"], num_attention_heads=3)
+    with pytest.raises(ValueError, match="heads=8: a rotary head needs a multiple of 16"):
+        replace(FAMILY["5b"], num_attention_heads=16)
+    with pytest.raises(ValueError, match="ofs_embed_dim=32 must equal time_embed_dim=64"):
+        replace(FAMILY["1.5_5b_i2v"], ofs_embed_dim=32)
+
+
+def test_bf16_weights_do_not_go_into_fp16_unasked(tmp_path: Path) -> None:
+    saved, loaded = tiny("5b", seed=1).bfloat16(), tiny("5b", seed=2).half()
+    folder = save_sat(tmp_path, {"module": sat_state(saved)})
+    with pytest.raises(ValueError, match=r"weights are bf16, and fp16 ends at 65504.*force_train"):
+        load_transformer(loaded, folder)
+    load_transformer(loaded, folder, allow_missing=True)
+    assert torch.equal(loaded.output.weight, saved.output.weight.half())
+    load_transformer(tiny("5b", seed=3).bfloat16(), folder)
+    half = save_sat(tmp_path / "half", {"module": sat_state(tiny("2b", seed=1).half())})
+    load_transformer(tiny("2b", seed=2).half(), half)

@@ -1,0 +1,208 @@
+"""Our own configs: every model of the family as upstream has it, told in fewer words."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from cogfast.__main__ import main
+from cogfast.config import Config, instantiate, load_config
+from cogfast.data.datasets import VideoFolder
+from cogfast.model.transformer import TransformerConfig, build_transformer
+from cogfast.model.weights.family import Family
+from cogfast.model.weights.sat import sat_name, to_sat_state_dict
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.deepspeed_keys import TOP_KEYS
+from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.sat_network import autoencoder_arguments
+from cogfast.train.preflight.check import check_sample, check_train
+from tests.support.tiny_run import ROOT
+
+CONFIGS = ROOT / "configs"
+MODELS = [f"cogvideox{name}" for name in ("_2b", "_5b", "_5b_i2v", "1.5_5b", "1.5_5b_i2v")]
+RANK = "model.network_config.params.modules.lora_config.params.r"
+# Upstream's file -> the words that make ours its equal.
+UPSTREAM = {
+    **{name: (name, []) for name in MODELS},
+    "cogvideox_2b_lora": ("cogvideox_2b", []),
+    "cogvideox_5b_lora": ("cogvideox_5b", []),
+    "cogvideox_5b_i2v_lora": ("cogvideox_5b_i2v", [f"{RANK}=256"]),
+}
+
+
+def load(*names: str, words: list[str] | None = None) -> Config:
+    return load_config([CONFIGS / f"{name}.yaml" for name in names], words or [])
+
+
+def load_as_upstream(name: str) -> Config:
+    model, words = UPSTREAM[name]
+    return load(model, *(["lora"] if "lora" in name else []), words=words)
+
+
+def test_no_file_is_left_out():
+    others = {"lora", "sft", "inference", "quickstart"}
+    assert {path.stem for path in CONFIGS.iterdir()} == {*MODELS, *others}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_parameters_are_upstreams(name: str, golden: Path) -> None:
+    """Names, shapes, counts and trainable sets of upstream's engine, built on meta."""
+    upstream = json.loads((golden / "keys" / f"{name}.json").read_text())
+    with torch.device("meta"):
+        transformer = build_transformer(load_as_upstream(name).model)
+    state = to_sat_state_dict(transformer)
+    assert {key: list(t.shape) for key, t in state.items()} == upstream["keys"]
+    parameters = {sat_name(n): p for n, p in transformer.named_parameters()}
+    assert sum(p.numel() for p in parameters.values()) == upstream["total_params"]
+    trainable = {key for key, p in parameters.items() if p.requires_grad}
+    if upstream["trainable_parameters"] is None:
+        assert set(parameters) - trainable == set(upstream["frozen_parameters"])
+    else:
+        assert trainable == set(upstream["trainable_parameters"])
+    assert sum(parameters[key].numel() for key in trainable) == upstream["trainable_params"]
+
+
+def facts(config: Config) -> dict:
+    """What a config's model section says, after defaults, however it says it."""
+    model = config.model
+    network = TransformerConfig(**transformer_arguments(model.network_config.params))
+    denoiser, loss, sampler = (
+        instantiate(model[f"{part}_config"]) for part in ("denoiser", "loss_fn", "sampler")
+    )
+    (text,) = model.conditioner_config.params.emb_models
+    first_stage = autoencoder_arguments(
+        OmegaConf.to_container(model.first_stage_config.params), "", {}
+    )
+    sizes = ("z_channels", "ch", "ch_mult", "num_res_blocks")
+    return {
+        "network": asdict(network),
+        "section": {
+            **asdict(ModelArguments.from_config(config)),
+            "latent_input": None,  # true in upstream's 1.5-5B, which its data sets cannot feed
+        },
+        "levels": denoiser.table.values.tolist(),
+        "denoiser": type(denoiser.scaling),
+        "loss": {k: v for k, v in vars(loss).items() if k != "sigma_sampler"},
+        "loss levels": loss.sigma_sampler.table.values.tolist(),
+        "is stratified": loss.sigma_sampler.uniform_sampling,
+        "sampler": (type(sampler), sampler.num_steps, type(sampler.guider)),
+        "guider": {k: v for k, v in vars(sampler.guider).items() if k != "thresholding"},
+        "sampler levels": sampler.discretization.table().tolist(),
+        "text": (text.target, text.ucg_rate, text.params.max_length),
+        "coders": [[first_stage[f"{c}_config"][s] for s in sizes] for c in ("encoder", "decoder")],
+        "ignored": first_stage["ignore_keys"],
+    }
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
+    ours, theirs = facts(load_as_upstream(name)), facts(load_config([sat_configs / f"{name}.yaml"]))
+    for key, value in theirs.items():
+        assert ours[key] == value, key
+
+
+@pytest.mark.parametrize("more", [("sft",), ("lora", "sft"), ("inference",), ("lora", "inference")])
+@pytest.mark.parametrize("model", MODELS)
+def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
+    files = [str(CONFIGS / f"{name}.yaml") for name in (model, *more)]
+    assert main(["train", "--base", *files, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert main(["sample", "--base", *files, "--dry-run"]) == 0
+    assert capsys.readouterr().out == text
+    assert "${" not in text
+    assert "accepted and not used" not in text  # our files hold no key that nothing reads
+    line = next(t for t in text.splitlines() if t.startswith("  lr: "))
+    assert line.split() == (
+        ["lr:", "0.001", "#", "lora.yaml"]
+        if "lora" in more
+        else ["lr:", "1.0e-05", "#", f"{model}.yaml"]
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_placeholders_are_refused_with_the_fix(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    fix = "is upstream's placeholder; put your own path there"
+    words = ["args.num_workers=0"]
+    for key in (
+        "model.conditioner_config.params.emb_models.0.params.model_dir",
+        "model.first_stage_config.params.ckpt_path",
+        "args.load",
+        "args.train_data.0",
+    ):
+        with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
+            check_train(load(model, "sft", words=words))
+        if key != "args.train_data.0":
+            with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
+                check_sample(load(model, "inference", words=words), has_images="i2v" in model)
+        if key.startswith("args.train_data"):
+            words.append(f"args.train_data=[{tmp_path}]")
+        else:
+            words.append(f"{key}={tmp_path}")
+    check_train(load(model, "sft", words=[*words, *CPU]), world_size=8)
+    # and through the command, before anything is written
+    files = [str(CONFIGS / f"{name}.yaml") for name in (model, "inference")]
+    assert main(["sample", "--base", *files, "--prompt", "x", "--out", str(tmp_path / "o")]) == 2
+    assert fix in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+CPU = ["deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"]  # 2B's file asks for fp16
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_precision_and_stage(model: str) -> None:
+    for more in ("sft", "inference"):
+        args = TrainArguments.from_config(load(model, more))
+        assert args.precision == ("fp16" if model == "cogvideox_2b" else "bf16")
+    assert TrainArguments.from_config(load(model, "sft")).zero_stage == 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_order_of_lora_and_sft_does_not_matter(model: str) -> None:
+    assert load(model, "lora", "sft").sections() == load(model, "sft", "lora").sections()
+
+
+def test_script_defaults_load() -> None:
+    """The files that finetune_*.sh take where BASE is not set."""
+    for script in sorted((ROOT / "scripts").glob("finetune_*.sh")):
+        (files,) = re.findall(r"BASE=\$\{BASE:-([^}]*)\}", script.read_text())
+        config = load_config([ROOT / file for file in files.split()])
+        assert config.model.network_config.params.modules.lora_config.params.r == 128
+    # and every file that a comment or a page names
+    texts = [*CONFIGS.glob("*.yaml"), *(ROOT / "scripts").glob("*"), *(ROOT / "docs").glob("*.md")]
+    for path in [*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"\bconfigs/([\w.]+)\.yaml", path.read_text()):
+            assert (CONFIGS / f"{name}.yaml").is_file(), f"{path} names {name}.yaml"
+
+
+def test_options_that_pages_name_exist() -> None:
+    known = {
+        "args": {f.name for f in fields(TrainArguments)},
+        "model": {f.name for f in fields(ModelArguments)} | set(load("cogvideox_5b").model),
+        "data.params": set(inspect.signature(VideoFolder).parameters),
+        "deepspeed": set(TOP_KEYS),
+    }
+    found = 0
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        text = page.read_text()
+        for section, name in re.findall(r"\b(args|model|data\.params|deepspeed)\.([a-z]\w+)", text):
+            if f"cogfast.{section}.{name}" not in text:  # a module
+                assert name in known[section], f"{page.name}: {section}.{name}"
+                found += 1
+    assert found > 15
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_errors_of_loading_name_our_files(model: str) -> None:
+    arguments = transformer_arguments(load(model).model.network_config.params)
+    family = Family.of_config(TransformerConfig(**arguments))
+    assert family.config_file == f"configs/{model}.yaml"

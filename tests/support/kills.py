@@ -1,0 +1,112 @@
+"""Runs under torchrun that are killed on their way: all of it, one rank, or torchrun itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from cogfast.model.weights.formats.run_manifest import newest_checkpoint
+from tests.support.tiny_run import losses, run, start, wait_for
+
+SECONDS_TO_END = 30
+START_SECONDS = 6.0  # of a launch: imports, groups, model, checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """kill -9 of `what` ("all", "rank 0", "rank 1", "torchrun"), `delay` seconds after `when`: the
+    "start" of the launch, or, once checkpoint `step` is there, that "step" or the next "save"."""
+
+    what: str
+    when: str
+    step: int = 0
+    delay: float = 0.0
+
+
+def draw_kills(seed: int, count: int, last_step: int) -> list[Kill]:
+    """At random, the same for the same seed: steps spread over the run, every second in a save."""
+    rng = random.Random(seed)
+    longest = {"start": START_SECONDS, "step": 0.2, "save": 0.04}
+    kills = []
+    for i, step in enumerate(sorted(rng.sample(range(1, last_step), count))):
+        when = "save" if i % 2 else rng.choice(("start", "step", "step"))
+        what = rng.choice(("all", "rank 0", "rank 1", "torchrun"))
+        kills.append(Kill(what, when, step, rng.uniform(0, longest[when])))
+    return kills
+
+
+def newest_step(save: Path) -> int:
+    """Of the runs below `save`; 0 where none has a checkpoint yet."""
+    return max((int(path.read_text()) for path in save.glob("*/checkpoints/latest")), default=0)
+
+
+def run_with_kills(words: Sequence[str], save: Path, kills: Sequence[Kill]) -> list[bool]:
+    """`cogfast WORDS` of two processes, again after each kill, and at last to its end. Returns
+    whether each kill left an unfinished checkpoint."""
+    was_in_save = []
+    for kill in kills:
+        before = newest_step(save)
+        process = start([*words, "--resume", "auto"], 2)
+        if kill.when != "start":
+            wanted = max(kill.step, before + 1)
+            wait_for(lambda: newest_step(save) >= wanted, process)  # noqa: B023
+        kill_now(process, kill, save)
+        was_in_save.append(any(save.glob("*/checkpoints/*.incomplete")))
+    done = run([*words, "--resume", "auto"], 2, timeout=1200)
+    assert done.returncode == 0, done.stdout
+    return was_in_save
+
+
+def kill_now(process: subprocess.Popen, kill: Kill, save: Path) -> str:
+    """Whatever is left must end by itself. Returns the output."""
+    launcher = psutil.Process(process.pid)
+    if kill.when == "start":
+        time.sleep(kill.delay)
+    everything = [*launcher.children(recursive=True), launcher]
+    ranks = {f"rank {p.environ().get('RANK')}": p for p in launcher.children()}
+    if kill.when == "save":
+        drafts = lambda: any(save.glob("*/checkpoints/*.incomplete"))
+        wait_for(drafts, process, pause=0.0)
+    if kill.when != "start":
+        time.sleep(kill.delay)
+    assert process.poll() is None, f"the run was over before {kill}: {process.communicate()[0]}"
+    rank = ranks.get(kill.what, launcher)  # where torchrun has not started it: torchrun
+    for target in {"all": everything, "torchrun": [launcher]}.get(kill.what, [rank]):
+        target.kill()
+    _, alive = psutil.wait_procs([p for p in everything if p != launcher], timeout=SECONDS_TO_END)
+    assert not alive, f"{kill}, and {alive} stayed"
+    output, _ = process.communicate(timeout=SECONDS_TO_END)
+    assert process.returncode != 0, output
+    return output
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    """Below two `save` folders: weights, moments, EMA and counters at the last step, and losses, bit
+    for bit. Runs that were killed before their first checkpoint count for nothing."""
+    runs = [[p for p in save.iterdir() if newest_checkpoint(p)] for save in (one, other)]
+    (first,), (second,) = runs
+    checkpoints = [newest_checkpoint(run) for run in (first, second)]
+    assert [int(path.name) for path in checkpoints] == [step, step]
+    about = [json.loads((path / "manifest.json").read_text()) for path in checkpoints]
+    for manifest, run_of in zip(about, (one, other), strict=True):
+        assert manifest["config"]["args"].pop("save") == str(run_of)
+        manifest["config"]["args"].pop("resume", None)
+        manifest.pop("checksum")  # of the manifest, with its paths
+    assert about[0] == about[1]
+    for name in about[0]["bytes"]:
+        found, wanted = (load_file(path / name) for path in checkpoints)
+        assert found.keys() == wanted.keys()
+        kinds = {key.partition("/")[0] for key in wanted}
+        assert kinds >= {"master", "exp_avg", "exp_avg_sq", "shadow"}
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value), f"{name}: {key}"
+    assert losses(first) == losses(second)

@@ -1,0 +1,46 @@
+"""Several runs in one launch: `torchrun ... tests/support/layouts.py '[[BASE, WORD, ...], ...]'`.
+
+Each is a run of the YAML file BASE with these overrides. ["copy", SAVE, STEP, RUN] makes a run folder
+that has the checkpoint of STEP of the only run below SAVE, and no other.
+
+What a gather of weights brings lands when it is waited for: whoever does not wait reads old ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cogfast.config import load_config
+from cogfast.train.distributed.process_groups import start_processes
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import run_folder
+from tests.train.distributed.test_fused_step import gather_late
+
+
+def copy_run(save: str, step: str, run: str) -> None:
+    source = run_folder(Path(save)) / "checkpoints" / step
+    target = Path(run) / "checkpoints" / step
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        os.link(file, target / file.name)
+    (target.parent / "latest").write_text(step)
+
+
+def train(steps: list[list[str]]) -> None:
+    groups = start_processes()
+    for first, *words in steps:
+        if first == "copy":
+            groups.on_main(lambda names=words: copy_run(*names))
+        else:
+            Trainer(load_config([first], words)).train()
+    groups.close()
+
+
+if __name__ == "__main__":
+    dist.all_gather_into_tensor = gather_late
+    train(json.loads(sys.argv[1]))

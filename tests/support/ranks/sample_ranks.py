@@ -1,0 +1,21 @@
+"""Several samplings in one launch: `torchrun ... tests/support/ranks/sample_ranks.py '[[WORD, ...], ...]'`, each
+with the words of a `cogfast sample`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from cogfast.__main__ import main
+from cogfast.train.distributed.process_groups import start_processes
+
+
+def sample_all(lists: list[list[str]]) -> None:
+    groups = start_processes()
+    for words in lists:
+        assert main(["sample", *words]) == 0, words
+    groups.close()
+
+
+if __name__ == "__main__":
+    sample_all(json.loads(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""What each process of a tensor-parallel group computes: `torchrun ... tests/support/ranks/tensor_parallel_ranks.py
+FOLDER SIZE CASE...`, in groups of SIZE neighbours, each group with other inputs. FOLDER/<case>/ holds
+the whole model's weights as SAT saves them; each process leaves FOLDER/<case>/<group>-<rank>.pt there.
+The case "golden=PATH" is a model of the golden files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
+from cogfast.model.weights.load import load_transformer
+from cogfast.train.distributed.activation_checkpointing import apply_policies
+from cogfast.train.distributed.parallelize import find_shards, materialize, parallelize
+from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from tests.support.tensor_parallel_cases import CASES, case_inputs, kept_bytes, loss_and_gradients
+
+
+def share_of(
+    transformer: DiffusionTransformer,
+    group: TensorParallelGroup,
+    weights: Path,
+    splits_rows: bool = False,
+) -> dict:
+    """In memory with `weights`, from a transformer on the meta device; returns its shards."""
+    parallelize(transformer, group, splits_rows)
+    materialize(transformer, torch.device("cpu"), seed=3)
+    shards = find_shards(transformer)
+    report = load_transformer(transformer, weights, shards=shards)
+    assert not report.missing and not report.unexpected, report
+    return shards
+
+
+def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -> dict:
+    case = CASES[name]
+    with torch.device("meta"):
+        transformer = assemble_transformer(case.config)
+    shards = share_of(transformer, group, folder, case.splits_rows)
+    case.freeze(transformer)
+    transformer.to(case.dtype)
+    if case.is_compiled:
+        for block in transformer.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+    if case.policy is not None:
+        apply_policies(transformer, [case.policy] * len(transformer.blocks))
+    given = case_inputs(name, number)
+    found = {"shards": shards, **loss_and_gradients(transformer, given)}
+    return found if case.is_compiled else {**found, "kept": kept_bytes(transformer, given)}
+
+
+def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:
+    """The output of SAT's files of two ranks, read by each of ours for its share."""
+    with torch.device("meta"):
+        transformer = build_transformer(load_config([golden / "t2v_5b" / "config.yaml"]).model)
+    share_of(transformer, group, golden / "t2v_5b_mp2")
+    io = load_file(golden / "t2v_5b" / "io.safetensors")
+    with torch.no_grad():
+        output = transformer(io["x"].transpose(1, 2), io["timesteps"], io["context"])
+    return {"output": output.transpose(1, 2)}
+
+
+def main() -> None:
+    folder, size, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    dist.init_process_group("gloo")
+    number, rank = divmod(dist.get_rank(), size)
+    starts = range(0, dist.get_world_size(), size)
+    process_groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+    group = TensorParallelGroup(rank, size, process_groups[number])
+    for case in cases:
+        name, _, golden = case.partition("=")
+        if golden:
+            found = run_golden(Path(golden), group)
+        else:
+            found = run_case(name, group, folder / name, number)
+        torch.save(found, folder / name / f"{number}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

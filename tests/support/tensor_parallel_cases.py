@@ -1,0 +1,110 @@
+"""The models that tensor-parallel processes and one process both run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cogfast.model.lora import TARGETS
+from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
+from cogfast.model.weights.sat import freeze
+from cogfast.train.distributed.memory_plan import Policy
+from tests.support.tiny_transformers import FAMILY, inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A member of the family with four heads of 32."""
+
+    family: str
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    trains_lora_only: bool = False
+    has_affine_norms: bool = True
+    dtype: torch.dtype = torch.float32
+    is_compiled: bool = False
+    splits_rows: bool = False
+    text_length: int = 10
+    policy: Policy | None = None  # of activation checkpointing, in the group
+
+    @property
+    def config(self) -> TransformerConfig:
+        return replace(
+            FAMILY[self.family],
+            num_attention_heads=4,
+            lora_rank=self.lora_rank,
+            lora_targets=self.lora_targets,
+            lora_alpha=2.0,
+            elementwise_affine=self.has_affine_norms,
+            text_length=self.text_length,
+        )
+
+    def freeze(self, transformer: DiffusionTransformer) -> None:
+        freeze(transformer, ["all"] if self.trains_lora_only else [], is_lora_only=False)
+
+
+CASES = {
+    **{family: Case(family) for family in FAMILY},
+    "lora": Case("5b", lora_rank=4),  # everything trains: the adapters' input has a gradient
+    "frozen": Case("5b", lora_rank=4, trains_lora_only=True),
+    "two targets": Case("5b", 4, ("to_q", "to_v"), trains_lora_only=True),
+    "one target": Case("5b", 4, ("to_out.0",)),
+    "norms without weights": Case("5b", has_affine_norms=False),
+    "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
+    "compiled": Case("5b", is_compiled=True),
+    "pointwise": Case("5b", lora_rank=4, policy="pointwise"),
+    "attention_kept": Case("5b", policy="attention_kept"),
+    "long text": Case("5b", text_length=60),
+    "compiled lora": Case("5b", lora_rank=4, is_compiled=True),
+}
+# 156 tokens, or 108: four processes have 39, or 27, of which the second has text and video
+CASES |= {
+    f"rows {name}": replace(CASES[name], splits_rows=True, text_length=60)
+    for name in (
+        *FAMILY,
+        "lora",
+        "frozen",
+        "one target",
+        "norms without weights",
+        "bf16",
+        "compiled",
+        "pointwise",
+    )
+}
+
+
+def case_inputs(name: str, number: int) -> dict[str, Tensor]:
+    """Of the group of this number."""
+    given = inputs(CASES[name].family, seed=1 + number)
+    generator = torch.Generator().manual_seed(number)
+    given["text"] = torch.randn(2, CASES[name].text_length, 32, generator=generator)
+    return given
+
+
+def kept_bytes(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> int:
+    """What a forward pass keeps for backward beside parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in transformer.parameters()}
+    storages = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = transformer(**given)
+    del output
+    return sum(n for pointer, n in storages.items() if pointer not in parameters)
+
+
+def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> dict:
+    """Of the mean square of the output: output, loss, {name: gradient}, those of latents and text
+    included."""
+    leaves = {name: given[name].clone().requires_grad_() for name in ("latents", "text")}
+    output = transformer(**{**given, **leaves})
+    loss = output.float().square().mean()
+    loss.backward()
+    parameters = {**dict(transformer.named_parameters()), **leaves}
+    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    return {"output": output.detach(), "loss": loss.detach(), "gradients": gradients}

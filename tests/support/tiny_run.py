@@ -1,0 +1,297 @@
+"""Tiny runs for the tests: clips, configs of every family, launches with one or more processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from cogfast.data.video.writer import write_video
+from cogfast.model.wavelet_autoencoder import WaveletState
+
+ROOT = Path(__file__).resolve().parents[2]
+CHANNELS = 8  # latent channels of the tiny first stage
+SIDE = 32  # rows and columns of the tiny clips
+FAMILIES = ("2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")
+
+
+def write_clips(folder: Path, num_clips: int = 6, num_frames: int = 17) -> Path:
+    """H.264 clips of a bright bar that moves over noise, captions, and the wavelet fitted to them."""
+    videos = []
+    for i in range(num_clips):
+        rng = np.random.default_rng(i)
+        frames = rng.integers(0, 90, (num_frames, SIDE, SIDE, 3), dtype=np.uint8)
+        for t in range(num_frames):
+            start = (2 * t + 5 * i) % (SIDE - 6)
+            frames[t, :, start : start + 6, i % 3] = 230
+        write_video(folder / "videos" / f"{i}.mp4", frames, fps=8)
+        label = folder / "labels" / f"{i}.txt"
+        label.parent.mkdir(parents=True, exist_ok=True)
+        label.write_text(f"bar number {i} moves\n")
+        videos.append(torch.from_numpy(frames).permute(3, 0, 1, 2)[None].float() / 127.5 - 1)
+    WaveletState.fit(videos, CHANNELS).save(folder / "wavelet.safetensors")
+    return folder
+
+
+def schedule() -> dict:
+    return {
+        "target": "sgm.modules.diffusionmodules.discretizer.ZeroSNRDDPMDiscretization",
+        "params": {"shift_scale": 1.0},
+    }
+
+
+def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict:
+    """A member of the family with width 32, 2 layers, 2 heads, in SAT's own keys."""
+    is_15, is_i2v = family.startswith("1.5"), family.endswith("i2v")
+    position = {
+        "target": "dit_video_concat.Rotary3DPositionEmbeddingMixin",
+        "params": {"hidden_size_head": 16, "text_length": 8},
+    }
+    if family == "2b":
+        position = {
+            "target": "dit_video_concat.Basic3DPositionEmbeddingMixin",
+            "params": {"text_length": 8},
+        }
+    if family == "5b_i2v":
+        position["params"]["learnable_pos_embed"] = True
+    modules = {
+        "pos_embed_config": position,
+        "patch_embed_config": {
+            "target": "dit_video_concat.ImagePatchEmbeddingMixin",
+            "params": {"text_hidden_size": 16},
+        },
+        "adaln_layer_config": {
+            "target": "dit_video_concat.AdaLNMixin",
+            "params": {"qk_ln": True},
+        },
+        "final_layer_config": {"target": "dit_video_concat.FinalLayerMixin"},
+    }
+    if lora_rank is not None:
+        lora = {"target": "sat.model.finetune.lora2.LoraMixin", "params": {"r": lora_rank}}
+        modules["lora_config"] = lora
+    network = {
+        "num_frames": 17 if is_15 else 9,
+        "time_compressed_rate": 4,
+        "latent_height": SIDE // 8,
+        "latent_width": SIDE // 8,
+        "patch_size": [2, 2, 2] if is_15 else 2,
+        "in_channels": CHANNELS * (2 if is_i2v else 1),
+        "out_channels": CHANNELS,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "time_embed_dim": 16,
+        "elementwise_affine": True,
+        "transformer_args": {"checkpoint_activations": False},
+        "modules": modules,
+    }
+    if family == "1.5_5b_i2v":
+        network["ofs_embed_dim"] = 16
+    diffusion = "sgm.modules.diffusionmodules"
+    section = {
+        "scale_factor": 0.7,
+        "denoiser_config": {
+            "target": f"{diffusion}.denoiser.DiscreteDenoiser",
+            "params": {
+                "num_idx": 1000,
+                "scaling_config": {"target": f"{diffusion}.denoiser_scaling.VideoScaling"},
+                "discretization_config": schedule(),
+            },
+        },
+        "network_config": {"target": "dit_video_concat.DiffusionTransformer", "params": network},
+        "conditioner_config": {
+            "target": "sgm.modules.GeneralConditioner",
+            "params": {
+                "emb_models": [
+                    {
+                        "is_trainable": False,
+                        "input_key": "txt",
+                        "ucg_rate": 0.1,
+                        "target": "cogfast.model.text_encoder.ByteTextEncoder",
+                        "params": {"max_length": 8, "d_model": 16, "d_ff": 32, "num_layers": 1},
+                    }
+                ]
+            },
+        },
+        "first_stage_config": {
+            "target": "cogfast.model.wavelet_autoencoder.WaveletAutoencoder",
+            "params": {"ckpt_path": str(data / "wavelet.safetensors")},
+        },
+        "loss_fn_config": {
+            "target": f"{diffusion}.loss.VideoDiffusionLoss",
+            "params": {
+                "sigma_sampler_config": {
+                    "target": f"{diffusion}.sigma_sampling.DiscreteSampling",
+                    "params": {
+                        "uniform_sampling": True,
+                        "num_idx": 1000,
+                        "discretization_config": schedule(),
+                    },
+                }
+            },
+        },
+        "sampler_config": {
+            "target": f"{diffusion}.sampling.VPSDEDPMPP2MSampler",
+            "params": {
+                "num_steps": 4,
+                "discretization_config": schedule(),
+                "guider_config": {
+                    "target": f"{diffusion}.guiders.VanillaCFG",
+                    "params": {"scale": 3.0},
+                },
+            },
+        },
+    }
+    if is_i2v:
+        section |= {"noised_image_input": True, "noised_image_dropout": 0.3}
+    if lora_rank is not None:
+        section["not_trainable_prefixes"] = ["all"]
+    return section
+
+
+def write_config(
+    path: Path,
+    data: Path,
+    family: str = "5b",
+    lora_rank: int | None = None,
+    dataset: dict | None = None,
+    optimizer: str = "sat.ops.FusedEmaAdam",
+    **args: object,
+) -> Path:
+    """A whole config: 4 samples per step, float32, ZeRO-2; `args` replace those of `args`.
+
+    dataset: the `data` section instead of the folder of clips.
+    """
+    sections = {
+        "model": model_section(family, data, lora_rank),
+        "args": {
+            "experiment_name": "tiny",
+            "mode": "pretrain",
+            "train_data": [str(data)],
+            "save": str(path.parent / "runs"),
+            "train_iters": 4,
+            "save_interval": 1000,
+            "log_interval": 1,
+            "num_workers": 0,
+            "lr_schedule": "constant",
+            "warmup": 0.0,
+            **args,
+        },
+        "data": dataset
+        or {
+            "target": "data_video.SFTDataset",
+            "params": {
+                "video_size": [SIDE, SIDE],
+                "fps": 8,
+                "max_num_frames": 17 if family.startswith("1.5") else 9,
+            },
+        },
+        "deepspeed": {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {
+                "stage": 2,
+                "reduce_bucket_size": 100_000,
+                "allgather_bucket_size": 100_000,
+            },
+            "optimizer": {"type": optimizer, "params": {"lr": 2e-3, "weight_decay": 1e-4}},
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(sections)))
+    return path
+
+
+def torchrun(processes: int) -> list[str]:
+    """torchrun's command on a port that is free, without what it is to run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
+        f"--master_port={port}",
+    ]
+
+
+def launch_ranks(processes: int, *words: str, timeout: float = 300) -> None:
+    """Run a script of the tests on so many gloo processes; it must end well."""
+    done = subprocess.run(
+        [*torchrun(processes), *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def start(
+    words: list[str], processes: int = 1, program: tuple[str, ...] = ("-m", "cogfast")
+) -> subprocess.Popen:
+    """Start `cogfast WORDS`, under torchrun where there is more than one process."""
+    command = [sys.executable, *program, *words]
+    if processes > 1:
+        command = [*torchrun(processes), *program, *words]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(
+    words: list[str],
+    processes: int = 1,
+    timeout: float = 240,
+    program: tuple[str, ...] = ("-m", "cogfast"),
+) -> subprocess.CompletedProcess:
+    """Run `cogfast WORDS` to its end; stdout and stderr together in .stdout."""
+    process = start(words, processes, program)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{output}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def wait_for(
+    path_exists: Callable[[], object],
+    process: subprocess.Popen,
+    timeout: float = 120,
+    pause: float = 0.05,
+) -> None:
+    """Wait until `path_exists()`; the process must not end before."""
+    end = time.monotonic() + timeout
+    while not path_exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "timed out"
+        time.sleep(pause)
+
+
+def run_folder(save: Path) -> Path:
+    """The only run below a `save` folder."""
+    (folder,) = [path for path in save.iterdir() if path.is_dir()]
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    """The training losses of a run, a number per logged step."""
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]

@@ -1,0 +1,304 @@
+"""args.attention_backend: names that are refused, what auto measures and chooses, what a checkpoint
+stores."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.kernels import attention_backends, attention_timing, flash_attention
+from cogfast.kernels.attention_backends import BACKENDS
+from cogfast.kernels.attention_timing import Measured, fastest, find_error, measure
+from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.distributed.attention_choice import check_attention, choose_for_training, run_shape
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SHAPE = (2, 150, 2, 16)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attention")
+    return write_config(folder / "base.yaml", write_clips(folder / "data"), train_iters=2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_resolved():
+    """Forget the resolved backends: a test may have changed what can run."""
+    yield
+    flash_attention._runnable.cache_clear()
+
+
+def test_the_fastest_is_that_of_the_least_sum() -> None:
+    rows = [
+        Measured("cudnn", 9.0, 20.0),
+        Measured("fa3", 8.0, 25.0),
+        Measured("fa4", 10.0, 18.5),
+        Measured("flash", 1.0, 1.0, reason="dq is wrong"),
+    ]
+    assert fastest(rows) == "fa4"
+    assert fastest(rows[:2]) == "cudnn"
+    with pytest.raises(AssertionError, match=r"no attention backend runs: flash +out: dq is wrong"):
+        fastest(rows[3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["math", "flash"])
+def test_a_right_backend_gets_times(name: str, dtype: torch.dtype) -> None:
+    row = measure(name, SHAPE, CPU, dtype)
+    assert row.reason is None and row.forward_ms > 0 and row.backward_ms > 0
+    assert str(row).startswith(f"{name:<10} forward ")
+
+
+def off_by_one_percent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = BACKENDS["math"].forward(q, k, v)
+    return 1.01 * out, lse
+
+
+def without_half_of_dk(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = BACKENDS["math"].backward(*saved)
+    return dq, dk / 2, dv
+
+
+def with_a_nan(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = BACKENDS["math"].backward(*saved)
+    dv[0, 7, 1, 3] = torch.nan
+    return dq, dk, dv
+
+
+def breaking(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("CUDA error: out of shared memory\nmore lines")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"forward": off_by_one_percent}, "out is wrong: relative error 1.0e-02, 1.0e-03 is"),
+        ({"backward": without_half_of_dk}, "dk is wrong: relative error 5.0e-01"),
+        ({"backward": with_a_nan}, "dv is wrong: relative error nan"),
+        ({"forward": breaking}, "it fails: RuntimeError: CUDA error: out of shared memory"),
+    ],
+    ids=["forward", "gradient", "nan", "breaks"],
+)
+def test_a_wrong_backend_is_out(
+    monkeypatch: pytest.MonkeyPatch, changed: dict, reason: str
+) -> None:
+    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], **changed))
+    row = measure("flash", SHAPE, CPU, torch.float32)
+    assert row.reason.startswith(reason) and "\n" not in row.reason
+    assert str(row).startswith("flash      out: ")
+
+
+def test_the_look_at_some_rows_sees_all_of_them() -> None:
+    """First and last row are among those compared; dk and dv are compared whole."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
+    dout = torch.randn(SHAPE, generator=generator)
+    assert find_error("flash", qkv, dout) is None
+    for row in (0, -1):
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, row: int = row) -> tuple[Tensor, Tensor]:
+            out, lse = BACKENDS["math"].forward(q, k, v)
+            out[:, row] = 0
+            return out, lse
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=forward))
+            assert find_error("flash", qkv, dout).startswith("out is wrong")
+
+
+class Bench:
+    """Replace the measurements on a GPU by a table of times, and record what was asked."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        self.times, self.asked = times, []
+
+    def __call__(self, name: str, shape: tuple, device: torch.device, dtype: torch.dtype):
+        self.asked.append((name, shape, dtype))
+        if name not in self.times:
+            return Measured(name, reason="not there")
+        return Measured(name, self.times[name], 2 * self.times[name])
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
+    """Call choose_for_training as on a machine with an H100, with a table of times."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
+
+    def choose(times: dict[str, float], *words: str, stored: str | None = None):
+        bench = Bench(times)
+        monkeypatch.setattr(attention_timing, "measure", bench)
+        config = load_config([base], ["args.bf16=true", *words])
+        args = TrainArguments.from_config(config)
+        model = trainer_model(config)
+        groups = ProcessGroups(0, 1, 0, GPU, None, False)
+        return choose_for_training(config, args, model, groups, stored), bench
+
+    return choose
+
+
+def trainer_model(config):
+    from cogfast.model.config import TransformerConfig
+    from cogfast.schema.sat_classes import transformer_arguments
+
+    return TransformerConfig(**transformer_arguments(config.model.network_config.params))
+
+
+def test_auto_measures_once_and_takes_the_fastest(on_gpu, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    name, bench = on_gpu({"cudnn": 3.0, "flash": 2.0, "efficient": 9.0})
+    assert name == "flash"
+    # 4 samples of 3 latent frames of 4 x 4 in patches of 2 x 2, and 8 text rows.
+    assert set(bench.asked) == {
+        (n, (4, 3 * 4 + 8, 2, 16), torch.bfloat16) for n in BACKENDS if n != "math"
+    }
+    for text in ("[4, 20, 2, 16] in bfloat16", "fa3        out: not there", "taken: flash"):
+        assert text in caplog.text
+
+
+def test_math_is_measured_where_nothing_else_runs(on_gpu) -> None:
+    assert on_gpu({"math": 70.0})[0] == "math"
+
+
+def test_the_checkpoints_choice_is_kept(on_gpu, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    name, bench = on_gpu({"cudnn": 3.0, "flash": 2.0}, stored="cudnn")
+    assert name == "cudnn" and bench.asked == []
+    assert "attention: cudnn, as in the checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(("stored", "reason"), [("fa3", "no flash_attn"), ("fa9", "no such")])
+def test_a_stored_choice_that_cannot_run_is_replaced(
+    on_gpu, caplog, stored: str, reason: str
+) -> None:
+    name, bench = on_gpu({"cudnn": 3.0}, stored=stored)
+    assert name == "cudnn" and bench.asked
+    assert f"the checkpoint's {stored} cannot run here" in caplog.text and reason in caplog.text
+
+
+def test_a_name_is_taken_as_it_is(on_gpu, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    name, bench = on_gpu({"cudnn": 3.0}, "args.attention_backend=efficient", stored="cudnn")
+    assert name == "efficient" and bench.asked == []
+    assert "attention: efficient instead of the checkpoint's cudnn" in caplog.text
+
+
+def test_the_shape_is_that_of_the_runs_attention(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op gets this shape in a real step; the clips are half as high as the model's table."""
+    seen = set()
+
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        seen.add(tuple(q.shape))
+        return BACKENDS["math"].forward(q, k, v)
+
+    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=spy))
+    words = [f"args.save={tmp_path}", "data.params.video_size=[16, 32]", "args.train_iters=1"]
+    trainer = Trainer(load_config([base], words))
+    trainer.train()
+    wanted = run_shape(trainer.config, trainer.args, trainer.engine.transformer.config)
+    assert seen == {wanted} and wanted[1] == 3 * 1 * 2 + 8
+
+
+def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """math and flash round differently, so a run that changed its backend would show it."""
+    caplog.set_level(logging.INFO)
+
+    def train(save: Path, *words: str) -> Trainer:
+        trainer = Trainer(load_config([base], [f"args.save={save}", *words]))
+        trainer.train()
+        return trainer
+
+    whole = tmp_path / "whole"
+    train(whole, "args.attention_backend=math", "args.train_iters=4")
+    cut = tmp_path / "cut"
+    train(cut, "args.attention_backend=math")
+    manifest = read_manifest(newest_checkpoint(run_folder(cut)))
+    assert manifest["attention_backend"] == "math"
+    assert train(cut, "args.resume=latest", "args.train_iters=4").attention_backend == "math"
+    assert "attention: math, as in the checkpoint" in caplog.text
+    assert losses(run_folder(cut)) == losses(run_folder(whole))
+
+    auto = tmp_path / "auto"
+    assert train(auto, "args.train_iters=4").attention_backend is None
+    assert read_manifest(newest_checkpoint(run_folder(auto)))["attention_backend"] is None
+    assert losses(run_folder(auto)) == pytest.approx(losses(run_folder(whole)), rel=1e-4)
+
+
+def test_sampling_takes_the_runs_choice(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    words = [f"args.save={tmp_path}", "args.attention_backend=flash", "args.train_iters=1"]
+    Trainer(load_config([base], words)).train()
+    calls = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append("flash")
+        return BACKENDS["math"].forward(q, k, v)
+
+    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=spy))
+    run = run_folder(tmp_path)
+    sample = ["sample", str(run), "--prompt", "a bar", "args.only_save_latents=true", "--out"]
+    assert main([*sample, str(tmp_path / "one")]) == 0
+    assert calls
+    calls.clear()
+    assert main([*sample, str(tmp_path / "two"), "args.attention_backend=math"]) == 0
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["cudnn", "efficient", "fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("command", ["train", "sample"])
+def test_a_name_that_cannot_run_says_what_can(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture, command: str, name: str
+) -> None:
+    words = ["--base", str(base), f"args.attention_backend={name}", f"args.save={tmp_path}"]
+    if command == "sample":
+        words += ["args.force_inference=true", "--prompt", "a bar", "--out", str(tmp_path / "out")]
+    assert main([command, *words]) == 2
+    wanted = (
+        f"args.attention_backend={name}: it needs a CUDA GPU; here these can: auto, flash, math"
+    )
+    assert capsys.readouterr().err.strip().endswith(wanted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_deterministic_run_may_not_name_cudnn(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes before torch is set to be deterministic and before any GPU work."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
+    words = ["args.attention_backend=cudnn", "args.bf16=true"]
+    config = load_config([base], words)
+    check_attention(config, TrainArguments.from_config(config), 64)
+    config = load_config([base], [*words, "args.deterministic=true"])
+    wanted = (
+        "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
+        "runs must; here these can: auto, flash, efficient, math$"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        check_attention(config, TrainArguments.from_config(config), 64)
+
+
+def test_an_unknown_name_is_refused(base: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--base", str(base), "args.attention_backend=fa5"]) == 2
+    assert "args.attention_backend=" in capsys.readouterr().err

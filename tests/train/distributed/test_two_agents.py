@@ -1,0 +1,130 @@
+"""Two torchruns of two processes each, as on two machines, meet on loopback: they train as one
+process does, when one of them is gone the other ends, and another launch goes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cogfast.config import load_config
+from cogfast.train.distributed.process_watch import OTHER_RANK
+from cogfast.train.trainer import Trainer
+from tests.support.kills import SECONDS_TO_END, newest_step
+from tests.support.tiny_run import ROOT, losses, run_folder, wait_for, write_clips, write_config
+
+STEPS = 60
+# Of four processes and a global batch of four.
+COPIES = ["deepspeed.train_micro_batch_size_per_gpu=1"]
+PAIRS = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.model_parallel_size=2"]
+
+
+def meeting_point(how: str, machine: int, port: int) -> list[str]:
+    """docs/launch.md's two ways to bring machines together, with this host and a free port."""
+    return {
+        "static": [
+            f"--node_rank={machine}",
+            *("--master_addr=127.0.0.1", f"--master_port={port}"),
+        ],
+        "c10d": [
+            "--rdzv_backend=c10d",
+            *(f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=my-run"),
+        ],
+    }[how]
+
+
+def start_machines(
+    how: str, words: list[str], folder: Path, processes: int = 2
+) -> list[subprocess.Popen]:
+    """A torchrun for each of two machines; what one says is in folder/<machine>.log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+                *(f"--nproc_per_node={processes}", *meeting_point(how, machine, port)),
+                *("-m", "cogfast", "train", *words, "--seed", "1", "--resume", "auto"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=(folder / f"{machine}.log").open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for machine in range(2)
+    ]
+
+
+def wait_for_step(save: Path, step: int, machines: list[subprocess.Popen], logs: Path) -> None:
+    def is_there() -> bool:
+        for number, machine in enumerate(machines):
+            assert machine.poll() is None, (logs / f"{number}.log").read_text()
+        return newest_step(save) >= step
+
+    wait_for(is_there, machines[0])
+
+
+def lose_the_second(machines: list[subprocess.Popen], logs: Path) -> None:
+    """Kill one machine: the ranks of the other end and say, last of all, that a rank failed."""
+    trees = [psutil.Process(machine.pid).children(recursive=True) for machine in machines]
+    for process in (psutil.Process(machines[1].pid), *trees[1]):
+        process.kill()
+    _, alive = psutil.wait_procs(trees[0], timeout=SECONDS_TO_END)
+    assert not alive, f"{alive} stayed behind"
+    assert machines[0].wait(timeout=SECONDS_TO_END) != 0
+    machines[1].wait()
+    log = (logs / "0.log").read_text()
+    assert OTHER_RANK in log.rpartition("Root Cause")[2], log
+    assert "cogfast/train/" not in log, "a traceback"
+
+
+@pytest.mark.slow
+def test_a_lost_machine_is_named(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), save_interval=1)
+    save = tmp_path / "runs"
+    words = ["--base", str(base), f"args.save={save}", "args.train_iters=100000"]
+    two = ["deepspeed.train_micro_batch_size_per_gpu=2"]
+    machines = start_machines("static", [*words, *two], tmp_path, processes=1)
+    wait_for_step(save, 2, machines, tmp_path)
+    lose_the_second(machines, tmp_path)
+
+
+@pytest.mark.soak
+def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
+    """Met in one way with dp 4, and in the other with dp 2 x tp 2: to the last step, with the losses
+    of one process that nothing interrupted."""
+    base = write_config(
+        tmp_path / "base.yaml",
+        write_clips(tmp_path / "data"),
+        train_iters=STEPS,
+        save_interval=4,
+        seed=1,
+    )
+    save = tmp_path / "runs"
+    words = ["--base", str(base), f"args.save={save}"]
+
+    machines = start_machines("static", [*words, *COPIES], tmp_path)
+    wait_for_step(save, 4, machines, tmp_path)
+    lose_the_second(machines, tmp_path)
+
+    stopped = newest_step(save)
+    assert 4 <= stopped < STEPS, "the run was over before machine 1 was gone"
+    machines = start_machines("c10d", [*words, *PAIRS], tmp_path)
+    for number, machine in enumerate(machines):
+        assert machine.wait(timeout=240) == 0, (tmp_path / f"{number}.log").read_text()
+    logs = "".join((tmp_path / f"{number}.log").read_text() for number in range(2))
+    assert "4 processes = dp 2 x tp 2" in logs
+    assert f"steps {stopped} to {STEPS}" in logs
+
+    Trainer(load_config([base], [f"args.save={tmp_path}/one"])).train()
+    found, wanted = losses(run_folder(save)), losses(run_folder(tmp_path / "one"))
+    assert len(found) == STEPS
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)

@@ -1,0 +1,160 @@
+"""DeepSpeed as we drive it: accumulation, skipped steps, weight decay, and no waiting for a device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.data.batches import to_device
+from cogfast.schema.arguments import TrainArguments
+from cogfast.slot_random import SlotRandom
+from cogfast.train.assembly import assemble_batches
+from cogfast.train.distributed.zero_engine import deepspeed_config
+from cogfast.train.optimizer import parameter_groups
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+
+MICRO, ACCUMULATION = (
+    f"deepspeed.{key}" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+)
+STAGE = "deepspeed.zero_optimization.stage"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("data"))
+
+
+def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:
+    base = write_config(folder / "base.yaml", data, **args)
+    return Trainer(load_config([base], overrides, allow_import=["tests"]))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int) -> None:
+    """4 samples at once, and 2 times 2: same losses and gradient norms."""
+    found = []
+    for name, words in (("whole", [f"{MICRO}=4"]), ("parts", [f"{MICRO}=2", f"{ACCUMULATION}=2"])):
+        trainer = make(tmp_path / name, data, f"{STAGE}={stage}", *words, train_iters=6)
+        trainer.train()
+        found.append(losses(run_folder(tmp_path / name / "runs")))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((f"{ACCUMULATION}=5",), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: null}"), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: bf16}"), "bf16"),
+        ((f"{ACCUMULATION}=4",), None),
+        ((f"{ACCUMULATION}=5", f"{STAGE}=1"), None),  # DeepSpeed has another optimizer for it
+        ((f"{ACCUMULATION}=5", "deepspeed.bf16.enabled=false"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_long_sums_of_bf16_gradients_are_in_float32(
+    tmp_path: Path, data: Path, words: tuple[str, ...], dtype: str | None, caplog
+) -> None:
+    base = write_config(tmp_path / "base.yaml", data)
+    words = ("deepspeed.bf16={enabled: true}", *words)
+    config = load_config([base], words, allow_import=["tests"])
+    with caplog.at_level("INFO", logger="cogfast"):
+        section = deepspeed_config(config, TrainArguments.from_config(config))
+    found = section.get("data_types") or {}
+    assert found.get("grad_accum_dtype") == dtype
+    assert ("added up in float32" in caplog.text) == (dtype == "fp32")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_skipped_steps_count_updates_not_micro_batches(
+    tmp_path: Path, data: Path, stage: int
+) -> None:
+    dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
+    dataset["params"]["num_bad"] = 8  # all
+    words = (f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
+    trainer = make(tmp_path, data, *words, dataset=dataset, train_iters=3)
+    trainer.train()
+    assert trainer.engine.num_skipped.item() == 3
+    assert trainer.engine.num_skipped_in_a_row.item() == 3
+
+
+def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
+    trainer = make(tmp_path, data, "deepspeed.gradient_clipping=0.01")
+    batches = assemble_batches(trainer.datasets.train, trainer.args, trainer.groups, tmp_path, 0)
+    with batches:
+        batch = to_device(next(batches), "cpu")
+    transformer, rng = trainer.engine.transformer, SlotRandom(1234, 0, range(4), 4)
+    parameters = [p for p in transformer.parameters() if p.requires_grad]
+    given = trainer.encoder(batch, rng)
+    loss = trainer.diffusion.loss(transformer, trainer.diffusion.denoiser, *given, rng).mean()
+    plain = torch.autograd.grad(loss, parameters)
+    wanted = torch.stack([g.square().sum() for g in plain]).sum().sqrt()
+    trainer.engine.backward(trainer.compute_loss(batch))
+    trainer.engine.step(1e-3)
+    torch.testing.assert_close(trainer.engine.grad_norm, wanted, rtol=1e-5, atol=0)
+
+
+def test_weight_decay_of_args_counts_where_the_optimizer_has_none(
+    tmp_path: Path, data: Path
+) -> None:
+    base = OmegaConf.load(write_config(tmp_path / "base.yaml", data, weight_decay=0.25))
+    del base.deepspeed.optimizer.params.weight_decay
+    OmegaConf.save(base, tmp_path / "without.yaml")
+    for words, wanted in (([], 0.25), (["deepspeed.optimizer.params.weight_decay=0.5"], 0.5)):
+        trainer = Trainer(load_config([tmp_path / "without.yaml"], words))
+        decayed, undecayed = trainer.engine.optimizer.param_groups
+        assert decayed["weight_decay"] == wanted
+        assert undecayed["weight_decay"] == 0
+    assert "weight_decay" not in parameter_groups(trainer.engine.transformer)[0]
+
+
+class Waits:
+    """Counts, per caller, what would make the host wait for a GPU."""
+
+    METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+    # Where a GPU run does not pass, or where the tensor lies on the CPU in any case.
+    EXCLUDED = ("fused_ema_adam.py", "batches.py", "/torch/")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        for name in self.METHODS:
+            monkeypatch.setattr(Tensor, name, self.counted(name, getattr(Tensor, name)))
+
+    def counted(self, name: str, method):
+        def call(tensor: Tensor, *args: object, **named: object) -> object:
+            code = sys._getframe(1).f_code
+            if not any(part in code.co_filename for part in self.EXCLUDED):
+                self.seen.append(f"{name} in {Path(code.co_filename).name} {code.co_name}")
+            return method(tensor, *args, **named)
+
+        return call
+
+
+@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
+def test_steps_between_logging_never_wait_for_the_device(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """What is on the CPU by design (readers, FusedEmaAdam's CPU branch) left out, neither our code
+    nor DeepSpeed's reads a tensor's value in a step or waits for the device; one line reads once."""
+    import deepspeed
+
+    words = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
+    trainer = make(tmp_path, data, *words, family=family, train_iters=6, log_interval=1000)
+    waits = Waits(monkeypatch)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    monkeypatch.setattr(accelerator, "synchronize", lambda *_: waits.seen.append("synchronize"))
+    trainer.train()
+    first = "__float__ in trainer.py _note_size"  # the frame rate of the first batch
+    assert waits.seen.count(first) == 1
+    seen = [where for where in waits.seen if where != first]
+    lines = [where for where in seen if where == "tolist in metrics.py log"]
+    assert len(lines) == 1  # of step 6, the last
+    saving = ("checkpoint", "safetensors", "tensorboard")
+    assert [w for w in seen if w not in lines and not any(s in w for s in saving)] == []

@@ -1,0 +1,388 @@
+"""What `cogfast train` and `cogfast sample` refuse before any GPU work."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogfast.config import Config, load_config
+from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.load import load_transformer
+from cogfast.train.preflight.check import check_sample, check_train
+from cogfast.train.preflight.trial_build import warn_of_different_schedules
+from tests.model.test_lora import save_as_sat
+from tests.support.tiny_run import model_section, write_clips, write_config
+from tests.support.tiny_transformers import randomize
+
+
+@pytest.fixture
+def config(sat_configs, tmp_path):
+    """Upstream's own files, with every path of theirs put to one that exists."""
+    for name in ("weights", "videos", "t5"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "vae.pt").touch()
+
+    def load(model: str, *words: str, second: str = "sft") -> Config:
+        paths = [
+            f"args.load={tmp_path / 'weights'}",
+            f"model.first_stage_config.params.ckpt_path={tmp_path / 'vae.pt'}",
+            f"model.conditioner_config.params.emb_models[0].params.model_dir={tmp_path / 't5'}",
+            f"args.train_data=[{tmp_path / 'videos'}]",
+            f"args.valid_data=[{tmp_path / 'videos'}]",
+        ]
+        files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
+        return load_config(files, [*paths, *words])
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("cogvideox_2b", "cogvideox_2b_lora", "cogvideox_5b", "cogvideox_5b_lora"),
+        *("cogvideox_5b_i2v", "cogvideox_5b_i2v_lora"),
+    ],
+)
+def test_upstreams_1_0_files_pass_once_their_paths_are_set(config, model):
+    check_train(config(model), world_size=8)
+
+
+def test_upstreams_1_5_files_pass_with_latent_input_off_and_16n_plus_1_frames(config):
+    words = ["model.latent_input=false", "data.params.max_num_frames=81"]
+    check_train(config("cogvideox1.5_5b", *words), world_size=8)
+    check_train(config("cogvideox1.5_5b_i2v", *words[1:]), world_size=8)
+    # the position table has an entry per token, and a token covers two latent frames
+    check_train(config("cogvideox1.5_5b", words[0], "data.params.max_num_frames=161"))
+
+
+def test_files_as_upstream_ships_them_are_refused(sat_configs):
+    load = lambda *names: load_config([sat_configs / f"{n}.yaml" for n in names])
+    placeholder = r"args.load='\{your CogVideoX SAT folder\}/transformer' is upstream's placeholder"
+    with pytest.raises(ValueError, match="sft.yaml: " + placeholder):
+        check_train(load("cogvideox_2b", "sft"))
+    with pytest.raises(ValueError, match="inference.yaml: " + placeholder):
+        check_sample(load("cogvideox1.5_5b", "inference"))
+    with pytest.raises(ValueError, match="args.mode=inference is for `cogfast sample`"):
+        check_train(load("cogvideox1.5_5b", "inference"))
+    with pytest.raises(ValueError, match="model.network_config is missing; add a model file"):
+        check_train(load("sft"))
+    with pytest.raises(ValueError, match="data.target is missing"):
+        check_train(load("cogvideox_2b"))
+
+
+REFUSED = {
+    "model.latent_input=true": (
+        "command line: model.latent_input=true, but data_video.SFTDataset returns pixels; set "
+        "model.latent_input=false"
+    ),
+    "args.load=nowhere": "args.load=nowhere does not exist; name the weights' folder",
+    "args.train_data=[nowhere]": "args.train_data: no folder nowhere; name your data",
+    "args.valid_data=[nowhere]": "args.valid_data: no folder nowhere; name your data",
+    "args.train_data=[]": "args.train_data is empty; name a folder of videos",
+    "args.train_data_weights=[1,2]": "names 2 weights for 1 of args.train_data; give each source one",
+    "args.train_data_weights=[0]": "must be 0 or more, one of them above; 1 reads a source once",
+    "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be a whole number from 0 to",
+    "args.cached_noised_images=2": "but args.latent_cache is not set; name one that `cogfast cache`",
+    "args.cached_noised_images=2 args.latent_cache=cache": (
+        "=2 is of image-to-video, but model.noised_image_input=false; set it to 0"
+    ),
+    "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
+    "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
+    "args.epochs=0": "args.epochs=0 must be a whole number from 1 to 1e+09 or null",
+    "args.model_parallel_size=4": (
+        "command line: args.model_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
+        "6, 10, 15, 30"
+    ),
+    "args.model_parallel_size=0": "args.model_parallel_size=0 must divide num_attention_heads=30",
+    "args.model_parallel_size=5": (
+        "args.model_parallel_size=5 must divide the 8 ranks of the launch; use 1, 2, or another "
+        "--nproc_per_node"
+    ),
+    "args.model_parallel_size=3 args.sequence_parallel=true": (
+        "args.sequence_parallel=true deals out 17776 tokens of text and video to "
+        "args.model_parallel_size=3 processes, which does not divide them"
+    ),
+    "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
+    "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
+    "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
+        "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
+    ),
+    "args.fp16=true": "the deepspeed section decides; set deepspeed.fp16.enabled=true",
+    "deepspeed.fp16.enabled=true": (
+        "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
+    ),
+    "deepspeed.train_micro_batch_size_per_gpu=0": "_per_gpu=0 must be a whole number from 1 to",
+    "deepspeed.train_batch_size=15": (
+        "deepspeed.train_batch_size=15 does not fit 8 data-parallel ranks: "
+        "train_micro_batch_size_per_gpu=2 x gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
+    ),
+    "data.params.max_num_frames=50": (
+        "data.params.max_num_frames=50: CogVideoX 1.0 takes 8N+1 frames, at most 49; use 49"
+    ),
+    "data.params.video_size=[480]": r"video_size=[480] must be [rows, columns], e.g. [480, 720]",
+    "data.params.video_size=[480,721]": "rows must be a multiple of 16 and columns of 16",
+    "data.params.video_size=[720,480]": (
+        "data.params.video_size=[720, 480]: the model's position table is for [480, 720] only; use "
+        "that, or change latent_height and latent_width of model.network_config.params to 90 and 60: the "
+        "table is computed, so the weights load"
+    ),
+    "model.noised_image_input=true": (
+        "model.noised_image_input=true does not fit in_channels=16 and out_channels=16"
+    ),
+    "model.conditioner_config.params.emb_models[0].params.max_length=77": (
+        "max_length=77 does not fit text_length=226 of the model's pos_embed_config"
+    ),
+    "model.conditioner_config.params.emb_models[0].params.model_dir=t5-v1_1-xxl": (
+        "model_dir=t5-v1_1-xxl is no folder; name one that holds T5"
+    ),
+    "model.conditioner_config.params.emb_models[0].params.model_dir=google/t5-v1_1-xxl": (
+        "model_dir=google/t5-v1_1-xxl is no folder; name one that holds T5"
+    ),
+    "model.first_stage_config.params.ckpt_path=nowhere.pt": (
+        "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
+    ),
+    "args.train_data=['']": "args.train_data: no folder ''; name your data",
+    "args.load=": "args.load= does not exist",
+    "args.split=": "args.split='' must be shares for training, validation, test: 9,1,0",
+    "args.split=0,1": "args.split='0,1' must be shares for training",
+    "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "need a text enc",
+    "args.eval_iters=0": "command line: args.eval_iters=0 must be a whole number from 1",
+    "args.keep_last=-1": "command line: args.keep_last=-1 must be a whole number from 0",
+    "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
+    "model.input_key=jpg": "model.input_key=jpg: batches call their videos mp4; use mp4",
+    **{
+        f"args.experiment_name={json.dumps(name)}": f"args.experiment_name={name!r} must be a folder's name, of"
+        for name in ("../x", "..", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[31m")
+    },
+    "args.experiment_name="
+    + 201 * "x": "xxx... must be a folder's name, of at most 200 bytes; see",
+    "args={wandb: true, experiment_name: 'a:b'}": "args.experiment_name='a:b': W&B takes no : in names",
+    "args={wandb: true, wandb_project_name: a/b#}": "wandb_project_name='a/b#': W&B takes no # / in",
+    "args.num_workers=-1": "command line: args.num_workers=-1 must be a whole number from 0",
+    "args.warmup_steps=2000": (
+        "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
+    ),
+    "args.lr_schedule=constant args.warmup_steps=2000": "args.warmup_steps=2000 must not exceed",
+    "args.warmup=3": "command line: args.warmup=3 is a share of the steps",
+    "model.first_stage_config.params.ckpt_path=null": (
+        "command line: model.first_stage_config.params.ckpt_path is missing: a random autoencoder"
+    ),
+    "model.first_stage_config=null": "model.first_stage_config is missing; video files need",
+    "model.conditioner_config.params.emb_models=[]": "captions need a text encoder",
+    "model.loss_fn_config={target: torch.nn.Identity}": "model.loss_fn_config is missing",
+    "model.sampler_config.params.num_steps=0": (
+        "model.sampler_config: num_steps=0 must be from 1 to 1000; use 50"
+    ),
+    "model.denoiser_config.params.num_idx=0": "num_idx=0 must be a whole number from 2 to 100000",
+    "deepspeed.optimizer.params.betas=[0.9,2]": (
+        "deepspeed.optimizer: FusedEmaAdam betas=[0.9, 2] must be in [0, 1)"
+    ),
+    "deepspeed.optimizer={type: Adam, params: {betas: [0.9, 2]}}": "deepspeed.optimizer: Invalid",
+}
+
+
+def _words(text: str) -> list[str]:
+    """Overrides out of one text; a space starts a new one only in front of a key."""
+    return re.split(r" (?=args\.|deepspeed\.)", text)
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_train_refuses(config, word):
+    with pytest.raises(ValueError) as raised:
+        check_train(config("cogvideox_2b", *_words(word)), world_size=8)
+    assert len(str(raised.value)) <= 400
+    assert REFUSED[word] in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_shard_is_named(config, tmp_path: Path):
+    (tmp_path / "s-0.tar").touch()
+    words = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
+    with pytest.raises(
+        ValueError, match=r"train_data=.*s-\{0..1\}.tar: there is no file .*s-1.tar"
+    ):
+        check_train(config("cogvideox_2b", *words.split("|")))
+
+
+def test_world_size_is_read_from_the_launcher(config, monkeypatch):
+    checked = config("cogvideox_2b", "deepspeed.train_batch_size=8")
+    check_train(checked, world_size=4)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_train(checked)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="does not fit 3 data-parallel ranks"):
+        check_train(checked)
+
+
+def test_fp16_needs_a_gpu(config, monkeypatch):
+    checked = config("cogvideox_2b", "deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_train(checked, world_size=8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="deepspeed.fp16.enabled=true needs a GPU; on a CPU use"):
+        check_train(checked, world_size=8)
+
+
+def test_float32_sums_of_bf16_gradients_need_zero_2(config):
+    words = ["deepspeed.bf16.enabled=true", "deepspeed.fp16.enabled=false"]
+    words += ["deepspeed.data_types={grad_accum_dtype: fp32}"]
+    stage = "deepspeed.zero_optimization.stage"
+    check_train(config("cogvideox_5b", *words, f"{stage}=2"), world_size=8)
+    with pytest.raises(ValueError, match=r"grad_accum_dtype=fp32 in bf16 needs ZeRO stage 2 or 3"):
+        check_train(config("cogvideox_5b", *words, f"{stage}=1"), world_size=8)
+
+
+FRAMES_1_5 = {49: None, 57: "use 49 or 65", 81: None, 161: None, 177: "at most 161; use 161"}
+
+
+@pytest.mark.parametrize("num_frames", FRAMES_1_5)
+def test_frames_of_1_5(config, num_frames):
+    words = ["model.latent_input=false", f"data.params.max_num_frames={num_frames}"]
+    checked = config("cogvideox1.5_5b", *words)
+    if FRAMES_1_5[num_frames] is None:
+        check_train(checked)
+    else:
+        with pytest.raises(ValueError, match=f"takes 16N.1 frames.*{FRAMES_1_5[num_frames]}"):
+            check_train(checked)
+
+
+def test_sizes_within_a_rotary_table_and_beyond(config):
+    check_train(config("cogvideox_5b", "data.params.video_size=[256,320]"))
+    with pytest.raises(ValueError, match=r"\[720, 480\]: the model's position table ends at \[480"):
+        check_train(config("cogvideox_5b", "data.params.video_size=[720,480]"))
+    with pytest.raises(ValueError, match=r"the model's position table is for \[480, 720\] only"):
+        check_train(config("cogvideox_5b_i2v", "data.params.video_size=[256,320]"))
+
+
+@pytest.mark.parametrize(
+    "model, size, fix",
+    [
+        ("cogvideox_2b", [470, 720], [480, 720]),
+        ("cogvideox_5b_i2v", [300, 333], [480, 720]),
+        ("cogvideox_5b", [470, 730], [464, 720]),
+        ("cogvideox_5b", [500, 4000], [480, 720]),
+        ("cogvideox1.5_5b_i2v", [767, 1361], [768, 1360]),
+    ],
+)
+def test_the_size_that_is_named_fits(config, model, size, fix):
+    words = f"data.params.video_size={size}".replace(" ", "")
+    with pytest.raises(
+        ValueError, match=rf"rows must be a multiple of 16.*use {re.escape(str(fix))}"
+    ):
+        check_train(config(model, words))
+    check_train(config(model, f"data.params.video_size={fix}".replace(" ", "")))
+
+
+def test_latents_in_the_batch_need_no_frozen_weights(config):
+    """A data set of the user's own may bring latents, so files of the encoders may be missing."""
+    words = ["data={target: torch.utils.data.TensorDataset, params: null}"]
+    with pytest.raises(ValueError, match="torch.utils.data.TensorDataset: no data set; use Video"):
+        config("cogvideox_2b", *words)
+
+
+SAMPLING = {
+    "args.sampling_image_size=[480]": r"args.sampling_image_size=\[480\] must be \[rows, columns\]",
+    "args.sampling_image_size=[480,832]": r"position table is for \[480, 720\] only",
+    "args.sampling_num_frames=22": "=22 counts latent frames.*table holds 13: use 13 at most",
+    "args.load=null": "args.load is missing; name the weights to sample with, or a run folder",
+    "model.sampler_config=null": "model.sampler_config is missing; add a model file",
+}
+
+
+@pytest.mark.parametrize("word", SAMPLING)
+def test_sample_refuses(config, word):
+    fitting = ["args.sampling_image_size=[480,720]", "args.sampling_num_frames=13"]
+    check_sample(config("cogvideox_2b", *fitting, second="inference"))
+    with pytest.raises(ValueError, match=SAMPLING[word]):
+        check_sample(
+            config(
+                *("cogvideox_2b", *fitting, "args.force_inference=false", word), second="inference"
+            )
+        )
+
+
+def test_sampling_1_5_counts_padded_latent_frames(config):
+    load = lambda n: config("cogvideox1.5_5b", f"args.sampling_num_frames={n}", second="inference")
+    for num_frames in (22, 21, 42):  # 5 s with and without the padding, 10 s
+        check_sample(load(num_frames))
+    with pytest.raises(ValueError, match="=43 counts latent frames.*holds 42"):
+        check_sample(load(43))
+
+
+def test_images_go_to_image_models(config, tmp_path: Path):
+    image_model = config("cogvideox1.5_5b_i2v", second="inference")
+    check_sample(image_model, has_images=True)
+    with pytest.raises(ValueError, match="give --image PNG or prompt@@image"):
+        check_sample(image_model)
+    with pytest.raises(ValueError, match="the model takes no image"):
+        check_sample(config("cogvideox1.5_5b", second="inference"), has_images=True)
+    # a run's own weights replace args.load
+    gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
+    check_sample(gone, weights=str(tmp_path))
+
+
+def test_the_text_encoders_default_length_is_checked(sat_configs, config, tmp_path):
+    text = (sat_configs / "cogvideox_2b.yaml").read_text()
+    (tmp_path / "model.yaml").write_text(text.replace("max_length: 226", ""))
+    assert "max_length" not in (tmp_path / "model.yaml").read_text()
+    key = r"emb_models.0.params.max_length=77, its default, does not fit text_length=226"
+    with pytest.raises(ValueError, match=key):
+        check_train(config(str(tmp_path / "model")), world_size=8)
+
+
+def test_different_noise_schedules_are_told(config, caplog):
+    warn_of_different_schedules(config("cogvideox_2b"))
+    assert not caplog.records
+    shift = "params.discretization_config.params.shift_scale=1.0"
+    warn_of_different_schedules(config("cogvideox_2b", f"model.sampler_config.{shift}"))
+    warn_of_different_schedules(config("cogvideox_2b", f"model.denoiser_config.{shift}"))
+    told = [record.message.split()[0] for record in caplog.records]
+    assert told == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]
+
+
+def test_all_missing_paths_are_reported_together(config) -> None:
+    """One start names every path that is not there, each with the file that says it."""
+    lost = {
+        "args.load": "lost/base",
+        "args.train_data": "lost/clips",
+        "args.valid_data": "lost/valid",
+        "args.resume": "lost/run",
+        "args.load_lora": "lost/lora",
+        "model.first_stage_config.params.ckpt_path": "lost/vae.pt",
+        "model.conditioner_config.params.emb_models[0].params.model_dir": "lost/t5",
+    }
+    words = [f"{key}=[{path}]" if "_data" in key else f"{key}={path}" for key, path in lost.items()]
+    checked = config("cogvideox_2b", *words)
+    with pytest.raises(ValueError) as raised:
+        check_train(checked, world_size=8)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(lost)
+    for path in lost.values():
+        (line,) = [line for line in lines if path in line]
+        assert line.startswith("command line: ") and len(line) <= 400
+
+
+def test_2b_at_another_size_loads_its_weights(tmp_path) -> None:
+    """Its table is computed: the refusal names the two keys, and with them the weights load."""
+    plain = build_transformer(model_section("2b", tmp_path))
+    randomize(plain, seed=3)
+    save_as_sat(plain, tmp_path / "base")
+    params = "model.network_config.params"
+    data = write_clips(tmp_path / "data", num_clips=1)
+    base = write_config(tmp_path / "base.yaml", data, "2b", load=str(tmp_path / "base"))
+    larger = ["data.params.video_size=[32,48]"]
+    with pytest.raises(ValueError, match=r"latent_width of .* to 4 and 6: the table is computed"):
+        check_train(load_config([base], larger))
+    checked = load_config([base], [*larger, f"{params}.latent_width=6"])
+    check_train(checked)
+    found = build_transformer(checked.model)
+    table = found.position_table.weight.clone()
+    report = load_transformer(found, tmp_path / "base")
+    assert report.ignored and torch.equal(found.position_table.weight, table)
+    for name, value in plain.named_parameters():
+        if name != "position_table.weight":
+            assert torch.equal(found.get_parameter(name), value), name

@@ -1,0 +1,245 @@
+"""What a checkpoint keeps, which ones stay, and what a full disk or another optimizer does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from threading import Event
+
+import pytest
+import safetensors.torch
+import torch
+
+from cogfast.config import load_config
+from cogfast.model.weights.formats.run_checkpoint import read_run_weights
+from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
+from cogfast.train.run import checkpoint_writer
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return write_config(folder / "base.yaml", write_clips(folder / "data"), save_interval=2)
+
+
+def train(base: Path, save: Path, *overrides: str) -> Path:
+    Trainer(load_config([base], [f"args.save={save}", *overrides])).train()
+    return run_folder(save)
+
+
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(p.name) for p in (run / "checkpoints").iterdir() if p.is_dir())
+
+
+def test_the_newest_are_kept(tmp_path: Path, base: Path) -> None:
+    assert saved_steps(train(base, tmp_path / "2", "args.train_iters=8")) == [6, 8]
+    keep_all = ("args.train_iters=8", "args.keep_last=0")
+    assert saved_steps(train(base, tmp_path / "0", *keep_all)) == [2, 4, 6, 8]
+
+
+def test_going_back_keeps_what_it_writes(tmp_path: Path, base: Path) -> None:
+    """Resumed at 2 with 8 on the disk: step 3 is the newest of this run, though 8 > 3."""
+    run = train(base, tmp_path, "args.train_iters=8", "args.keep_last=0")
+    train(
+        base,
+        tmp_path,
+        "args.train_iters=8",
+        "args.keep_last=1",
+        f"args.resume={run}/checkpoints/00000002",
+        "args.exit_interval=3",
+    )
+    assert (run / "checkpoints" / "latest").read_text() == "00000003"
+    assert newest_checkpoint(run).is_dir()
+    assert saved_steps(run) == [3, 4, 6, 8]
+    again = train(base, tmp_path, "args.train_iters=8", "args.resume=latest", "args.keep_last=0")
+    assert losses(again) == losses(train(base, tmp_path / "whole", "args.train_iters=8"))
+
+
+def test_what_a_killed_run_left_unfinished_goes(tmp_path: Path, base: Path) -> None:
+    run = train(base, tmp_path, "args.train_iters=2")
+    (run / "checkpoints" / "00000003.incomplete").mkdir()
+    train(base, tmp_path, "args.train_iters=4", "args.resume=latest")
+    assert not list((run / "checkpoints").glob("*.incomplete*"))
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path, base: Path) -> None:
+    """A checkpoint that replaces one of its step: the old one goes by another name meanwhile."""
+    run = train(base, tmp_path, "args.train_iters=2")
+    newest = newest_checkpoint(run)
+    newest.rename(newest.with_name("00000002.incomplete.old"))
+    train(base, tmp_path, "args.train_iters=4", "args.resume=latest")
+    assert len(losses(run)) == 4
+    assert saved_steps(run) == [4]
+
+
+class SlowDisk:
+    """write_safetensors that waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.is_free, self.calls, self.write = Event(), [], checkpoint_writer.write_safetensors
+
+    def __call__(self, path: Path, tensors: list) -> str:
+        self.calls.append(str(path))
+        assert self.is_free.wait(60)
+        return self.write(path, tensors)
+
+
+class Watching(Trainer):
+    """Notes the step at which each micro-batch's loss is computed and frees the disk at step 3."""
+
+    disk: SlowDisk
+    steps: list[int]
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        self.steps.append(self.step)
+        if self.step == 3:
+            assert len(self.disk.calls) == 1  # the checkpoint of step 2 is being written
+            assert newest_checkpoint(self.folder) is None
+            self.disk.is_free.set()
+        return super().compute_loss(batch)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 runs before the files of step 2 are written, which still hold step 2's state."""
+    disk = SlowDisk()
+    monkeypatch.setattr(checkpoint_writer, "write_safetensors", disk)
+    trainer = Watching(load_config([base], [f"args.save={tmp_path}/slow", "args.keep_last=0"]))
+    trainer.disk, trainer.steps = disk, []
+    trainer.train()
+    assert trainer.steps == [0, 1, 2, 3]
+    monkeypatch.undo()
+    whole = train(base, tmp_path / "whole", "args.keep_last=0")
+    for step in ("00000002", "00000004"):
+        one, other = (
+            safetensors.torch.load_file(run / "checkpoints" / step / "rank-00000.safetensors")
+            for run in (trainer.folder, whole)
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_buffers_are_used_again(tmp_path: Path, base: Path) -> None:
+    """One host copy of the partitions, however many saves; a second save waits for the first."""
+    trainer = Trainer(load_config([base], [f"args.save={tmp_path}", "args.train_iters=2"]))
+    trainer.train()
+    writer = trainer.writer
+    buffers = writer._snapshot.partitions
+    before = {key: buffer.data_ptr() for key, buffer in buffers.items()}
+    live = sum(part.nbytes for part in trainer.engine.parts) * 4  # weights, two moments, EMA
+    assert sum(buffer.nbytes for buffer in buffers.values()) == live
+    for step in (3, 4):
+        writer.save(step, {})
+    writer.wait()
+    assert writer.saved_step == 4
+    assert saved_steps(trainer.folder) == [3, 4]
+    assert {key: buffer.data_ptr() for key, buffer in buffers.items()} == before
+
+
+def test_no_memory_for_the_copy_leaves_the_run_alone(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, calls = checkpoint_writer._host_buffer, []
+
+    def host_buffer(like: torch.Tensor) -> torch.Tensor:
+        calls.append(like)
+        if len(calls) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return make(like)
+
+    monkeypatch.setattr(checkpoint_writer, "_host_buffer", host_buffer)
+    run = train(base, tmp_path, "args.train_iters=4")
+    assert saved_steps(run) == [4]
+    assert "checkpoint of step 2 failed: DefaultCPUAllocator" in caplog.text
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path, base: Path) -> None:
+    run = train(base, tmp_path, "args.train_iters=3")
+    manifest = newest_checkpoint(run) / "manifest.json"
+    before = manifest.stat().st_mtime_ns
+    train(base, tmp_path, "args.train_iters=3", "args.resume=latest")
+    assert manifest.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["torch.optim.RMSprop", "torch.optim.SGD", "torch.optim.NAdam", "AdamW"]
+)
+def test_every_optimizers_state_is_kept(tmp_path: Path, base: Path, optimizer: str) -> None:
+    """3 steps and 3 more are 6, bit for bit: momentum, squares and counters included."""
+    params = {"torch.optim.SGD": "{lr: 0.01, momentum: 0.9}"}.get(optimizer, "{lr: 0.001}")
+    words = [f"deepspeed.optimizer={{type: {optimizer}, params: {params}}}"]
+    whole = train(base, tmp_path / "whole", *words, "args.train_iters=6")
+    train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.exit_interval=3")
+    cut = train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.resume=latest")
+    assert losses(cut) == losses(whole)
+    one, other = (dict(read_run_weights(newest_checkpoint(run))) for run in (whole, cut))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path, base: Path) -> None:
+    train(base, tmp_path, "args.train_iters=2")
+    wanted = "its optimizer is FusedEmaAdam, whose state does not fit AdamW; resume with"
+    with pytest.raises(ValueError, match=wanted):
+        words = ("deepspeed.optimizer.type=AdamW", "args.accept_changes=true")
+        train(base, tmp_path, "args.resume=latest", *words)
+
+
+def test_another_number_of_samples_is_told(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(base, tmp_path, "args.train_iters=2")
+    more = write_clips(tmp_path / "data", num_clips=7)
+    Trainer(
+        load_config(
+            [base],
+            [f"args.save={tmp_path}", f"args.train_data=[{more}]", "args.resume=latest"],
+        )
+    )
+    assert "the data set has 7 samples, it had 6" in caplog.text
+
+
+def test_manifest_says_how_far_the_run_is(tmp_path: Path, base: Path) -> None:
+    manifest = read_manifest(newest_checkpoint(train(base, tmp_path, "args.train_iters=2")))
+    assert manifest["step"] == 2
+    assert manifest["global_batch"] == 4
+    assert manifest["num_samples"] == 6
+    assert set(manifest["counters"]["output.weight"].values()) == {2.0}
+    kinds = {s["kind"] for slices in manifest["slices"].values() for s in slices.values()}
+    assert kinds == {"master", "exp_avg", "exp_avg_sq", "shadow", "frozen"}
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from cogfast.config import load_config
+from cogfast.train.trainer import Trainer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+import logging
+logging.basicConfig(level=logging.INFO)
+Trainer(load_config([sys.argv[1]], [f"args.save={sys.argv[2]}"])).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_real_full_disk_ends_in_one_line_at_the_end(tmp_path: Path, base: Path) -> None:
+    """A limit on the size of files, as the system itself enforces it: training goes on to its end,
+    which then says that the last step could not be saved."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(base), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "checkpoint of step 2 failed" in done.stderr
+    assert "File too large" in done.stderr
+    assert "RuntimeError: step 4 could not be saved" in done.stderr
+    run = run_folder(tmp_path)
+    assert len(losses(run)) == 4
+    assert list((run / "checkpoints").iterdir()) == []

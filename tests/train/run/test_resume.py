@@ -1,0 +1,313 @@
+"""A run that was killed goes on as if nothing had happened: bitwise, data and noise included."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cogfast.config import load_config
+from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
+from cogfast.train.run import checkpoint_writer
+from cogfast.train.trainer import Trainer
+from tests.support.kills import Kill, assert_same_run, run_with_kills
+from tests.support.tiny_run import (
+    ROOT,
+    losses,
+    run,
+    run_folder,
+    wait_for,
+    write_clips,
+    write_config,
+)
+
+STEPS = 40
+SAVE_EVERY = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    return write_config(
+        folder / "base.yaml",
+        write_clips(folder / "data"),
+        train_iters=STEPS,
+        save_interval=SAVE_EVERY,
+        num_workers=1,
+    )
+
+
+def words(base: Path, save: Path, *overrides: str) -> list[str]:
+    return ["train", "--base", str(base), f"args.save={save}", *overrides]
+
+
+@pytest.mark.slow
+def test_three_kills_of_two_ranks_change_nothing(tmp_path: Path, base: Path) -> None:
+    """Of a rank, of everything in a save, and of torchrun: what is left of the run ends by itself
+    each time, and in the end it is the uninterrupted one, bit for bit."""
+    layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=2"]
+    layout += ["deepspeed.bf16={enabled: true}"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(words(base, whole, *layout), 2).returncode == 0
+    rng = random.Random(0)
+    steps = sorted(rng.sample(range(1, STEPS // 2), 3))
+    kills = [
+        Kill("rank 1", "step", steps[0], rng.uniform(0, 0.1)),
+        Kill("all", "save", steps[1], rng.uniform(0, 0.01)),
+        # Without torchrun the ranks go on for some steps, perhaps to the last.
+        Kill("torchrun", "step", steps[2]),
+    ]
+    run_with_kills(words(base, cut, *layout), cut, kills)
+    assert_same_run(whole, cut, STEPS)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_script_saves_on_every_rank(tmp_path: Path, base: Path) -> None:
+    """SIGUSR1, as Slurm sends it, to finetune_multi_gpus.sh: no process of it stays."""
+    layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=null"]
+    process = subprocess.Popen(
+        [
+            *("scripts/finetune_multi_gpus.sh", f"args.save={tmp_path}"),
+            *("args.train_iters=100000", *layout),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            **{"OMP_NUM_THREADS": "1", "NPROC": "2", "BASE": str(base)},
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")), process)
+    wait_for(lambda: losses(run_folder(tmp_path)), process)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    checkpoint = newest_checkpoint(run_folder(tmp_path))
+    assert checkpoint is not None, output
+    assert len(read_manifest(checkpoint)["slices"]) == 2  # one file a rank
+    assert f"stopped at step {int(checkpoint.name)}" in output
+
+
+def finish(base: Path, save: Path, *overrides: str) -> None:
+    Trainer(load_config([base], [f"args.save={save}", *overrides])).train()
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """A run of 8 steps with checkpoints 4 and 8; tests copy it."""
+    save = tmp_path_factory.mktemp("short")
+    finish(base, save, "args.train_iters=8", "args.num_workers=0")
+    return run_folder(save)
+
+
+def resume_copy(short_run: Path, folder: Path, base: Path, *overrides: str) -> Path:
+    copy = folder / short_run.name
+    if not copy.exists():
+        shutil.copytree(short_run, copy)
+    finish(base, folder, "args.train_iters=12", "args.num_workers=0", *overrides)
+    return copy
+
+
+def test_auto_starts_afresh_and_latest_refuses_to(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"args\.resume=latest: no run of 'tiny' with a checkpoint"
+    ):
+        finish(base, tmp_path, "args.resume=latest")
+    finish(base, tmp_path, "args.resume=auto", "args.train_iters=1", "args.num_workers=0")
+    assert len(losses(run_folder(tmp_path))) == 1
+
+
+def test_a_missing_path_is_refused(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ValueError, match="refusing to start from scratch"):
+        finish(base, tmp_path, f"args.resume={tmp_path}/nowhere")
+
+
+def test_resuming_in_the_middle_forgets_what_came_after(
+    tmp_path: Path, base: Path, short_run: Path
+) -> None:
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    resume_copy(short_run, tmp_path, base, f"args.resume={copy}/checkpoints/00000004")
+    assert len(losses(copy)) == 12
+    assert losses(copy)[:8] == losses(short_run)
+
+
+DAMAGES = {
+    "truncated file": "has 721046 bytes instead of 721056",
+    "garbled file": "rank-00000.safetensors is damaged: its checksum is",
+    "missing rank file": "rank-00000.safetensors is missing",
+    "bad manifest": "manifest.json: damaged JSON",
+    "no manifest": "it has no manifest.json",
+    "another format": "says format other, not cogfast-checkpoint-3",
+    "no folder": "no such folder",
+}
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    weights, manifest = checkpoint / "rank-00000.safetensors", checkpoint / "manifest.json"
+    if how == "truncated file":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif how == "garbled file":
+        weights.write_bytes(bytes(weights.stat().st_size))
+    elif how == "missing rank file":
+        weights.unlink()
+    elif how == "bad manifest":
+        manifest.write_bytes(manifest.read_bytes()[:-10])
+    elif how == "no manifest":
+        manifest.unlink()
+    elif how == "another format":
+        manifest.write_text('{"format": "other"}')
+    else:
+        shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_checkpoint_names_the_last_good_one(
+    tmp_path: Path, base: Path, short_run: Path, how: str
+) -> None:
+    """And the folder that it names is one to go on from; a damaged one before is not named."""
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    checkpoints = copy / "checkpoints"
+    shutil.copytree(checkpoints / "00000004", checkpoints / "00000006")
+    damage(checkpoints / "00000006", "truncated file")
+    damage(checkpoints / "00000008", how)
+    with pytest.raises(ValueError, match=re.escape(DAMAGES[how])) as refused:
+        resume_copy(short_run, tmp_path, base, "args.resume=latest")
+    where = str(refused.value).rpartition("the last good one is that of step 4: --resume ")[2]
+    if how == "truncated file":
+        resume_copy(short_run, tmp_path, base, f"args.resume={where}")
+        assert (checkpoints / "latest").read_text() == "00000012"
+    else:
+        assert where == str(checkpoints / "00000004")
+
+
+def test_no_good_checkpoint_is_told(tmp_path: Path, base: Path, short_run: Path) -> None:
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    for path in (copy / "checkpoints").glob("0*"):
+        damage(path, "missing rank file")
+    with pytest.raises(ValueError, match="there is no other one in its folder"):
+        resume_copy(short_run, tmp_path, base, "args.resume=auto")
+
+
+def test_another_model_is_refused(tmp_path: Path, base: Path, short_run: Path) -> None:
+    with pytest.raises(ValueError, match=r"another model: \d+ trained parameters differ"):
+        resume_copy(
+            short_run,
+            tmp_path,
+            base,
+            "args.resume=latest",
+            "args.accept_changes=true",
+            "model.network_config.params.num_layers=3",
+        )
+
+
+DECISIVE = {
+    "args.seed=5": "args.seed: 1234 -> 5",
+    "deepspeed.train_micro_batch_size_per_gpu=2": "global batch: 4 -> 2",
+    "model.network_config.params.num_layers=3": "num_layers: 2 -> 3",
+    "model.scale_factor=0.5": "model.scale_factor: 0.7 -> 0.5",
+    "data.params.fps=4": "data.params.fps: 8 -> 4",
+    "deepspeed.optimizer.params.lr=0.5": "deepspeed.optimizer.params.lr: 0.002 -> 0.5",
+    "deepspeed.gradient_clipping=2.0": "deepspeed.gradient_clipping: 1.0 -> 2.0",
+    "deepspeed.bf16={enabled: true}": "deepspeed.bf16.enabled: None -> True",
+    "args.lr_schedule=linear": "args.lr_schedule: constant -> linear",
+    "model.conditioner_config.params.emb_models.0.ucg_rate=0.5": (
+        "emb_models.0.ucg_rate: 0.1 -> 0.5"
+    ),
+}
+
+
+@pytest.mark.parametrize("override", DECISIVE)
+def test_a_change_of_what_is_trained_is_refused(
+    tmp_path: Path, base: Path, short_run: Path, override: str
+) -> None:
+    """Before the run's folder is written to."""
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    wanted = re.escape(f"{DECISIVE[override]}; set it back, or go on all the same with --accept-")
+    with pytest.raises(ValueError, match=wanted):
+        resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
+    assert {path.name for path in copy.iterdir()} == {path.name for path in short_run.iterdir()}
+
+
+def test_changes_go_on_where_they_are_accepted_or_free(
+    tmp_path: Path, base: Path, short_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wavelet = tmp_path / "moved.safetensors"
+    shutil.copy(base.parent / "data" / "wavelet.safetensors", wavelet)
+    free = (
+        f"model.first_stage_config.params.ckpt_path={wavelet}",
+        "model.sampler_config.params.num_steps=2",
+        "args.log_interval=2",
+        "deepspeed.zero_optimization.stage=1",
+        "deepspeed.train_micro_batch_size_per_gpu=2",
+        "deepspeed.gradient_accumulation_steps=2",
+    )
+    copy = resume_copy(short_run, tmp_path, base, "args.resume=latest", *free)
+    assert len(losses(copy)) == 8 + 2
+    lr = "deepspeed.optimizer.params.lr=0.001"
+    words = ("args.resume=latest", "args.accept_changes=true", lr)
+    finish(base, tmp_path, "args.train_iters=13", "args.num_workers=0", *words)
+    assert (copy / "checkpoints" / "latest").read_text() == "00000013"
+    assert "deepspeed.optimizer.params.lr: 0.002 -> 0.001" in caplog.text
+
+
+def test_the_time_limit_saves_and_ends(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit counts from the start of the process, which here has run other tests."""
+    caplog.set_level("INFO", logger="cogfast")
+    seconds = time.time() - psutil.Process().create_time() + 4
+    words = ("args.num_workers=0", "args.save_interval=null")
+    finish(base, tmp_path, f"args.max_hours={seconds / 3600}", "args.train_iters=100000", *words)
+    run = run_folder(tmp_path)
+    step = int((run / "checkpoints" / "latest").read_text())
+    assert 0 < step < 100_000
+    assert len(losses(run)) == step
+    assert re.search(
+        rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last ", caplog.text
+    )
+    with pytest.raises(ValueError, match=r"args\.max_hours=0\.0 must be more than 0"):
+        finish(base, tmp_path, "args.max_hours=0.0")
+
+
+def test_full_disk_keeps_the_run_and_the_last_checkpoint(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writing step 8 fails: training goes on, `latest` stays at 4 and then moves to 12."""
+    written = checkpoint_writer.write_safetensors
+
+    def write(path: Path, tensors: list) -> str:
+        if "00000008" in str(path):
+            raise OSError(28, "No space left on device")
+        return written(path, tensors)
+
+    monkeypatch.setattr(checkpoint_writer, "write_safetensors", write)
+    finish(base, tmp_path, "args.train_iters=12", "args.num_workers=0", "args.keep_last=0")
+    folder = run_folder(tmp_path) / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["00000004", "00000012", "latest"]
+    assert (folder / "latest").read_text() == "00000012"
+    assert "checkpoint of step 8 failed" in caplog.text
+    assert "No space left" in caplog.text
+
+
+def test_old_checkpoints_are_removed(tmp_path: Path, base: Path) -> None:
+    finish(base, tmp_path, "args.train_iters=14", "args.num_workers=0")
+    folder = run_folder(tmp_path) / "checkpoints"
+    assert sorted(p.name for p in folder.glob("0*")) == ["00000012", "00000014"]

@@ -1,0 +1,61 @@
+"""Signals at random moments: a run saves, ends by itself, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.kills import assert_same_run, newest_step
+from tests.support.stops import Stop, draw_stops, run_with_stops
+from tests.support.tiny_run import run, write_clips, write_config
+
+LAYOUTS = {1: [], 2: ["deepspeed.train_micro_batch_size_per_gpu=2"]}
+
+
+def check(folder: Path, processes: int, stops: list[Stop]) -> dict[str, int]:
+    """A run that is stopped again and again is, some steps after the last stop, the one that is not:
+    weights, moments, EMA and losses."""
+    data = write_clips(folder / "data")
+    base = write_config(
+        folder / "base.yaml",
+        data,
+        save_interval=10,
+        num_workers=1,
+        valid_data=[str(data)],
+        eval_interval=15,
+        eval_iters=1,
+        eval_num_samples=2,
+        eval_sampling_steps=2,
+    )
+    words = ["train", "--base", str(base), *LAYOUTS[processes]]
+    whole, cut = folder / "whole", folder / "cut"
+    endless = [*words, f"args.save={cut}", "args.train_iters=1000000"]
+    counts = run_with_stops(endless, cut, stops, processes)
+    steps = newest_step(cut) + 5
+    for save in (cut, whole):
+        more = [f"args.save={save}", f"args.train_iters={steps}", "--resume", "auto"]
+        done = run([*words, *more], processes, timeout=1200)
+        assert done.returncode == 0, done.stdout
+        assert f"finished at step {steps}; checkpoint: " in done.stdout
+    assert_same_run(whole, cut, steps)
+    return counts
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_sigterm_save(tmp_path: Path) -> None:
+    """A Ctrl-C of a terminal, which every process gets, in a step, and SIGTERM in an evaluation."""
+    stops = [
+        Stop(signal.SIGINT, "step", 0.2, to_all=True),
+        Stop(signal.SIGTERM, "evaluation", 0.02),
+    ]
+    assert check(tmp_path, 1, stops) == {"before training": 0, "saved": 2}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_signals_at_many_moments_change_nothing(tmp_path: Path, processes: int) -> None:
+    counts = check(tmp_path, processes, draw_stops(seed=processes, count=20))
+    assert counts["saved"] >= 16, counts
+    print(processes, "processes:", counts)

@@ -1,0 +1,288 @@
+"""`cogfast sample`: videos of a run, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.data.video.reader import open_video
+from cogfast.train.sampling.command import read_image
+from cogfast.train.sampling.generate import VideoMaker
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import CHANNELS, SIDE, run, run_folder, write_clips, write_config
+
+LATENTS = "args.only_save_latents=true"
+TENSOR = "args.model_parallel_size=2"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """The command line takes the log for itself."""
+    yield
+    logger = logging.getLogger("cogfast")
+    logger.handlers, logger.propagate = [], True
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("data"))
+
+
+def train(folder: Path, data: Path, family: str, *overrides: str, **named: object) -> Path:
+    base = write_config(folder / "base.yaml", data, family, train_iters=3, **named)
+    words = ["deepspeed.optimizer.params.lr=0.05", *overrides]
+    Trainer(load_config([base], words)).train()
+    return run_folder(folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {f: train(folder / f, data, f) for f in ("5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")}
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "picture.png")
+    return tmp_path / "picture.png"
+
+
+def sample(source: Path, out: Path, *words: str) -> dict[str, str]:
+    """{file: prompt} of what was made."""
+    assert main(["sample", str(source), "--out", str(out), *words]) == 0
+    return json.loads((out / "prompts.json").read_text())
+
+
+def latents(folder: Path) -> torch.Tensor:
+    files = json.loads((folder / "prompts.json").read_text())
+    return torch.stack([load_file(folder / name)["latents"] for name in files])
+
+
+@pytest.mark.parametrize("family", ["5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+def test_videos_of_a_run(tmp_path: Path, runs: dict[str, Path], picture: Path, family: str) -> None:
+    image = ["--image", str(picture)] if family.endswith("i2v") else []
+    if family == "1.5_5b_i2v":  # which takes the picture's shape otherwise
+        image.append(f"args.sampling_image_size=[{SIDE},{SIDE}]")
+    words = ["--prompt", "a bar", "--prompt", "two bars", *image]
+    found = sample(runs[family], tmp_path / "out", *words)
+    assert list(found.values()) == ["a bar", "two bars"]
+    for name in found:
+        video = open_video(str(tmp_path / "out" / name))
+        assert len(video) == (17 if family.startswith("1.5") else 9)
+        assert tuple(video.read([0]).shape) == (1, 32, 32, 3)
+        video.close()
+    assert (tmp_path / "out" / "contact_sheet.png").is_file()
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert settings["ema"] is True
+    assert settings["num_steps"] == 4
+    assert settings["frames"] == (6 if family.startswith("1.5") else 3)
+
+
+def test_prompts_of_a_file_with_images(
+    tmp_path: Path, runs: dict[str, Path], picture: Path
+) -> None:
+    """Lines of prompt@@image; an image changes its video and no other."""
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "red.png")
+    (tmp_path / "one.txt").write_text(f"a@@{picture}\n\nb@@{picture}\n")
+    (tmp_path / "two.txt").write_text(f"a@@{picture}\nb@@{tmp_path / 'red.png'}\n")
+    for name in ("one", "two"):
+        file = str(tmp_path / f"{name}.txt")
+        sample(runs["5b_i2v"], tmp_path / name, "--prompt-file", file, LATENTS)
+    one, two = latents(tmp_path / "one"), latents(tmp_path / "two")
+    assert one.shape == (2, CHANNELS, 3, 4, 4)
+    torch.testing.assert_close(one[0], two[0], rtol=0, atol=1e-5)
+    assert not torch.allclose(one[1], two[1], rtol=0, atol=1e-3)
+
+
+def test_a_seed_gives_its_videos(tmp_path: Path, runs: dict[str, Path]) -> None:
+    words = ["--prompt", "a", "--prompt", "a", LATENTS]
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        sample(runs["5b"], tmp_path / name, *words, "--seed", str(seed))
+    one, again, other = (latents(tmp_path / name) for name in ("one", "again", "other"))
+    assert torch.equal(one, again)
+    assert not torch.allclose(one, other, rtol=0, atol=1e-2)
+    assert not torch.allclose(one[0], one[1], rtol=0, atol=1e-2)  # one prompt, noise of its own
+
+
+def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
+    words = ["--prompt", "a", LATENTS]
+    sample(runs["5b"], tmp_path / "ema", *words, "--ema")
+    sample(runs["5b"], tmp_path / "default", *words)
+    sample(runs["5b"], tmp_path / "plain", *words, "--no-ema")
+    ema, default, plain = (latents(tmp_path / name) for name in ("ema", "default", "plain"))
+    assert torch.equal(ema, default)
+    assert not torch.allclose(ema, plain, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_latents_of_one(
+    tmp_path: Path, data: Path, runs: dict[str, Path], picture: Path
+) -> None:
+    """As two models, to the bit; as one model in two shares, to rounding. The seeds are the
+    prompts', so that one of them alone gives its latents again, on whatever number."""
+    lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
+    prompts = [word for text in "abc" for word in ("--prompt", text)]
+    words = [*prompts, "args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=1"]
+    cases = {
+        "data": (runs["5b"], LATENTS),
+        "tensor": (runs["5b"], LATENTS, TENSOR),
+        "tensor-i2v": (runs["5b_i2v"], LATENTS, TENSOR, "--image", str(picture)),
+        "tensor-video": (runs["5b_i2v"], TENSOR, "--image", str(picture)),
+        "tensor-lora": (runs["5b"], LATENTS, TENSOR, "--lora", str(lora)),
+    }
+    lists = [
+        [str(folder), *words, *more, "--out", str(tmp_path / name)]
+        for name, (folder, *more) in cases.items()
+    ]
+    done = run([json.dumps(lists)], processes=2, program=("tests/support/ranks/sample_ranks.py",))
+    assert done.returncode == 0, done.stdout
+    sample(runs["5b"], tmp_path / "one", *words, LATENTS)
+    sample(runs["5b_i2v"], tmp_path / "one-i2v", *words, LATENTS, "--image", str(picture))
+    sample(runs["5b"], tmp_path / "one-lora", *words, LATENTS, "--lora", str(lora))
+    names = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("one", "data")]
+    assert names[0] == names[1]
+    assert torch.equal(latents(tmp_path / "one"), latents(tmp_path / "data"))
+    for kind in ("", "-i2v", "-lora"):
+        one, two = f"one{kind}", f"tensor{kind}"
+        expected, found = latents(tmp_path / one), latents(tmp_path / two)
+        assert (found - expected).norm() <= 1e-4 * expected.norm()
+    assert len(list((tmp_path / "tensor-video").glob("*.mp4"))) == 3
+
+    settings = json.loads((tmp_path / "one" / "settings.json").read_text())
+    seed = settings["prompts"][2]["seed"]
+    sample(runs["5b"], tmp_path / "again", "--prompt", "c", "--seed", str(seed), LATENTS)
+    expected = latents(tmp_path / "one")[2]
+    torch.testing.assert_close(latents(tmp_path / "again")[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_that_fails_costs_no_other_its_video(
+    tmp_path: Path,
+    runs: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    frames, calls = VideoMaker.frames, []
+
+    def fail_second(*given: object) -> np.ndarray:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError("out of order")
+        return frames(*given)
+
+    monkeypatch.setattr(VideoMaker, "frames", fail_second)
+    words = [word for text in "abc" for word in ("--prompt", text)]
+    batch = "deepspeed.train_micro_batch_size_per_gpu=1"
+    with pytest.raises(ZeroDivisionError):  # the first error is told at the end
+        main(["sample", str(runs["5b"]), *words, batch, "--out", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert "prompt 1 ('b') failed: ZeroDivisionError: out of order" in error
+    found = json.loads((tmp_path / "prompts.json").read_text())
+    assert list(found.values()) == ["a", "c"]
+    assert all((tmp_path / name).is_file() for name in found)
+    assert (tmp_path / "contact_sheet.png").is_file()
+    assert len(json.loads((tmp_path / "settings.json").read_text())["prompts"]) == 3
+
+
+def test_lora_needs_its_base_and_a_full_run_does_not(
+    tmp_path: Path, data: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    """The folder that args.load named is gone after training."""
+    base = shutil.copytree(runs["5b"], tmp_path / "base")
+    lora = train(tmp_path / "lora", data, "5b", f"args.load={base}", lora_rank=4)
+    full = train(tmp_path / "full", data, "5b", f"args.load={base}")
+    words = ["--prompt", "a", LATENTS]
+    sample(lora, tmp_path / "with", *words)
+    raw = [*words, "--no-ema"]
+    sample(lora, tmp_path / "lora-run", *raw)
+    sample(runs["5b"], tmp_path / "added", *raw, "--lora", str(lora))
+    found, expected = latents(tmp_path / "added"), latents(tmp_path / "lora-run")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
+    sample(runs["5b"], tmp_path / "base", *raw)
+    assert not torch.allclose(latents(tmp_path / "base"), expected, rtol=0, atol=1e-3)
+    sample(full, tmp_path / "before", *words)
+    assert not torch.allclose(latents(tmp_path / "with"), latents(tmp_path / "before"), atol=1e-3)
+
+    shutil.rmtree(base)
+    sample(full, tmp_path / "after", *words)
+    assert torch.equal(latents(tmp_path / "after"), latents(tmp_path / "before"))
+    assert main(["sample", str(lora), "--out", str(tmp_path / "none"), *words]) == 2
+    assert str(base) in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_sizes_come_from_args_before_the_data(tmp_path: Path, runs: dict[str, Path]) -> None:
+    """SAT counts latent frames, padding included: 2 of CogVideoX 1.5 are 1 pixel frame."""
+    words = ["args.sampling_num_frames=2", "args.sampling_image_size=[16,32]"]
+    (name,) = sample(
+        runs["1.5_5b"], tmp_path / "out", "--prompt", "a", "args.sampling_fps=16", *words
+    )
+    video = open_video(str(tmp_path / "out" / name))
+    assert len(video) == 1
+    assert tuple(video.read([0]).shape) == (1, 16, 32, 3)
+    assert video.fps == pytest.approx(16)
+    video.close()
+
+
+def test_inference_configs_count_videos_per_prompt(
+    tmp_path: Path, data: Path, runs: dict[str, Path]
+) -> None:
+    """SAT's batch_size in inference.yaml."""
+    (tmp_path / "inference.yaml").write_text(
+        f"args: {{mode: inference, load: {runs['5b']}, batch_size: 2, only_save_latents: true}}\n"
+    )
+    base = write_config(tmp_path / "base.yaml", data)
+    files = [str(base), str(tmp_path / "inference.yaml")]
+    words = ["--base", *files, "--prompt", "a", "--prompt", "b", "--out", str(tmp_path / "out")]
+    assert main(["sample", *words]) == 0
+    found = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    assert list(found.values()) == ["a", "a", "b", "b"]
+    four = latents(tmp_path / "out")
+    assert len({tuple(one.flatten().tolist()) for one in four}) == 4
+
+
+def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) -> None:
+    pixels = np.zeros((32, 96, 3), dtype=np.uint8)
+    pixels[:, 32:64] = 255
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    found = read_image(tmp_path / "wide.png", (32, 32))
+    assert torch.equal(found, torch.ones(3, 32, 32))
+    (tmp_path / "no.png").write_text("no picture")
+    with pytest.raises(
+        ValueError, match=r"--image .*no.png: not a readable picture; use PNG, JPEG"
+    ):
+        read_image(tmp_path / "no.png", (32, 32))
+
+
+def test_what_sampling_cannot_do_is_told(
+    tmp_path: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for words, wanted in (
+        ([runs["5b_i2v"], "--prompt", "a"], "the model makes a video of an image; give --image"),
+        ([runs["5b"], "--prompt", "a", "--image", picture], "the model takes no image"),
+        ([runs["5b"], "--prompt", "a", "args.sampling_num_frames=9"], "counts latent frames"),
+        (
+            [
+                runs["5b_i2v"],
+                "--prompt",
+                "a",
+                "--image",
+                picture,
+                "args.sampling_image_size=[64,64]",
+            ],
+            "args.sampling_image_size=[64, 64]",
+        ),
+    ):
+        assert main(["sample", *map(str, words), "--out", str(tmp_path / "out")]) == 2
+        assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,423 @@
+"""`cogfast sample` from a diffusers pipeline alone, against diffusers' own pipeline; adapters on top;
+SAT's inference.yaml with every model file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+)
+from peft import LoraConfig, get_peft_model_state_dict
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer, T5EncoderModel
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.schema.arguments import TrainArguments
+from cogfast.slot_random import SlotRandom
+from cogfast.train.preflight.check import check_sample
+from cogfast.train.sampling.generate import LatentSize
+from cogfast.train.video_size import sampled_sizes
+from tests.schema.test_stock_yaml_end_to_end import WIDTH, write_t5
+from tests.support.tiny_run import FAMILIES, ROOT
+from tests.support.tiny_transformers import randomize
+from tests.support.video_files import decode_all
+
+SIZE = (32, 48)
+PROMPT = "a red block moves right over grey"
+STEPS, SCALE, SEED = 50, 3.0, 7
+GUIDER = "sgm.modules.diffusionmodules.guiders.VanillaCFG"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """The command line takes the log for itself."""
+    yield
+    logger = logging.getLogger("cogfast")
+    logger.handlers, logger.propagate = [], True
+
+
+def transformer_of(family: str) -> CogVideoXTransformer3DModel:
+    is_15, is_i2v = family.startswith("1.5"), family.endswith("i2v")
+    model = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        in_channels=32 if is_i2v else 16,
+        out_channels=16,
+        ofs_embed_dim=512 if is_15 and is_i2v else None,
+        text_embed_dim=WIDTH,
+        num_layers=2,
+        sample_height=SIZE[0] // 8,
+        sample_width=SIZE[1] // 8,
+        sample_frames=17 if is_15 else 9,
+        patch_size_t=2 if is_15 else None,
+        patch_bias=not is_15,
+        max_text_seq_length=224 if is_15 else 226,
+        use_rotary_positional_embeddings=family != "2b",
+        use_learned_positional_embeddings=family == "5b_i2v",
+    )
+    randomize(model, seed=7)
+    return model.eval()
+
+
+@dataclass
+class Pipelines:
+    """Folders that diffusers wrote, and what it reads from them."""
+
+    folder: Path
+
+    def path(self, family: str) -> Path:
+        return self.folder / family
+
+    def load(self, family: str) -> CogVideoXPipeline:
+        pipeline = CogVideoXPipeline.from_pretrained(self.path(family))
+        pipeline.transformer.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def latents(
+        self, pipeline: CogVideoXPipeline, num_frames: int, size: tuple[int, int] = SIZE
+    ) -> Tensor:
+        """[C, T, h, w] from diffusers, of our noise and an empty caption of zeros."""
+        patch_t = pipeline.transformer.config.patch_size_t or 1
+        frames = (num_frames - 1) // 4 + 1
+        frames += -frames % patch_t
+        shape = (1, 16, frames, size[0] // 8, size[1] // 8)
+        noise = SlotRandom(0, 0, [SEED], 0).normal("sample", shape)
+        length = pipeline.transformer.config.max_text_seq_length
+        text, _ = pipeline.encode_prompt(
+            PROMPT, do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        found = pipeline(
+            prompt_embeds=text,
+            negative_prompt_embeds=torch.zeros_like(text),
+            height=size[0],
+            width=size[1],
+            num_frames=num_frames,
+            num_inference_steps=STEPS,
+            guidance_scale=SCALE,
+            latents=noise.transpose(1, 2),
+            output_type="latent",
+        ).frames
+        return found[0].transpose(0, 1)
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
+    folder = tmp_path_factory.mktemp("pipelines")
+    write_t5(folder / "t5")
+    torch.manual_seed(0)
+    vae = AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 64), layers_per_block=1)
+    vae.register_to_config(scaling_factor=0.7)
+    for family in FAMILIES:
+        scheduler = CogVideoXDDIMScheduler(
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            timestep_spacing="trailing",
+            snr_shift_scale=3.0 if family == "2b" else 1.0,
+        )
+        kind = CogVideoXImageToVideoPipeline if "i2v" in family else CogVideoXPipeline
+        kind(
+            tokenizer=AutoTokenizer.from_pretrained(folder / "t5"),
+            text_encoder=T5EncoderModel.from_pretrained(folder / "t5"),
+            vae=vae,
+            transformer=transformer_of(family),
+            scheduler=scheduler,
+        ).save_pretrained(folder / family)
+    return Pipelines(folder)
+
+
+def sample(out: Path, *words: str | Path) -> dict:
+    """settings.json of what was made of one prompt with one seed."""
+    steps = f"model.sampler_config.params.num_steps={STEPS}"
+    given = ["sample", *words, "--prompt", PROMPT, "--out", out, "--seed", SEED, steps]
+    assert main(list(map(str, given))) == 0
+    return json.loads((out / "settings.json").read_text())
+
+
+def latents(out: Path) -> Tensor:
+    (file,) = out.glob("*.safetensors")
+    return load_file(file)["latents"]
+
+
+LATENTS = (
+    "args.only_save_latents=true",
+    "model.sampler_config.params.guider_config=null",  # in place of the config's, not merged
+    f"model.sampler_config.params.guider_config={{target: {GUIDER}, params: {{scale: {SCALE}}}}}",
+)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """The pipeline's own timesteps: two implementations of one float32 model remain."""
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(("family", "num_frames"), [("2b", 9), ("5b", 9), ("1.5_5b", 17)])
+def test_a_pipeline_alone_gives_diffusers_latents(
+    family: str, num_frames: int, pipelines: Pipelines, tmp_path: Path
+) -> None:
+    size = f"args.sampling_num_frames={6 if num_frames == 17 else 3}"
+    settings = sample(tmp_path, pipelines.path(family), *LATENTS, size)
+    expected = pipelines.latents(pipelines.load(family), num_frames)
+    assert_close(latents(tmp_path), expected)
+    assert settings["dtype"] == "fp32"
+    assert settings["scale_factor"] == 0.7
+    assert settings["prompts"][0] == {"text": PROMPT, "seed": SEED, "height": 32, "width": 48}
+    assert settings["sampler"]["target"].endswith("VideoDDIMSampler")
+    assert set(settings["versions"]) == {"torch", "diffusers", "transformers", "commit"}
+
+
+def test_a_pipeline_at_another_size_gives_diffusers_latents(
+    pipelines: Pipelines, tmp_path: Path
+) -> None:
+    """Its positions are rescaled: another shape than its own, and larger."""
+    size = (64, 48)
+    words = (*LATENTS, "args.sampling_num_frames=3", f"args.sampling_image_size={list(size)}")
+    sample(tmp_path / "out", pipelines.path("5b"), *words)
+    expected = pipelines.latents(pipelines.load("5b"), 9, size)
+    assert_close(latents(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("family", ["5b_i2v", "1.5_5b_i2v"])
+def test_a_picture_and_a_pipeline_are_enough(
+    family: str, pipelines: Pipelines, tmp_path: Path
+) -> None:
+    """The VAE, text encoder and rate of the folder; 1.5 takes the picture's shape."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "tall.png")
+    few = "model.sampler_config.params.num_steps=2"
+    out = tmp_path / "out"
+    settings = sample(out, pipelines.path(family), "--image", tmp_path / "tall.png", few)
+    (video,) = out.glob("*.mp4")
+    shape = (17, 48, 32, 3) if family.startswith("1.5") else (9, 32, 48, 3)
+    assert decode_all(video).shape == shape
+    assert settings["fps"] == (16 if family.startswith("1.5") else 8)
+    assert settings["decode_tile"] is None
+
+
+def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> None:
+    """And its video is that of the picture alone."""
+    folder, few = pipelines.path("1.5_5b_i2v"), "model.sampler_config.params.num_steps=2"
+    for name, size in (("tall", (40, 60)), ("wide", (100, 40))):  # columns, rows
+        Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
+    lines = [f"a block@@{tmp_path / f'{name}.png'}" for name in ("tall", "wide")]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    words = ["sample", str(folder), few, *LATENTS, "args.mode=finetune", "--seed", str(SEED)]
+    both = [*words, "--prompt-file", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "both")]
+    assert main([*both, "deepspeed.train_micro_batch_size_per_gpu=2"]) == 0
+    settings = json.loads((tmp_path / "both" / "settings.json").read_text())
+    sizes = [(row["height"], row["width"]) for row in settings["prompts"]]
+    assert sizes == [(48, 32), (32, 80)]
+    files = [
+        tmp_path / "both" / n for n in json.loads((tmp_path / "both/prompts.json").read_text())
+    ]
+    found = [load_file(file)["latents"] for file in files]
+    assert [tuple(one.shape) for one in found] == [(16, 6, 6, 4), (16, 6, 4, 10)]
+    one = [*words, "--prompt", "a block", "--image", str(tmp_path / "wide.png")]
+    assert main([*one, "--seed", str(SEED + 1), "--out", str(tmp_path / "one")]) == 0
+    torch.testing.assert_close(latents(tmp_path / "one"), found[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sat", "cogfast"])
+def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) -> None:
+    """A model's weights as they were converted; VAE and text encoder are named."""
+    parts = pipelines.path("5b")
+    assert main(["convert", str(parts), str(tmp_path / kind), "--to", kind]) == 0
+    words = (
+        *LATENTS,
+        f"model.first_stage_config.params.ckpt_path={parts}",
+        f"model.conditioner_config.params.emb_models[0].params.model_dir={parts}",
+    )
+    sample(tmp_path / "theirs", parts, *LATENTS)
+    expected = latents(tmp_path / "theirs")
+    sampler = "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler"
+    words = (*words, "model.sampler_config.params.timestep_spacing=trailing")
+    sample(tmp_path / "found", tmp_path / kind, *words, sampler)
+    assert torch.equal(latents(tmp_path / "found"), expected)
+    if kind == "sat":  # a folder of averages beside it
+        with pytest.raises(AssertionError):
+            sample(tmp_path / "none", tmp_path / kind, *words, sampler, "--ema")
+        averages = tmp_path / kind / f"{(tmp_path / kind / 'latest').read_text().strip()}-ema"
+        shutil.copytree(str(averages).removesuffix("-ema"), averages)
+        assert sample(tmp_path / "ema", tmp_path / kind, *words, sampler, "--ema")["ema"] is True
+        assert torch.equal(latents(tmp_path / "ema"), expected)
+
+
+def test_decoding_within_what_is_allowed(
+    pipelines: Pipelines, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = pipelines.path("1.5_5b")
+    words = [
+        *("args.sampling_image_size=[192,96]", "args.sampling_num_frames=2"),
+        "model.sampler_config.params.num_steps=2",
+    ]
+    whole = sample(tmp_path / "whole", folder, *words)
+    tiled = sample(tmp_path / "tiled", folder, *words, "args.vae_memory_gib=0.075")
+    assert whole["decode_tile"] is None
+    assert tiled["decode_tile"][0] < 192
+    frames = [decode_all(next((tmp_path / name).glob("*.mp4"))) for name in ("whole", "tiled")]
+    assert frames[0].shape == frames[1].shape == (1, 192, 96, 3)
+    difference = np.abs(frames[0].astype(float) - frames[1]).mean()
+    print(f"tiles of {tiled['decode_tile']}: {difference:.1f} of 255 apart")
+    assert 0 < difference < 64  # random weights: a tile has statistics of its own
+    capsys.readouterr()
+    least = ["sample", str(folder), *words, "args.vae_memory_gib=0.001", "--prompt", "a"]
+    assert main([*least, "--out", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "args.vae_memory_gib=0.001: decoding 1 frames of 192x96 takes 0." in error
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_config_with_placeholders_takes_the_pipelines_parts(
+    pipelines: Pipelines, capsys: pytest.CaptureFixture
+) -> None:
+    """And what the config names stays."""
+    files = [ROOT / "configs" / f"{name}.yaml" for name in ("cogvideox_5b", "inference")]
+    words = ["sample", "--base", *files, f"args.load={pipelines.path('5b')}", "--dry-run"]
+    assert main(list(map(str, words))) == 0
+    text = capsys.readouterr().out
+    assert f"path: {pipelines.path('5b') / 'vae'}" in text
+    assert f"model_dir: {pipelines.path('5b')} " in text
+    assert "ckpt_path" not in text
+    named = "model.first_stage_config.params.ckpt_path=/named/3d-vae.pt"
+    assert main([*map(str, words), named]) == 0
+    text = capsys.readouterr().out
+    assert "ckpt_path: /named/3d-vae.pt" in text
+    assert "path: " + str(pipelines.path("5b") / "vae") not in text
+
+
+@pytest.fixture
+def adapter(pipelines: Pipelines, tmp_path: Path) -> Path:
+    """A LoRA file of diffusers' 5B, of strength 3 / 2."""
+    transformer = CogVideoXTransformer3DModel.from_pretrained(pipelines.path("5b") / "transformer")
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    transformer.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=targets))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    layers = get_peft_model_state_dict(transformer)
+    metadata = {"transformer_lora_adapter_metadata": transformer.peft_config["default"].to_dict()}
+    CogVideoXPipeline.save_lora_weights(tmp_path / "lora", layers, **metadata)
+    return tmp_path / "lora"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_adapters_have_diffusers_strength(
+    scale: float, pipelines: Pipelines, adapter: Path, tmp_path: Path
+) -> None:
+    pipeline = pipelines.load("5b")
+    plain = pipelines.latents(pipeline, 9)
+    pipeline.load_lora_weights(adapter, adapter_name="mine")
+    pipeline.set_adapters("mine", scale)
+    expected = pipelines.latents(pipeline, 9)
+    word = str(adapter) if scale == 1 else f"{adapter}:{scale}"
+    settings = sample(tmp_path / "out", pipelines.path("5b"), *LATENTS, "--lora", word)
+    assert_close(latents(tmp_path / "out"), expected)
+    assert (expected - plain).norm() > 0.02 * plain.norm()
+    assert settings["lora"] == [{"path": str(adapter), "scale": scale}]
+
+
+def test_a_sat_folder_with_adapters_alone(
+    pipelines: Pipelines, adapter: Path, tmp_path: Path
+) -> None:
+    """Base and adapters in SAT's one file are the base with the adapters on top."""
+    base, both = pipelines.path("5b"), tmp_path / "sat"
+    assert main(["convert", str(base), str(both), "--to", "sat", "--add-lora", str(adapter)]) == 0
+    sample(tmp_path / "on-top", base, *LATENTS, "--lora", adapter)
+    words = (
+        f"model.first_stage_config.params.ckpt_path={base}",
+        f"model.conditioner_config.params.emb_models[0].params.model_dir={base}",
+        "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler",
+        "model.sampler_config.params.timestep_spacing=trailing",  # as the pipeline's
+    )
+    # SAT's files do not say alpha; its default is 1
+    alpha = "model.network_config.params.modules.lora_config.params.lora_alpha=3"
+    sample(tmp_path / "alone", both, *LATENTS, *words, alpha)
+    expected = latents(tmp_path / "on-top")
+    assert (latents(tmp_path / "alone") - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_adapters_that_cannot_be_added_are_told(
+    pipelines: Pipelines, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for source, lora, wanted in (
+        ("5b", tmp_path / "none", "none: no such file or folder"),
+        ("5b", f"{adapter}:strong", "nor PATH:SCALE with a number"),
+        ("1.5_5b", pipelines.path("5b"), "transformer: it has no LoRA tensors"),
+    ):
+        words = ["sample", pipelines.path(source), "--prompt", "a", "--lora", lora]
+        assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+        assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+MODELS = (
+    "cogvideox_2b",
+    "cogvideox_5b",
+    "cogvideox_5b_i2v",
+    "cogvideox1.5_5b",
+    "cogvideox1.5_5b_i2v",
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sats_inference_file_goes_with_every_model(
+    name: str, sat_configs: Path, tmp_path: Path
+) -> None:
+    """It is read whole; its size and length are 1.5's, which the others refuse with their own."""
+    Image.new("RGB", (1360, 768)).save(tmp_path / "a.png")
+    files = [sat_configs / f"{file}.yaml" for file in (name, "inference")]
+    given = [
+        f"args.load={tmp_path}",
+        f"model.first_stage_config.params.ckpt_path={tmp_path}",
+        f"model.conditioner_config.params.emb_models[0].params.model_dir={tmp_path}",
+        *("deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"),
+    ]
+    images = [tmp_path / "a.png" if "i2v" in name else None]
+
+    def size_of(*words: str) -> LatentSize:
+        config = load_config(files, [*given, *words])
+        check_sample(config, has_images=images != [None])
+        return sampled_sizes(config, TrainArguments.from_config(config), images)[0]
+
+    if "1.5" in name:
+        assert size_of() == LatentSize(16, 22, 96, 170, 81, 16)
+        tall = [tmp_path / "tall.png"]
+        Image.new("RGB", (300, 400)).save(tall[0])
+        images = tall if "i2v" in name else images
+        like_picture = size_of("args.sampling_image_size=null")  # upstream: "remove this for I2V"
+        assert (like_picture.height, like_picture.width) == (
+            (128, 96) if "i2v" in name else (96, 170)  # no data section
+        )
+        with pytest.raises(
+            ValueError, match="20 latent frames, 1 of padding, make 73 frames; .* use 18 or 22"
+        ):
+            size_of("args.sampling_num_frames=20")
+        return
+    held = r"ends at" if name == "cogvideox_5b" else "is for"
+    table = rf"inference.yaml: args.sampling_image_size=\[768, 1360\]: .* {held} \[480, 720\]"
+    with pytest.raises(ValueError, match=table):
+        size_of()
+    size = "args.sampling_image_size=[480,720]"
+    with pytest.raises(ValueError, match="sampling_num_frames=22 counts latent frames"):
+        size_of(size)
+    odd = r"12 latent frames make 45 frames; CogVideoX 1.0 takes 8N\+1 .* 2N\+1 .*: use 11 or 13"
+    with pytest.raises(ValueError, match=odd):
+        size_of(size, "args.sampling_num_frames=12")
+    assert size_of(size, "args.sampling_num_frames=13") == LatentSize(16, 13, 60, 90, 49, 16)

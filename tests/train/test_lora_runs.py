@@ -1,0 +1,135 @@
+"""Runs that train adapters: what their checkpoints weigh, and starting from adapters that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cogfast.config import load_config
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.formats.peft import write_peft
+from cogfast.model.weights.formats.run_manifest import newest_checkpoint
+from cogfast.model.weights.lora.adapters import open_adapter
+from cogfast.train.trainer import Trainer
+from tests.model.test_lora import save_as_sat
+from tests.support.tiny_run import losses, model_section, run_folder, write_clips, write_config
+from tests.support.tiny_transformers import randomize
+
+LORA = "model.network_config.params.modules.lora_config.params"
+ASKED = [f"{LORA}.lora_alpha=3", f"{LORA}.target_modules=[to_q,to_v,to_out.0]"]
+NUM_ADAPTERS = 2 * 3 * 2  # layers, targets, A and B
+RANK, WIDTH = 2, 32
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of a LoRA run on a SAT checkpoint."""
+    folder = tmp_path_factory.mktemp("lora")
+    data = write_clips(folder / "data")
+    plain = build_transformer(model_section("5b", data))
+    randomize(plain, seed=1)
+    save_as_sat(plain, folder / "base")
+    options = {"load": str(folder / "base"), "train_iters": 3}
+    return write_config(folder / "base.yaml", data, "5b", RANK, **options)
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path) -> Path:
+    Trainer(load_config([base], ASKED)).train()
+    return run_folder(base.parent / "runs")
+
+
+def test_a_checkpoint_holds_the_adapters_alone(base: Path, trained: Path) -> None:
+    """Master weights, two moments and the average, 4 bytes each, of the adapters."""
+    files = sorted(newest_checkpoint(trained).rglob("*.safetensors"))
+    numels = [tensor.numel() for file in files for tensor in load_file(file).values()]
+    assert sum(numels) == 4 * NUM_ADAPTERS * RANK * WIDTH
+    base_file = next((base.parent / "base").rglob("*.pt"))
+    whole = sum(path.stat().st_size for path in newest_checkpoint(trained).rglob("*"))
+    assert whole < base_file.stat().st_size / 4
+
+
+def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> None:
+    words = [*ASKED, f"{LORA}.lora_dropout=0.5", "args.train_iters=4", "args.save_interval=2"]
+    Trainer(load_config([base], [*words, f"args.save={tmp_path / 'whole'}"])).train()
+    words.append(f"args.save={tmp_path / 'parts'}")
+    Trainer(load_config([base], [*words, "args.exit_interval=2"])).train()
+    torch.manual_seed(5)  # another process would be in another state
+    Trainer(load_config([base], [*words, "args.resume=latest"])).train()
+    whole, parts = (losses(run_folder(tmp_path / name)) for name in ("whole", "parts"))
+    assert whole == parts and len(whole) == 4
+    words[1], words[-1] = f"{LORA}.lora_dropout=0", f"args.save={tmp_path / 'none'}"
+    Trainer(load_config([base], words)).train()
+    assert losses(run_folder(tmp_path / "none")) != whole
+
+
+@pytest.fixture(scope="module")
+def sources(trained: Path, base: Path) -> dict[str, Path]:
+    """The trained adapters as the run itself, a PEFT file and a SAT checkpoint with its base."""
+    adapter, folder = open_adapter(trained), base.parent
+    assert adapter.lora_alpha == 3.0
+    written = write_peft(adapter, folder / "peft")
+    whole = build_transformer(load_config([base], ASKED).model)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if is_lora_parameter(name):
+                parameter.copy_(adapter.read(name, None))
+    save_as_sat(whole, folder / "sat")
+    return {"run": trained, "peft": written, "sat": folder / "sat"}
+
+
+@pytest.mark.parametrize("kind", ["run", "peft", "sat"])
+def test_training_starts_from_adapters(
+    tmp_path: Path, base: Path, sources: dict[str, Path], kind: str
+) -> None:
+    words = [*ASKED, f"args.load_lora={sources[kind]}", f"args.save={tmp_path}"]
+    trainer = Trainer(load_config([base], words))
+    adapter = open_adapter(sources["run"])
+    state = dict(trainer.engine.transformer.named_parameters())
+    held = {name for name in state if is_lora_parameter(name)}
+    assert held == adapter.shapes.keys() and len(held) == NUM_ADAPTERS
+    for name in held:
+        assert torch.equal(state[name].detach().float(), adapter.read(name, None)), name
+    first = build_transformer(model_section("5b", tmp_path))
+    randomize(first, seed=1)
+    name = "blocks.1.attention.out.{}weight"
+    assert torch.equal(state[name.format("original.")], first.get_parameter(name.format("")))
+
+
+def test_a_config_that_does_not_fit_is_refused_before_anything(
+    base: Path, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    cases = {
+        f"{LORA}.r=4": r"args.load_lora: .*rank 2 and alpha 3, .* write r: 2, lora_alpha: 3 in",
+        f"{LORA}.target_modules=[to_q]": r"write target_modules: \[to_q, to_v, to_out.0\]",
+        "args.load_lora=nothing": "args.load_lora: nothing: no such file or folder of LoRA",
+    }
+    for word, match in cases.items():
+        words = [*ASKED, f"args.load_lora={sources['peft']}", f"args.save={tmp_path}", word]
+        with pytest.raises(ValueError, match=match):
+            Trainer(load_config([base], words))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["output layer", "modulation"])
+def test_a_base_that_gives_adapters_no_gradient_is_refused(
+    base: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A base of zeros where the adapters' gradient comes through, as fresh weights have it."""
+    plain = build_transformer(model_section("5b", tmp_path))
+    randomize(plain, seed=1)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            is_zero = name == "output.weight" if what == "output layer" else ".modulation." in name
+            if is_zero:
+                parameter.zero_()
+    save_as_sat(plain, tmp_path / "zero")
+    words = [f"args.load={tmp_path / 'zero'}", f"args.save={tmp_path / 'runs'}"]
+    with pytest.raises(ValueError, match=rf"zero: the .*{what} is zero, so LoRA gets no gradient"):
+        Trainer(load_config([base], words))
+    Trainer(load_config([base], [*words, "args.force_train=true"]))
+    assert any("LoRA gets no gradient at first" in r.message for r in caplog.records)

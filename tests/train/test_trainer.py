@@ -1,0 +1,257 @@
+"""The training loop on one process: every family, what is trained, EMA, bad steps, encoded batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from cogfast.config import load_config
+from cogfast.data.batches import to_device
+from cogfast.model.weights.formats.run_checkpoint import read_run_weights
+from cogfast.model.weights.formats.run_manifest import newest_checkpoint
+from cogfast.slot_random import SlotRandom
+from cogfast.train.assembly import assemble_batches
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import CHANNELS, FAMILIES, losses, run_folder, write_clips, write_config
+
+ENCODED = "tests.train.test_trainer.EncodedSamples"
+
+
+class EncodedSamples(Dataset):
+    """Latents and embeddings made elsewhere; sample `bad_sample` has a NaN in it."""
+
+    def __init__(self, data_dir: list[str], bad_sample: int = -1, num_bad: int = 1) -> None:
+        self.bad = range(bad_sample, bad_sample + num_bad) if bad_sample >= 0 else ()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict:
+        generator = torch.Generator().manual_seed(index)
+        latents = torch.randn(CHANNELS, 3, 4, 4, generator=generator)
+        if index in self.bad:
+            latents[0, 0, 0, 0] = float("nan")
+        return {
+            "encoded_videos": latents,
+            "prompt_embedding": torch.randn(8, 16, generator=generator),
+        }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("data"))
+
+
+def make(base: Path, *overrides: str) -> Trainer:
+    return Trainer(load_config([base], overrides, allow_import=["tests"]))
+
+
+def loss_of_first_step(trainer: Trainer, folder: Path) -> float:
+    """The loss of the current weights on the batch and draws of step 0."""
+    trainer.step = 0
+    batches = assemble_batches(trainer.datasets.train, trainer.args, trainer.groups, folder, 0)
+    with torch.no_grad(), batches:
+        return trainer.compute_loss(to_device(next(batches), "cpu")).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns_full_and_lora(tmp_path: Path, data: Path, family: str) -> None:
+    """mp4s in, checkpoint out, a LoRA on top of it; each time the loss at fixed draws falls, and
+    what is frozen stays as it is."""
+    base = write_config(tmp_path / "full" / "base.yaml", data, family, train_iters=12)
+    check_learning(make(base, "deepspeed.optimizer.params.lr=0.01"), tmp_path, least=0.02)
+    full = run_folder(tmp_path / "full" / "runs")
+
+    base = write_config(tmp_path / "lora" / "base.yaml", data, family, 4, train_iters=12)
+    trainer = make(base, "deepspeed.optimizer.params.lr=0.1", f"args.load={full}")
+    loaded = dict(read_run_weights(newest_checkpoint(full)))
+    qkv = trainer.engine.transformer.blocks[0].attention.qkv.original.weight
+    assert torch.equal(qkv, loaded["blocks.0.attention.qkv.weight"])
+    changed = check_learning(trainer, tmp_path, least=5e-5)
+    assert len(changed) == 2 * 8  # layers x (3 + 1 pairs of A and B)
+    assert all("matrix_" in name for name in changed)
+    saved = dict(read_run_weights(newest_checkpoint(run_folder(tmp_path / "lora" / "runs"))))
+    assert saved.keys() == changed  # megabytes, not the base again
+
+
+def check_learning(trainer: Trainer, folder: Path, least: float) -> set[str]:
+    """Train; the loss must fall by the share `least`. Returns the names of what changed."""
+    parameters = dict(trainer.engine.transformer.named_parameters())
+    before = {n: p.detach().clone() for n, p in parameters.items()}
+    first = loss_of_first_step(trainer, folder)
+    trainer.train()
+    assert loss_of_first_step(trainer, folder) < (1 - least) * first
+    changed = {n for n, p in parameters.items() if not torch.equal(p, before[n])}
+    assert changed == {n for n, p in parameters.items() if p.requires_grad}
+    return changed
+
+
+def test_loss_is_the_formula(tmp_path: Path, data: Path) -> None:
+    """compute_loss against the formulas written out here, on the draws of its slots."""
+    trainer = make(write_config(tmp_path / "base.yaml", data, "5b_i2v"))
+    batch = next(
+        assemble_batches(trainer.datasets.train, trainer.args, trainer.groups, tmp_path, 0)
+    )
+    batch = to_device(batch, "cpu")
+    rng = SlotRandom(trainer.args.seed, 0, [0, 1, 2, 3], 4)
+    encoder, loss_fn = trainer.encoder, trainer.diffusion.loss
+
+    pixels = batch["mp4"].transpose(1, 2)
+    latents = 0.7 * encoder.first_stage.encode(pixels).mean
+    sigma = torch.exp(-3.0 + 0.5 * rng.normal("image_noise_strength", (4, 1, 1, 1, 1)))
+    frame = pixels[:, :, :1] + sigma * rng.normal("image_noise", (4, 3, 1, 32, 32))
+    image = torch.zeros_like(latents)
+    image[:, :, :1] = 0.7 * encoder.first_stage.encode(frame).mean
+    image[rng.uniform("image_dropout") < 0.3] = 0
+    text = encoder.text_encoder(batch["txt"])
+    text[rng.uniform("text_dropout") < 0.1] = 0
+
+    idx = loss_fn.sigma_sampler.sample(rng)
+    a = loss_fn.sigma_sampler.alpha_sqrt(idx).double().view(-1, 1, 1, 1, 1)
+    noised = a * latents.double() + (1 - a**2).sqrt() * rng.normal("noise", latents.shape).double()
+    with torch.no_grad():
+        v = trainer.engine.transformer(noised.float(), idx, text, image_latents=image).double()
+        wanted = ((a * noised - (1 - a**2).sqrt() * v - latents.double()) ** 2).flatten(1).mean(1)
+        wanted = (wanted / (1 - a.flatten() ** 2)).mean()
+        found = trainer.compute_loss(batch)
+    assert math.isclose(found.item(), wanted.item(), rel_tol=1e-5)
+
+
+def test_ema_is_the_average_of_the_weights(tmp_path: Path, data: Path) -> None:
+    """The shadow in the last of five checkpoints against the recursion over all five."""
+    base = write_config(tmp_path / "base.yaml", data, train_iters=5, save_interval=1, keep_last=0)
+    trainer = make(base)
+    shadow = {
+        n: p.detach().double().clone()
+        for n, p in trainer.engine.transformer.named_parameters()
+        if p.requires_grad
+    }
+    trainer.train()
+    folder = run_folder(tmp_path / "runs") / "checkpoints"
+    for step in range(1, 6):
+        decay = min(0.9999, (1 + step) / (10 + step))
+        for name, value in read_run_weights(folder / f"{step:08d}"):
+            if name in shadow:
+                shadow[name] = decay * shadow[name] + (1 - decay) * value.double()
+    for name, value in read_run_weights(newest_checkpoint(folder.parent), ema=True):
+        if name in shadow:
+            torch.testing.assert_close(value.double(), shadow[name], rtol=1e-5, atol=1e-7)
+
+
+def test_evaluating_with_ema_gives_the_weights_back(tmp_path: Path, data: Path) -> None:
+    trainer = make(write_config(tmp_path / "base.yaml", data, train_iters=3))
+    trainer.train()
+    parameters = dict(trainer.engine.transformer.named_parameters())
+    before = {n: p.detach().clone() for n, p in parameters.items()}
+    ema = dict(read_run_weights(newest_checkpoint(run_folder(tmp_path / "runs")), ema=True))
+    with trainer.engine.weights("shadow"):
+        for name in before:
+            wanted = ema[name].view_as(before[name])
+            assert torch.equal(parameters[name], wanted), name
+        assert not torch.equal(parameters["output.weight"], before["output.weight"])
+    for name, value in before.items():
+        assert torch.equal(parameters[name], value), name
+
+
+def test_encoded_batches_load_no_encoder(tmp_path: Path, data: Path) -> None:
+    trainer = make(
+        write_config(tmp_path / "base.yaml", data, dataset={"target": ENCODED}, train_iters=3)
+    )
+    trainer.config.model.first_stage_config.params.ckpt_path = "nowhere"
+    trainer.train()
+    assert len(losses(run_folder(tmp_path / "runs"))) == 3
+    assert trainer.encoder._first_stage is None
+    assert trainer.encoder._text_encoder is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("optimizer", ["sat.ops.FusedEmaAdam", "AdamW", "torch.optim.RMSprop"])
+def test_non_finite_step_changes_nothing(
+    tmp_path: Path, data: Path, precision: str, stage: int, optimizer: str
+) -> None:
+    """A NaN in one sample: the steps that see it are skipped whole, the others happen."""
+    base = write_config(
+        tmp_path / "base.yaml",
+        data,
+        dataset={"target": ENCODED, "params": {"bad_sample": 0}},
+        optimizer=optimizer,
+        train_iters=4,
+        save_interval=1,
+        keep_last=0,
+    )
+    trainer = make(
+        base,
+        f"deepspeed.bf16={{enabled: {str(precision == 'bf16').lower()}}}",
+        f"deepspeed.zero_optimization.stage={stage}",
+    )
+    trainer.train()
+    run = run_folder(tmp_path / "runs")
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line["skipped_in_a_row"] > 0 for line in lines]
+    assert sum(skipped) == 2  # two epochs of 8 samples in 4 steps of 4
+    steps = [dict(read_run_weights(run / "checkpoints" / f"{i:08d}")) for i in (1, 2, 3, 4)]
+    for step in (2, 3, 4):
+        same = all(
+            torch.equal(steps[step - 1][n], steps[step - 2][n]) for n in steps[0] if "blocks" in n
+        )
+        assert same == skipped[step - 1], f"step {step}"
+    assert all(torch.isfinite(value).all() for value in steps[-1].values())
+
+
+def test_too_many_non_finite_steps_end_the_run(tmp_path: Path, data: Path) -> None:
+    all_bad = {"target": ENCODED, "params": {"bad_sample": 0, "num_bad": 8}}
+    trainer = make(
+        write_config(tmp_path / "base.yaml", data, dataset=all_bad, max_nonfinite_steps=2)
+    )
+    with pytest.raises(RuntimeError, match="2 steps in a row had non-finite gradients.*resume"):
+        trainer.train()
+
+
+def test_a_tensor_without_gradient_is_named(tmp_path: Path, data: Path) -> None:
+    make(write_config(tmp_path / "base.yaml", data, train_iters=1)).train()
+    base = write_config(tmp_path / "lora.yaml", data, lora_rank=2)
+    trainer = make(base, f"args.load={run_folder(tmp_path / 'runs')}")
+    trainer.gradient_check.waiting.add("blocks.9.attention.qkv.matrix_A.0")
+    trainer.gradient_check.num_trainable += 1
+    with pytest.raises(RuntimeError, match=r"16 of 17 LoRA tensors got a gradient.*blocks\.9"):
+        trainer.train()
+
+
+def test_nothing_trainable_is_refused(tmp_path: Path, data: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", data)
+    with pytest.raises(ValueError, match="args.load is missing: LoRA adapts weights that exist"):
+        make(write_config(tmp_path / "lora.yaml", data, lora_rank=2))
+    with pytest.raises(ValueError, match="nothing is trainable: model.not_trainable_prefixes"):
+        make(base, "model.not_trainable_prefixes=[all]")
+
+
+def test_epochs_count_steps(tmp_path: Path, data: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", data, train_iters=None, epochs=2)
+    make(base).train()  # 6 clips, 4 per step
+    assert len(losses(run_folder(tmp_path / "runs"))) == 3
+
+
+def test_a_broken_clip_is_skipped_and_listed(tmp_path: Path) -> None:
+    folder = write_clips(tmp_path / "data")
+    (folder / "videos" / "3.mp4").write_bytes(b"no video")
+    base = write_config(tmp_path / "base.yaml", folder, train_iters=4, max_bad_fraction=0.5)
+    make(base).train()
+    run = run_folder(tmp_path / "runs")
+    assert all(math.isfinite(loss) for loss in losses(run))
+    bad = [json.loads(text) for text in (run / "bad_samples.jsonl").read_text().splitlines()]
+    assert [Path(line["path"]).name for line in bad] == ["3.mp4"]
+
+
+def test_checkpointed_activations_change_no_number(tmp_path: Path, data: Path) -> None:
+    runs = []
+    for flag in ("false", "true"):
+        base = write_config(tmp_path / flag / "base.yaml", data, train_iters=3)
+        make(base, f"args.checkpoint_activations={flag}").train()
+        runs.append(losses(run_folder(tmp_path / flag / "runs")))
+    assert runs[0] == runs[1]
