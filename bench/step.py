@@ -39,7 +39,7 @@ from bench.steps.step_cases import (
 from bench.steps.step_models import MODELS
 from bench.steps.step_sides import SIDES, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.train.distributed.memory_plan import PolicyChoice
+from cogfast.schema.arguments import PolicyChoice
 
 SHOWN = (
     *("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio"),

@@ -7,25 +7,17 @@ later wins, and `key=value` words of the command line win over all. Every value 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.schema.components import instantiate, resolve
-from cogfast.schema.sections import (
-    COMMAND_LINE,
-    DEFAULT,
-    KeyProblem,
-    check_sections,
-    complete_sections,
-)
-from cogfast.schema.values import cut, one_line
+from cogfast.schema.config import COMMAND_LINE, SECTIONS, Config, find_origin
+from cogfast.schema.sections import check_sections, complete_sections
+from cogfast.schema.values import KeyProblem, cut, one_line
 
 __all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
 
@@ -36,61 +28,6 @@ _OMEGACONF_ERRORS = (
     *(OmegaConfBaseException, ValueError, IndexError, TypeError, AttributeError, KeyError),
     *(AssertionError, RecursionError),
 )
-SECTIONS = ("model", "data", "args", "deepspeed")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """A merged and checked configuration; a section that no file has is empty."""
-
-    model: DictConfig
-    data: DictConfig
-    args: DictConfig
-    deepspeed: DictConfig
-    origins: dict[str, str]  # dotted key of a leaf -> file name, "command line" or "default"
-    unused: dict[str, str] = field(default_factory=dict)  # accepted key that nothing reads -> why
-    allow_import: tuple[str, ...] = ()  # packages whose own classes a target may name
-
-    def sections(self) -> dict[str, DictConfig]:
-        """The sections by name, in the order in which they are printed."""
-        return {
-            "model": self.model,
-            "data": self.data,
-            "args": self.args,
-            "deepspeed": self.deepspeed,
-        }
-
-    def to_yaml(self) -> str:
-        """All sections as YAML without interpolations; it loads again to the same values."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.sections()), resolve=True)
-
-    def describe(self) -> str:
-        """The merged configuration as YAML with each value's origin as comment (`--dry-run`)."""
-        rows: list[tuple[str, str]] = []
-        for name, section in self.sections().items():
-            rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = OmegaConf.to_container(section, resolve=True)
-            rows += [("  " + text, origin) for text, origin in self._rows(plain, (name,))]
-        width = min(72, max(len(text) for text, _ in rows))
-        lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
-        lines += [f"# {key} is accepted and not used: {why}" for key, why in self.unused.items()]
-        return "\n".join(lines) + "\n"
-
-    def _rows(self, node: Mapping, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        """Lines of YAML for a mapping, each with its value's origin."""
-        for key, value in node.items():
-            here = (*path, str(key))
-            if isinstance(value, dict) and value:
-                yield f"{key}:", ""
-                yield from (("  " + text, origin) for text, origin in self._rows(value, here))
-            elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
-                yield f"{key}:", ""
-                for i, item in enumerate(value):
-                    rows = self._rows(item, (*here, str(i)))
-                    for n, (text, origin) in enumerate(rows):
-                        yield ("    " if n else "  - ") + text, origin
-            else:
-                yield f"{key}: {_flow(value)}", find_origin(self.origins, ".".join(here))
 
 
 def load_config(
@@ -137,22 +74,6 @@ def load_config(
 def data_arguments(config: Config) -> dict[str, object]:
     """The arguments of the data set, in our names whoever's the section has; {} without one."""
     return resolve(config.data, config.allow_import)[1] if config.data else {}
-
-
-def refuse(config: Config, key: str, text: str) -> NoReturn:
-    """Raise the ValueError `text` about `key`, with the file that the key's value is from."""
-    raise ValueError(f"{find_origin(config.origins, key)}: {text}")
-
-
-def find_origin(origins: Mapping[str, str], key: str) -> str:
-    """Where the value of `key` came from; a part of a list came from where the list did."""
-    path = key.replace("[", ".").replace("]", "")
-    while path:
-        if path in origins:
-            return origins[path]
-        path = path.rpartition(".")[0]
-    below = [origin for name, origin in origins.items() if name.startswith(key + ".")]
-    return below[-1] if below else DEFAULT
 
 
 class _Refused(Exception):
@@ -264,11 +185,3 @@ def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
     if isinstance(value, DictConfig):
         origins.update({f"{dotted}.{leaf}": COMMAND_LINE for leaf in _leaf_keys(value)})
     origins[dotted] = COMMAND_LINE
-
-
-def _flow(value: object) -> str:
-    """One line of YAML for a value."""
-    if isinstance(value, str):
-        plain = yaml.safe_dump(value, width=10**6).removesuffix("\n").removesuffix("\n...")
-        return plain if "\n" not in plain else json.dumps(value)
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("\n...")

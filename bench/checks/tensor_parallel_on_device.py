@@ -29,8 +29,8 @@ from bench.checks.goldens_on_device import (
 from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import sat_name
 from cogfast.model.weights.shard import Shard
 from cogfast.train.distributed.parallelize import allocate, find_shards, parallelize
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup

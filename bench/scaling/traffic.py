@@ -24,13 +24,10 @@ from typing import Literal
 import torch
 
 from cogfast.model.block import Block
+from cogfast.model.config import TransformerConfig
+from cogfast.model.freeze import freeze
 from cogfast.model.lora import LoraLinear
-from cogfast.model.transformer import (
-    DiffusionTransformer,
-    TransformerConfig,
-    assemble_transformer,
-)
-from cogfast.model.weights.sat import freeze
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 

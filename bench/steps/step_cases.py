@@ -26,7 +26,8 @@ from bench.steps.step_optimizers import UPDATES
 from bench.steps.step_sides import SIDES, Side, free_memory
 from cogfast.kernels.attention_backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.train.distributed.memory_plan import PolicyChoice, describe
+from cogfast.schema.arguments import PolicyChoice
+from cogfast.train.distributed.memory_plan import describe
 from cogfast.train.run.throughput import peak_flops, train_flops
 
 What = Literal["step", "block"]

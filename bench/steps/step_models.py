@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.shapes import PatchSize, TokenGrid
 
 LORA_RANK = 128

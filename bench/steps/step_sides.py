@@ -18,14 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.steps.step_models import Batch, BlockInput, Variant
 from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
+from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.diffusers import diffusers_names
+from cogfast.schema.arguments import PolicyChoice
 from cogfast.train.distributed.activation_checkpointing import (
     ActivationCheckpointing,
     apply_policies,
 )
-from cogfast.train.distributed.memory_plan import LADDER, Policy, PolicyChoice
+from cogfast.train.distributed.memory_plan import LADDER, Policy
 from cogfast.train.distributed.process_groups import ProcessGroups
 
 

@@ -27,6 +27,7 @@ from cogfast.model.decode_memory import (
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.source import check_tensors, first_of
 from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.schema.sat_network import autoencoder_sizes
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
@@ -36,7 +37,6 @@ from cogfast.shapes import (
 
 logger = logging.getLogger(__name__)
 
-_NORM_GROUPS = 32  # SAT's Normalize
 _DIFFUSERS_FRAMES = 8  # pixel frames per call of diffusers' own encode
 _SERIAL_LATENTS = 2  # latent frames per call; the first call takes one more
 
@@ -213,50 +213,6 @@ def video_autoencoder_from_sat(
         use_tiling=use_tiling,
         tile_size=tile_size,
     ).to(dtype)
-
-
-def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of diffusers' class for SAT's two sections, which must describe one autoencoder."""
-    encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
-    # Key -> what the CogVideoX autoencoder has and diffusers' class is written for.
-    fixed = {
-        "attn_resolutions": [],
-        "resamp_with_conv": True,
-        "pad_mode": "first",
-        "give_pre_end": False,
-        "zq_ch": None,
-        "add_conv": False,
-        "double_z": True,
-        "temporal_compress_times": TEMPORAL_COMPRESSION,
-    }
-    for name, config in (("encoder_config", encoder), ("decoder_config", decoder)):
-        for key, only in fixed.items():
-            value = config.get(key, only)
-            if (list(value) if isinstance(value, Sequence) and only == [] else value) != only:
-                raise ValueError(f"{name}.params.{key}={value}: only {only} works; use it")
-        for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
-            if key not in config:
-                raise ValueError(f"{name}.params.{key} is missing; set it as SAT's config does")
-    for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
-        if encoder[key] != decoder[key]:
-            raise ValueError(
-                f"encoder_config.params.{key}={encoder[key]} and decoder_config.params.{key}="
-                f"{decoder[key]} must be equal; make both the checkpoint's"
-            )
-    if encoder["ch"] % _NORM_GROUPS:
-        raise ValueError(
-            f"encoder_config.params.ch={encoder['ch']} must be a multiple of {_NORM_GROUPS} "
-            "(group norm); use 128 for CogVideoX"
-        )
-    return {
-        "in_channels": encoder.get("in_channels", 3),
-        "out_channels": decoder.get("out_ch", 3),
-        "block_out_channels": tuple(encoder["ch"] * m for m in encoder["ch_mult"]),
-        "layers_per_block": encoder["num_res_blocks"],
-        "latent_channels": encoder["z_channels"],
-        "norm_num_groups": _NORM_GROUPS,
-        "temporal_compression_ratio": TEMPORAL_COMPRESSION,
-    }
 
 
 def _load(

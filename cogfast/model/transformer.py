@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,148 +13,21 @@ from torch import Tensor, nn
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
+from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import SinusoidEmbedding, patchify, unpatchify
+from cogfast.model.freeze import DEFAULT_FROZEN_PREFIXES, freeze
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import SAT_ALPHA, TARGETS, add_lora
+from cogfast.model.lora import add_lora
 from cogfast.model.positions import (
     NoPositionTable,
     NoRotation,
     PositionTable,
     RotaryPositions,
 )
-from cogfast.model.weights.sat import DEFAULT_FROZEN_PREFIXES, freeze
-from cogfast.schema.json_files import brief
+from cogfast.schema.sat_network import transformer_arguments
 from cogfast.shapes import PatchSize, TokenGrid
 
 OUTPUT_NORM_EPS = 1e-6  # SAT's; diffusers has 1e-5 here, which shifts outputs by 2e-5
-# The largest sizes that are built, far beyond the published models.
-_MOST = {
-    "num_layers": 2**10,
-    "hidden_size": 2**16,
-    "num_attention_heads": 2**10,
-    "in_channels": 2**12,
-    "out_channels": 2**12,
-    "text_hidden_size": 2**16,
-    "text_length": 2**14,
-    "time_embed_dim": 2**16,
-    "num_frames": 2**14,
-    "time_compressed_rate": 2**6,
-    "latent_height": 2**14,
-    "latent_width": 2**14,
-    "max_sequence_length": 2**20,
-}
-_MOST_TOKENS = 2**22  # 1.5's tables of 300x300 latent pixels and 81 frames have 472,500
-_MOST_PRODUCT = 10**10  # num_layers * hidden_size**2; 5B's is 4e8
-_MOST_TABLE = 2**27  # 2B's has 34 million
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerConfig:
-    """A member of the family. Lengths in tokens, sizes in latent rows, columns and pixel frames."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    in_channels: int  # image latents included
-    out_channels: int
-    patch_size: PatchSize
-    text_hidden_size: int
-    text_length: int
-    time_embed_dim: int
-    ofs_embed_dim: int | None = None  # 1.5-I2V only
-    default_ofs: float = 2.0  # what 1.5-I2V was trained and is sampled with
-    num_frames: int
-    time_compressed_rate: int = 4
-    latent_height: int
-    latent_width: int
-    position: Literal["sincos", "rotary"]
-    learnable_position: bool = False
-    height_interpolation: float = 1.0
-    width_interpolation: float = 1.0
-    time_interpolation: float = 1.0
-    rope_theta: float = 10000.0
-    # pipeline: a video of another size than latent_height and latent_width has the positions that
-    # diffusers' pipelines give it. They differ for CogVideoX 1.0 only.
-    rotary_positions: Literal["integer", "pipeline"] = "integer"
-    # frames in pixels, rows and columns in latents of what the weights were trained on, if known
-    trained_size: tuple[int, int, int] | None = None
-    qk_norm: bool = True
-    elementwise_affine: bool = True
-    max_sequence_length: int = 64  # rows of a table that SAT's rotary models carry and never read
-    lora_rank: int | None = None
-    lora_alpha: float = SAT_ALPHA
-    lora_dropout: float = 0.0
-    lora_layers: tuple[int, ...] | None = None  # None: all
-    lora_targets: tuple[str, ...] = tuple(TARGETS)
-
-    def __post_init__(self) -> None:
-        self._check_sizes()
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must divide "
-                f"hidden_size={self.hidden_size}"
-            )
-        if self.position == "rotary" and self.head_width % 16:
-            raise ValueError(
-                f"hidden_size/num_attention_heads={self.head_width}: a rotary head needs a multiple "
-                "of 16 entries (a quarter for time, 3/8 each for rows and columns); use 64"
-            )
-        if self.position == "sincos" and self.hidden_size % 16:
-            raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of 16")
-        layers = self.lora_layers or ()
-        if not all(0 <= i < self.num_layers for i in layers) or len(set(layers)) < len(layers):
-            raise ValueError(
-                f"lora_config layer_range={list(layers)} must name layers from 0 to "
-                f"{self.num_layers - 1}, each once"
-            )
-        if self.ofs_embed_dim not in (None, self.time_embed_dim):
-            raise ValueError(
-                f"ofs_embed_dim={self.ofs_embed_dim} must equal time_embed_dim="
-                f"{self.time_embed_dim}: the two embeddings are added"
-            )
-
-    def _check_sizes(self) -> None:
-        """Refuse what no model has before anything of that size is built."""
-        patch = self.patch_size
-        sizes = {name: getattr(self, name) for name in _MOST}
-        sizes |= {"lora_rank": self.lora_rank or 1, "ofs_embed_dim": self.ofs_embed_dim or 1}
-        sizes |= {"patch_size": min(patch.t, patch.h, patch.w)}
-        for name, size in sizes.items():
-            most = _MOST.get(name, 2**16)
-            if not 1 <= size <= most:
-                raise ValueError(f"{name}={brief(str(size))} must be from 1 to {most}; correct it")
-        if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
-            raise ValueError(
-                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} are a network of "
-                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use up to 1e+11"
-            )
-        grid, table = self.grid, 0
-        if self.position == "sincos" or self.learnable_position:
-            table = (grid.num_tokens + self.text_length) * self.hidden_size
-        if grid.num_tokens < 1 or grid.num_tokens > _MOST_TOKENS or table > _MOST_TABLE:
-            raise ValueError(
-                f"num_frames={self.num_frames}, latent_height={self.latent_height} and latent_width="
-                f"{self.latent_width} with patches of {patch.t}x{patch.h}x{patch.w} give positions "
-                f"for {grid.num_tokens} tokens; use from 1 to {_MOST_TOKENS} tokens, and tables of "
-                f"at most {_MOST_TABLE} numbers"
-            )
-
-    @property
-    def head_width(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def has_rescaled_positions(self) -> bool:
-        """Whether a video's size decides where its rows and columns are."""
-        return self.rotary_positions == "pipeline" and self.patch_size.t == 1
-
-    @property
-    def grid(self) -> TokenGrid:
-        """The tokens of the largest video that the position tables hold."""
-        patch = self.patch_size
-        latent_frames = (self.num_frames - 1) // self.time_compressed_rate + 1
-        # SAT's tables have an entry per latent frame, also where a token covers two (1.5)
-        return TokenGrid(latent_frames, self.latent_height // patch.h, self.latent_width // patch.w)
 
 
 class DiffusionTransformer(nn.Module):
@@ -315,9 +187,6 @@ def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> Diffus
     """The transformer of a config's `model` section, freshly initialised, with LoRA, and with
     requires_grad as `not_trainable_prefixes` and `lora_train` ask. Under `torch.device("meta")` it
     is built without memory."""
-    # imported here: the table is the factory's, and a transformer can be built without it
-    from cogfast.schema.sat_classes import transformer_arguments
-
     arguments = transformer_arguments(model_section["network_config"]["params"])
     transformer = assemble_transformer(TransformerConfig(**arguments), seed)
     prefixes = model_section.get("not_trainable_prefixes", DEFAULT_FROZEN_PREFIXES)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.schema.config import Config
 from cogfast.schema.json_files import Range
-from cogfast.train.distributed.memory_plan import PolicyChoice
-
-if TYPE_CHECKING:
-    from cogfast.config import Config
 
 Precision = Literal["bf16", "fp16", "fp32"]
+PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 Count = Annotated[int, Range(1, 10**9)]  # of steps or the like
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels

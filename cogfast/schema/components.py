@@ -200,7 +200,13 @@ def _fit(value: object, annotation: object, key: str) -> object:
         if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
             check_fields(value, option, key)
             hints = typing.get_type_hints(option, include_extras=True)
-            return option(**{k: _fit(v, hints[k], join(key, k)) for k, v in value.items()})
+            fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
+            try:
+                return option(**fields)
+            except ValueError as error:  # about fields that do not fit together
+                # SAT's network_config has the fields of our argument `config` as its own params.
+                where = key.removesuffix(".config")
+                raise KeyProblem(where, f"{where}: {error}") from None
     return tuple(value) if get_origin(annotation) is tuple else value
 
 

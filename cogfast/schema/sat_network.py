@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,8 @@ ADALN = "dit_video_concat.AdaLNMixin"
 FINAL_LAYER = "dit_video_concat.FinalLayerMixin"
 LORA = "sat.model.finetune.lora2.LoraMixin"
 REGULARIZER = "vae_modules.regularizers.DiagonalGaussianRegularizer"
+
+_NORM_GROUPS = 32  # SAT's Normalize
 
 _Width = Annotated[int, Range(1, 2**16)]  # of embeddings
 _Side = Annotated[int, Range(1, 4096)]
@@ -167,11 +169,9 @@ def transformer_arguments(
 
 
 def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    """The argument of assemble_transformer for SAT's network_config.params."""
-    fields = transformer_arguments(params, where, unused)
-    from cogfast.model.transformer import TransformerConfig  # the factory may know the model
-
-    return {"config": TransformerConfig(**fields)}
+    """The argument of assemble_transformer for SAT's network_config.params: its fields, of which the
+    factory makes a TransformerConfig."""
+    return {"config": transformer_arguments(params, where, unused)}
 
 
 def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> dict[str, Any]:
@@ -261,8 +261,6 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         _require_positive(arguments[name], arguments[name], where_coder)
         for multiple in arguments[name]["ch_mult"]:
             _require_positive({"ch_mult": multiple}, ["ch_mult"], where_coder)
-    from cogfast.model.autoencoder import autoencoder_sizes  # the factory may know the model
-
     autoencoder_sizes(arguments["encoder_config"], arguments["decoder_config"])
     if params.get("regularizer_config") is not None:
         regularizers = [
@@ -273,6 +271,52 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         where_regularizer = join(where, "regularizer_config.params")
         _read(chosen, {}, where_regularizer, unused, "", {"sample": True})
     return arguments
+
+
+def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of diffusers' class for SAT's two sections, which must describe one autoencoder."""
+    from cogfast.shapes import TEMPORAL_COMPRESSION  # here, since it imports torch
+
+    encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
+    # Key -> what the CogVideoX autoencoder has and diffusers' class is written for.
+    fixed = {
+        "attn_resolutions": [],
+        "resamp_with_conv": True,
+        "pad_mode": "first",
+        "give_pre_end": False,
+        "zq_ch": None,
+        "add_conv": False,
+        "double_z": True,
+        "temporal_compress_times": TEMPORAL_COMPRESSION,
+    }
+    for name, config in (("encoder_config", encoder), ("decoder_config", decoder)):
+        for key, only in fixed.items():
+            value = config.get(key, only)
+            if (list(value) if isinstance(value, Sequence) and only == [] else value) != only:
+                raise ValueError(f"{name}.params.{key}={value}: only {only} works; use it")
+        for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
+            if key not in config:
+                raise ValueError(f"{name}.params.{key} is missing; set it as SAT's config does")
+    for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
+        if encoder[key] != decoder[key]:
+            raise ValueError(
+                f"encoder_config.params.{key}={encoder[key]} and decoder_config.params.{key}="
+                f"{decoder[key]} must be equal; make both the checkpoint's"
+            )
+    if encoder["ch"] % _NORM_GROUPS:
+        raise ValueError(
+            f"encoder_config.params.ch={encoder['ch']} must be a multiple of {_NORM_GROUPS} "
+            "(group norm); use 128 for CogVideoX"
+        )
+    return {
+        "in_channels": encoder.get("in_channels", 3),
+        "out_channels": decoder.get("out_ch", 3),
+        "block_out_channels": tuple(encoder["ch"] * m for m in encoder["ch_mult"]),
+        "layers_per_block": encoder["num_res_blocks"],
+        "latent_channels": encoder["z_channels"],
+        "norm_num_groups": _NORM_GROUPS,
+        "temporal_compression_ratio": TEMPORAL_COMPRESSION,
+    }
 
 
 def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import check_component, is_component
+from cogfast.schema.config import DEFAULT, SECTIONS
 from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS
 from cogfast.schema.sat_classes import NETWORKS
 from cogfast.schema.sat_unused import UNUSED
@@ -22,10 +23,6 @@ from cogfast.schema.values import (
     unknown_key,
 )
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
-
-_SECTIONS = ("model", "data", "args", "deepspeed")
 _COMPONENTS = (
     *("network_config", "denoiser_config", "loss_fn_config", "sampler_config"),
     *("first_stage_config", "conditioner_config"),
@@ -55,7 +52,7 @@ _DEEPSPEED_ADAM_KEYS = ("adam_w_mode", "bias_correction", "torch_adam", "set_gra
 def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     """Move keys to where they are read, and fill in defaults; `origins` follows."""
     for name, section in config.items():
-        if name not in _SECTIONS:
+        if name not in SECTIONS:
             raise _unknown_section(name)
         _require_text_keys(section, name)
         if section is None:
@@ -135,7 +132,7 @@ def vars_of(schema: type) -> list[object]:
 
 
 def _unknown_section(name: str) -> KeyProblem:
-    problem = unknown_key("", str(name), _SECTIONS)
+    problem = unknown_key("", str(name), SECTIONS)
     for section, schema in (("args", TrainArguments), ("model", ModelArguments)):
         if name in {f.name for f in fields(schema)}:
             return KeyProblem(str(name), f"unknown key {name}; did you mean {section}.{name}?")

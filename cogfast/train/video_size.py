@@ -11,11 +11,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from cogfast.config import Config, data_arguments, refuse
+from cogfast.config import Config, data_arguments
 from cogfast.data.video.clip import read_pixels
 from cogfast.data.video.settings import checked_buckets, checked_size
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import refuse
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,

@@ -18,7 +18,7 @@ from bench.scaling.traffic import (
     scatter_or_gather,
 )
 from cogfast.config import load_config
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_classes import transformer_arguments
 from tests.support.ranks.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
 from tests.support.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config

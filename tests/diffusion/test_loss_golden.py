@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from cogfast.config import load_config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import sat_name
 from cogfast.train.assembly import assemble_diffusion
 from tests.conftest import COMPLETE, SUBSET
 

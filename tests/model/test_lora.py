@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cogfast.model.freeze import freeze
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import TARGETS, LoraLinear, add_lora, is_lora_parameter
 from cogfast.model.transformer import assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import freeze, to_sat_state_dict
+from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.tiny_run import model_section
 from tests.support.tiny_transformers import FAMILY, inputs, tiny
 

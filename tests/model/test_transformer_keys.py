@@ -10,7 +10,8 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.sat import from_sat_name, sat_name, to_sat_state_dict
+from cogfast.model.weights.formats.sat_names import from_sat_name, sat_name
+from cogfast.model.weights.sat import to_sat_state_dict
 
 CONFIGS = [
     f"cogvideox{name}"

@@ -15,9 +15,11 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from cogfast.config import Config, instantiate, load_config
 from cogfast.data.datasets import VideoFolder
-from cogfast.model.transformer import TransformerConfig, build_transformer
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.family import Family
-from cogfast.model.weights.sat import sat_name, to_sat_state_dict
+from cogfast.model.weights.formats.sat_names import sat_name
+from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.deepspeed_keys import TOP_KEYS
 from cogfast.schema.sat_classes import transformer_arguments

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cogfast.model.config import TransformerConfig
+from cogfast.model.freeze import freeze
 from cogfast.model.lora import TARGETS
-from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
-from cogfast.model.weights.sat import freeze
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.memory_plan import Policy
 from tests.support.tiny_transformers import FAMILY, inputs
 

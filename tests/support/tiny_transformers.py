@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from cogfast.model.transformer import DiffusionTransformer, TransformerConfig, assemble_transformer
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.shapes import PatchSize
 
 _T2V_5B = TransformerConfig(

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-from cogfast.train.run.stop_signals import STOP_SIGNALS
-
+# What asks a run to stop; the trainer listens to them (train/run/stop_signals.py).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_SECONDS = 2  # between looks for the trainer
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 
 Shapes = Mapping[str, tuple[int, ...]]  # {our parameter name: shape}
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import TransformerConfig, assemble_transformer
+from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.family import Shapes, num_blocks
 from cogfast.model.weights.lora.adapters import adapters_of
 from cogfast.model.weights.source import WeightSource, first_of

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.family import Family, check_family, check_size
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.lora.adapters import check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import DiffusionTransformer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,84 +1,11 @@
-"""SAT's tensor names, shapes and trainable sets; the one table that knows them, both directions."""
+"""A transformer's tensors under SAT's names and in SAT's shapes."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.shard import join
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import DiffusionTransformer
-
-PREFIX = "model.diffusion_model."
-DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
-ROTARY_BUFFERS = ("mixins.pos_embed.freqs_sin", "mixins.pos_embed.freqs_cos")  # 1.0 only
-
-# ours -> SAT's, {i} the block; a name that goes on (.weight, .original.bias, ...) goes on the same
-_MODULES = {
-    "patch_embedding": "mixins.patch_embed.proj",
-    "text_embedding": "mixins.patch_embed.text_proj",
-    "position_table.weight": "mixins.pos_embed.pos_embedding",
-    "time_embedding.fc1": "time_embed.0",
-    "time_embedding.fc2": "time_embed.2",
-    "ofs_embedding.fc1": "ofs_embed.0",
-    "ofs_embedding.fc2": "ofs_embed.2",
-    "blocks.{i}.modulation.linear": "mixins.adaln_layer.adaLN_modulations.{i}.1",
-    "blocks.{i}.attention_norm": "transformer.layers.{i}.input_layernorm",
-    "blocks.{i}.attention.qkv": "transformer.layers.{i}.attention.query_key_value",
-    "blocks.{i}.attention.out": "transformer.layers.{i}.attention.dense",
-    "blocks.{i}.attention.query_norm": "mixins.adaln_layer.query_layernorm_list.{i}",
-    "blocks.{i}.attention.key_norm": "mixins.adaln_layer.key_layernorm_list.{i}",
-    "blocks.{i}.mlp_norm": "transformer.layers.{i}.post_attention_layernorm",
-    "blocks.{i}.fc1": "transformer.layers.{i}.mlp.dense_h_to_4h",
-    "blocks.{i}.fc2": "transformer.layers.{i}.mlp.dense_4h_to_h",
-    "final_norm": "transformer.final_layernorm",
-    "output_norm": "mixins.final_layer.norm_final",
-    "output_modulation": "mixins.final_layer.adaLN_modulation.1",
-    "output": "mixins.final_layer.linear",
-    "unused_position_embeddings": "transformer.position_embeddings.weight",
-}
-
-
-def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | None:
-    for pattern, replacement in table:
-        match = pattern.fullmatch(name)
-        if match:
-            return replacement.replace("{i}", match.groupdict().get("i", "")) + match["rest"]
-    return None
-
-
-def _compile(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
-    # an escaped "{i}" becomes the block's number; the rest of the name starts with a dot
-    def pattern(name: str) -> re.Pattern[str]:
-        return re.compile(re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)")
-
-    return [(pattern(left), right) for left, right in pairs]
-
-
-_TO_SAT = _compile(_MODULES.items())
-_FROM_SAT = _compile((sat, ours) for ours, sat in _MODULES.items())
-
-
-def sat_name(our_name: str) -> str:
-    """SAT's full key of one of our parameters."""
-    name = _translate(our_name, _TO_SAT)
-    assert name is not None, f"no SAT name for {our_name}"
-    return PREFIX + name
-
-
-def is_known(our_name: str) -> bool:
-    """Whether a model of the family may have a parameter of that name."""
-    return _translate(our_name, _TO_SAT) is not None
-
-
-def from_sat_name(key: str) -> str | None:
-    """Our name of SAT's key, with or without SAT's prefix; None for a key that is not ours."""
-    return _translate(key.removeprefix(PREFIX), _FROM_SAT)
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.formats.sat_names import PREFIX, ROTARY_BUFFERS, sat_name
 
 
 def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
@@ -98,55 +25,3 @@ def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
             for name, table in zip(ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
                 state[PREFIX + name] = table.repeat_interleave(2, dim=-1)
     return state
-
-
-def freeze(
-    transformer: DiffusionTransformer, not_trainable_prefixes: Iterable[str], is_lora_only: bool
-) -> None:
-    """Set requires_grad as upstream's disable_untrainable_params (sat/diffusion_video.py): what
-    starts with a prefix, or everything for "all", is frozen; adapters never are.
-
-    `lora_train: true` freezes all but the adapters. Upstream looks for another kind of adapter
-    there (`lora_layer`) and then trains nothing of lora2's.
-    """
-    prefixes = tuple(not_trainable_prefixes)
-    names = [sat_name(name) for name, _ in transformer.named_parameters()]
-    for prefix in prefixes:
-        is_elsewhere = prefix == "all" or prefix.startswith(DEFAULT_FROZEN_PREFIXES)
-        if not is_elsewhere and not any(name.startswith(prefix) for name in names):
-            raise ValueError(
-                f"model.not_trainable_prefixes: no parameter's name starts with {prefix!r}; use "
-                f"all, or names like {names[0]}"
-            )
-    freezes_all = is_lora_only or "all" in prefixes
-    for name, parameter in transformer.named_parameters():
-        if is_lora_parameter(name):
-            continue
-        if freezes_all or sat_name(name).startswith(prefixes):
-            parameter.requires_grad_(False)
-
-
-# how a tensor is cut over the mp_rank files of a SAT checkpoint: (dim, number of interleaved parts)
-_SPLITS = {
-    r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # each of q, k, v is cut
-    r"blocks\.\d+\.attention\.qkv\.matrix_B\.\d": (0, 1),
-    r"blocks\.\d+\.attention\.out(\.original)?\.weight": (1, 1),
-    r"blocks\.\d+\.attention\.out\.matrix_A\.\d": (1, 1),
-    r"blocks\.\d+\.fc1\.(weight|bias)": (0, 1),
-    r"blocks\.\d+\.fc2\.weight": (1, 1),
-}
-
-
-def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
-    """(dim, number of parts) as Shard has them; None for a tensor that every file has whole."""
-    for pattern, cut in _SPLITS.items():
-        if re.fullmatch(pattern, our_name):
-            return cut
-    return None
-
-
-def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:
-    """The whole tensor from its pieces in mp_rank_00, mp_rank_01, ...; replicated ones from the
-    first."""
-    cut = model_parallel_cut(our_name)
-    return shards[0] if cut is None else join(shards, *cut)

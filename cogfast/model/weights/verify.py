@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cogfast.model.transformer import OUTPUT_NORM_EPS, TransformerConfig, assemble_transformer
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.identify import plain_shapes
 from cogfast.model.weights.load import load_source
 from cogfast.model.weights.open import open_source

@@ -11,7 +11,7 @@ import torch
 from cogfast.config import Config, refuse
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, reason_unavailable
 from cogfast.kernels.attention_timing import Shape, fastest_here
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import DTYPES
 from cogfast.train.distributed.process_groups import ProcessGroups

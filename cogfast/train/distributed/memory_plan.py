@@ -23,7 +23,6 @@ from itertools import groupby
 from typing import Literal
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
-PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 
 LADDER: tuple[Policy, ...] = ("full", "attention_kept", "pointwise", "none")
 _LIVE_UNITS = 22  # the block that backward is in: what none keeps of it, and two gradients

@@ -14,9 +14,10 @@ import math
 import torch
 
 from cogfast.model.attention import Attention, HeadNorm
+from cogfast.model.config import TransformerConfig
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear
-from cogfast.model.transformer import DiffusionTransformer, TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 from cogfast.train.distributed.sequence_parallel import (
     RowGatheringLinear,

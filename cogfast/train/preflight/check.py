@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.config import Config, find_origin, refuse, resolve
+from cogfast.config import Config, resolve
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
 from cogfast.data.sources.tar_shards import shards_of
 from cogfast.data.video.settings import checked_buckets
 from cogfast.data.video_shards import VideoShards
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.config import find_origin, refuse
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.schema.values import Problems, cut

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cogfast.config import Config, refuse, resolve
+from cogfast.config import Config, resolve
+from cogfast.schema.config import refuse
 from cogfast.schema.values import cut
 
 _IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from cogfast.config import Config, data_arguments, refuse
-from cogfast.model.transformer import TransformerConfig
+from cogfast.config import Config, data_arguments
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import refuse
 from cogfast.train.distributed.parallelize import check_model_parallel_size
 from cogfast.train.video_size import bucket_sizes, sampled_size
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cogfast.config import Config, find_origin, instantiate
+from cogfast.config import Config, instantiate
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import find_origin
 from cogfast.train.learning_rate import build_learning_rate
 from cogfast.train.optimizer import build_optimizer
 

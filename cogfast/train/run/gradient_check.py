@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.transformer import DiffusionTransformer
 
 
 def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cogfast.files import WriteError, set_aside, write_text, write_whole
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine

@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from cogfast.data.workers.signals import STOP_SIGNALS
+
 _REPEAT_SECONDS = 1.0  # within which a second signal is the first one, from another sender
 _CLOSED = 0  # no signal has this number
 _SHOW_CURSOR = "\r\x1b[?25h"  # a progress bar hides it

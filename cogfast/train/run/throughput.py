@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 
 # Dense bf16 peak, FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.files import WriteError, write_whole
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.shapes import num_latent_frames

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source

@@ -20,8 +20,8 @@ import pytest
 
 from cogfast.__main__ import main
 from cogfast.data.datasets import VideoFolder
-from tests.support.hostile import Outcome, faults, run_case
 from tests.data.video.media_kinds import BAD, EITHER, LEVELS, READ, encode
+from tests.support.hostile import Outcome, faults, run_case
 from tests.support.tiny_run import write_clips, write_config
 
 CLIP = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from cogfast.cli.convert_words import parse_convert
 from cogfast.config import load_config
-from cogfast.model.transformer import TransformerConfig
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats import tensor_stream
 from cogfast.model.weights.formats.diffusers import (
@@ -28,11 +28,12 @@ from cogfast.model.weights.formats.diffusers import (
 )
 from cogfast.model.weights.formats.safetensors_files import plan_files, write_safetensors_folder
 from cogfast.model.weights.formats.sat_files import sat_tensors
+from cogfast.model.weights.formats.sat_names import PREFIX, from_sat_name
 from cogfast.model.weights.formats.torch_files import write_torch_file
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.sat import PREFIX, from_sat_name, to_sat_state_dict
+from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae.names import to_sat as vae_to_sat

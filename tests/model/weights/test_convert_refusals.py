@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from cogfast.__main__ import main
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats import tensor_stream
-from cogfast.model.weights.sat import PREFIX, to_sat_state_dict
+from cogfast.model.weights.formats.sat_names import PREFIX
+from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.tiny_transformers import tiny
 
 FILE = "1/mp_rank_00_model_states.pt"

@@ -19,7 +19,8 @@ import sys, torch
 from dataclasses import replace
 from pathlib import Path
 from cogfast.config import load_config
-from cogfast.model.transformer import TransformerConfig, assemble_transformer
+from cogfast.model.transformer import assemble_transformer
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.sat_files import write_sat
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.sat_classes import transformer_arguments

@@ -15,9 +15,9 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, write_peft
+from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.lora.adapters import open_adapter
-from cogfast.model.weights.sat import sat_name
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from tests.model.test_lora import save_as_sat

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.run_checkpoint import read_run_weights
+from cogfast.model.weights.formats.sat_names import PREFIX, merge_model_parallel
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import PREFIX, merge_model_parallel, to_sat_state_dict
+from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.tiny_transformers import FAMILY, tiny
 
 

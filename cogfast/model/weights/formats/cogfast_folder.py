@@ -7,25 +7,22 @@ import logging
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cogfast.files import DamageError, check_checksum, checksum_of
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
     write_json,
     write_safetensors_folder,
 )
+from cogfast.model.weights.formats.sat_names import is_known
 from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
-from cogfast.model.weights.sat import is_known
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import InsideName, read_json
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
 
 FORMATS = ("cogfast-weights-1", "cogfast-weights-2")  # the first has no checksums
 FORMAT = FORMATS[-1]  # that is written
@@ -45,8 +42,6 @@ def is_cogfast_folder(path: Path) -> bool:
 def open_cogfast(path: Path) -> WeightSource:
     """The weights in a folder that write_cogfast wrote. A file's checksum is verified before its
     first tensor is read."""
-    from cogfast.model.transformer import TransformerConfig  # which imports weights/
-
     file = path / "config.json"
     try:
         config = read_json(file, TransformerConfig)

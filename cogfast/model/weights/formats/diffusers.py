@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from cogfast.model.config import TransformerConfig
 from cogfast.model.positions import PositionTable
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
@@ -24,9 +25,6 @@ from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.schema.json_files import Range, brief, read_json
 from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
 
 _BLOCK = "transformer_blocks.{i}."
 # ours -> the tensors of diffusers that make it up, {i} the block; .weight or .bias goes on the same.

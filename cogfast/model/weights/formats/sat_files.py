@@ -6,21 +6,15 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from cogfast.model.config import TransformerConfig
 from cogfast.model.positions import PositionTable, RotaryPositions
 from cogfast.model.weights.formats.position_facts import grid_facts
 from cogfast.model.weights.formats.safetensors_files import write_json
-from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
-from cogfast.model.weights.formats.torch_files import (
-    only_tensors,
-    read_torch_file,
-    write_torch_file,
-)
-from cogfast.model.weights.sat import (
+from cogfast.model.weights.formats.sat_names import (
     PREFIX,
     ROTARY_BUFFERS,
     from_sat_name,
@@ -28,14 +22,18 @@ from cogfast.model.weights.sat import (
     model_parallel_cut,
     sat_name,
 )
+from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
+from cogfast.model.weights.formats.torch_files import (
+    only_tensors,
+    read_torch_file,
+    write_torch_file,
+)
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_tensors, with_flat_patches
 from cogfast.schema.json_files import brief, read_name
 
 logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
 
 _UNUSED_TABLE = "unused_position_embeddings"
 _TABLE = "position_table.weight"

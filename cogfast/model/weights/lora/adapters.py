@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffusers
@@ -19,9 +20,6 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import brief
-
-if TYPE_CHECKING:
-    from cogfast.model.transformer import TransformerConfig
 
 _PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 _LORA_CONFIG = "model.network_config.params.modules.lora_config"
