@@ -8,11 +8,12 @@ import os
 
 import torch
 
-from cogfast.config import Config, refuse
+from cogfast.config import Config
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, reason_unavailable
 from cogfast.kernels.attention_timing import Shape, fastest_here
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import refuse
 from cogfast.train.assembly import DTYPES
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.video_size import largest_size

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from cogfast.config import Config, refuse
+from cogfast.config import Config
 from cogfast.kernels.gpu import launch
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import refuse
 
 logger = logging.getLogger(__name__)
 
