@@ -38,8 +38,7 @@ from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
 from bench.results_table import shown_side
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.video.clip import select_frames
 from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import open_video

@@ -141,7 +141,7 @@ def sample(words: Sequence[str]) -> None:
 
 
 def convert(words: Sequence[str]) -> None:
-    from cogfast.cli.convert_words import parse_convert
+    from cogfast.cli.options import parse_convert
 
     arguments = parse_convert(words)
     _start_logging()

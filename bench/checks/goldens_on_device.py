@@ -1,7 +1,8 @@
-"""The stored numbers of upstream's own model (tests/golden) on a device, in float32 and bf16.
+"""Compare outputs, losses and gradients on a device with stored numbers of upstream's model.
 
-float32: the tolerances of the golden files' notes times a factor for a GPU's order of summation.
-bf16: the relative error, which may be twice that of the CPU in bf16 and a floor. And FusedEmaAdam.
+The numbers are in tests/golden. In float32, the limits are the tolerances in the notes of the golden
+files, times a factor for the summation order of a GPU. In bf16, a relative error may be twice that of
+the CPU in bf16 plus a floor. FusedEmaAdam is checked too.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 # model -> folder of its weights
 CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 
-# float32 on the CPU that made the files; against float64 upstream itself is off by a fifth of these
+# Limits for float32 on the CPU that made the files. Upstream's own float32 numbers differ from float64
+# by a fifth of these.
 _OUTPUT, _LOSS, _GRADIENT, _GRADIENT_FLOOR = 1e-5, 1e-6, 1e-5, 1e-8
 _SINUSOID = 4e-5  # timestep 863 turns the last bit of a frequency into 2.6e-5
-_GPU_FACTOR = 4.0  # other orders of summation, and attention by another algorithm
-_STORED_IN_BF16 = 2**-8  # some gradients of the 1.5 case
+_GPU_FACTOR = 4.0  # a different summation order, and another attention algorithm
+_STORED_IN_BF16 = (
+    2**-8
+)  # some gradients of the 1.5 case are stored in bf16 are stored in bf16 are stored in bf16 are stored in bf16
 _BF16_FLOOR = 2e-3  # half of bf16's spacing
-# 2B's key norms have biases whose gradient is zero in mathematics: no relative error there
+# The gradient of a key norm's bias in 2B is zero in exact arithmetic, so it has no relative error.
 _SMALLEST_GRADIENT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the model gives for a case, on the CPU in float32: outputs as SAT lays them out."""
+    """Outputs in SAT's layout, loss and gradients of a case, moved to the CPU in float32."""
 
     outputs: dict[str, Tensor]
     loss: float
@@ -47,6 +51,10 @@ class Answers:
 
 
 def check_goldens(settings: Settings) -> Outcome:
+    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
+    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
+    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
+    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
     torch.set_float32_matmul_precision("highest")  # no TF32
     torch.backends.cudnn.allow_tf32 = False
     factor = tolerance_factor(settings.device)
@@ -78,11 +86,15 @@ def check_goldens(settings: Settings) -> Outcome:
 
 
 def tolerance_factor(device: torch.device) -> float:
+    """Return the factor on float32 limits for a device."""
+    """Return the factor on float32 limits for a device."""
+    """Return the factor on float32 limits for a device."""
+    """Return the factor on float32 limits for a device."""
     return _GPU_FACTOR if device.type == "cuda" else 1.0
 
 
 def build(name: str) -> DiffusionTransformer:
-    """A case's model, with its weights, in float32 on the CPU."""
+    """Build the model of a case with its weights, in float32 on the CPU."""
     transformer = build_transformer(load_config([GOLDEN / name / "config.yaml"]).model)
     report = load_transformer(transformer, GOLDEN / CASES[name])
     assert not report.missing and not report.unexpected, str(report)
@@ -95,12 +107,13 @@ def answer(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Answers:
-    """Every stored output, the loss mean(output^2), and its gradients."""
+    """Compute every stored output, the loss mean(output^2) and its gradients."""
     transformer.to(device, dtype)
     for parameter in transformer.parameters():
         parameter.requires_grad_(True)
     given = {key: value.to(device) for key, value in stored.items() if "grad." not in key}
-    # float32 exp rounds by machine, and fc1's gradient has it as a factor: see _sinusoid_error
+    # The gradient of fc1 is proportional to the timestep sinusoid, whose float32 exp rounds differently on
+    # each machine. So fc1 gets the stored sinusoid, and _sinusoid_error checks the computed one.
     transformer.time_embedding.fc1.register_forward_pre_hook(
         lambda _, __: (given["act.time_embed_in"].to(dtype),)
     )
@@ -133,7 +146,7 @@ def _run(
     context: Tensor,
     image: Tensor | None,
 ) -> Tensor:
-    """Latents and image latents [B, T, C, h, w] in SAT's layout -> output in the same."""
+    """Run the model on latents and image latents [B, T, C, h, w]; return the same layout (SAT's)."""
     image = None if image is None else image.transpose(1, 2)
     output = transformer(x.transpose(1, 2), given["timesteps"], context, image, given.get("ofs"))
     return output.transpose(1, 2)
@@ -142,11 +155,11 @@ def _run(
 def compare_float32(
     stored: dict[str, Tensor], answers: Answers, factor: float
 ) -> tuple[dict[str, object], list[str]]:
-    """Errors as the notes of the golden files measure them, and those beyond `factor` times."""
+    """Return a row of errors, and a sentence for each error above `factor` times its limit."""
     wrong = []
 
     def check(what: str, error: float, limit: float) -> float:
-        if not error <= limit * factor:  # NaN too
+        if not error <= limit * factor:  # also true for NaN
             wrong.append(f"{what}: {error:.2e} > {limit * factor:.2e}")
         return error
 
@@ -159,6 +172,7 @@ def compare_float32(
     worst, worst_name = 0.0, ""
     for key, gradient in answers.gradients.items():
         truth = stored[key].float()
+        # Limits are relative to the largest entry of the gradient.
         top = truth.abs().max().item()
         error = (gradient.reshape(truth.shape) - truth).abs().max().item()
         relative = _STORED_IN_BF16 if stored[key].dtype == torch.bfloat16 else _GRADIENT
@@ -178,7 +192,7 @@ def compare_float32(
 def compare_bf16(
     stored: dict[str, Tensor], answers: Answers, on_cpu: Answers
 ) -> tuple[dict[str, object], list[str]]:
-    """Relative errors against the stored float32, beside those of the CPU in bf16."""
+    """Return relative errors against the stored float32 numbers, and the sentences of those too large."""
     ours, cpu = _relative_errors(stored, answers), _relative_errors(stored, on_cpu)
     wrong = [
         f"{key}: {error:.2e} > twice the CPU's {cpu[key]:.2e} + {_BF16_FLOOR:.0e}"

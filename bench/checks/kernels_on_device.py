@@ -1,4 +1,4 @@
-"""The tests of the kernels that need a GPU, in a process of their own: pytest -k 'gpu or cuda'."""
+"""Run the kernel tests that need a GPU in a subprocess: pytest -k 'gpu or cuda'."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bench.harness.outcome import Outcome, Settings
 _ROOT = Path(__file__).resolve().parents[2]
 _OPS = ("adaptive_layernorm", "qk_norm_rope3d", "gelu", "ema_adam_kernel", "flash_attention")
 _TIMEOUT_SECONDS = 300
-_LINES = 15  # of the end of what pytest says, where it could not run
+_LINES = 15  # of pytest's output, shown if it wrote no report
 
 
 def run_kernel_tests(settings: Settings) -> Outcome:
-    """Counts, and a problem for each test that fails; on a CPU all of them are skipped."""
+    """Run the tests; one row per file, one problem per failure. On a CPU every test is skipped."""
     paths = [f"tests/test_{name}.py" for name in _OPS]
     present = [path for path in paths if (_ROOT / path).is_file()]
     environment = dict(os.environ)
@@ -26,12 +26,20 @@ def run_kernel_tests(settings: Settings) -> Outcome:
         environment["COGFAST_TEST_ON_GPU"] = "1"  # tests/conftest.py hides the GPU otherwise
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda", f"--junitxml={report}"]
-        words += ["-p", "no:cacheprovider", *present]
-        # a limit of its own: what there is then is lost, and the pieces that follow are not
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-k",
+            "gpu or cuda",
+            f"--junitxml={report}",
+        ]
+        command += ["-p", "no:cacheprovider", *present]
+        # On a timeout the results of this piece are lost, but the following pieces still have time.
         limit = max(1.0, min(_TIMEOUT_SECONDS, settings.seconds_left))
         done = subprocess.run(
-            words, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=limit
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=limit
         )
         if not report.is_file():
             end = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES:])
@@ -40,13 +48,17 @@ def run_kernel_tests(settings: Settings) -> Outcome:
 
 
 def judge(report: str) -> Outcome:
-    """pytest's JUnit report -> counts and rows, one per file, and the failures."""
+    """Turn a JUnit report into counts, one row per file and one problem per failure."""
     counts: dict[str, dict[str, float]] = {}
     problems = []
     for case in ET.fromstring(report).iter("testcase"):
         name, file = case.get("name", ""), case.get("classname", "")
         row = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
         row["seconds"] += float(case.get("time", 0))
+        # A fixture that fails is an <error>, an assertion is a <failure>.
+        # A fixture that fails is an <error>, an assertion is a <failure>.
+        # A fixture that fails is an <error>, an assertion is a <failure>.
+        # A fixture that fails is an <error>, an assertion is a <failure>.
         wrong = next(
             (x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None
         )

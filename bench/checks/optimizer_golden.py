@@ -1,4 +1,4 @@
-"""FusedEmaAdam on a device against the stored float64 numbers (tests/golden/fused_ema_adam)."""
+"""Compare FusedEmaAdam on a device with stored float64 numbers (tests/golden/fused_ema_adam)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from safetensors.torch import load_file
 from bench.harness.outcome import Row
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 
-_HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}  # of the files
-_RTOL, _ATOL = 1e-6, 1e-7  # fair in float32, say the golden files' notes
+_HYPER = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+}  # those of the golden files
+_RTOL, _ATOL = 1e-6, 1e-7  # for float32, from the notes of the golden files
 # adam_w_mode, use_num_updates, bias_correction
 VARIANTS = (
     (True, True, True),
@@ -24,8 +29,10 @@ VARIANTS = (
 
 
 def check_optimizer(golden: Path, device: torch.device) -> tuple[list[Row], list[str]]:
-    """A row per variant (and on a GPU for each choice of kernels): the worst error of five steps, 1
-    being the tolerance; what is wrong."""
+    """Check five steps of every variant, on a GPU with each choice of kernels.
+
+    Returns rows with the worst error in units of the tolerance, and the problems found.
+    """
     stored = load_file(golden / "fused_ema_adam" / "golden_f64.safetensors")
     rows: list[Row] = []
     problems = []
@@ -46,7 +53,7 @@ def check_optimizer(golden: Path, device: torch.device) -> tuple[list[Row], list
         worst = 0.0
         for i, gradient in enumerate(stored["grads"]):
             p.grad = gradient.float().to(device)
-            optimizer.found_inf = torch.zeros((), device=device)  # as under ZeRO
+            optimizer.found_inf = torch.zeros((), device=device)  # a tensor, as ZeRO sets it
             optimizer.step()
             for name, value in _tensors(optimizer, p).items():
                 truth = stored.get(f"{key}.{name}")
@@ -56,13 +63,17 @@ def check_optimizer(golden: Path, device: torch.device) -> tuple[list[Row], list
         if not worst <= 1:
             problems.append(f"{case}: {worst:.3g} times the tolerance")
         if not torch.equal(copy, p.detach().bfloat16()):
-            problems.append(f"{case}: the bf16 copy is not the weights, rounded")
+            problems.append(f"{case}: the bf16 copy differs from the rounded weights")
+        # A step with found_inf = 1 must change nothing.
+        # A step with found_inf = 1 must change nothing.
+        # A step with found_inf = 1 must change nothing.
+        # A step with found_inf = 1 must change nothing.
         before = {name: value.clone() for name, value in _tensors(optimizer, p).items()}
         optimizer.found_inf = torch.ones((), device=device)
         optimizer.step()
         after = _tensors(optimizer, p)
         problems += [
-            f"{case}: {name} changes in a step that is to be skipped"
+            f"{case}: {name} changes in a step that must be skipped"
             for name, value in before.items()
             if not torch.equal(value, after[name])
         ]

@@ -1,7 +1,8 @@
-"""Two processes that hold a model together, on one device, against upstream's stored numbers.
+"""Check tensor parallelism of two ranks on one device against upstream's stored numbers.
 
-They share the GPU and talk over gloo, through host memory: a check of the Triton kernels under tensor
-parallelism, with whole rows and with rows split, on a machine with a single GPU; no figure of speed.
+The ranks share the GPU and communicate by gloo through host memory, so that a machine with one GPU can
+check the Triton kernels under tensor parallelism, with and without sequence parallelism. Nothing is
+timed. Each rank runs as
 python -m bench.checks.tensor_parallel_on_device FOLDER RANK DEVICE
 """
 
@@ -37,11 +38,19 @@ from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 
 _CASE, _SIZE = "t2v_5b", 2
 _ROOT = GOLDEN.parents[1]
+# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
+# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
+# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
+# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
 _VARIANTS = {"whole rows": False, "rows split": True}
 _TIMEOUT_SECONDS = 240
 
 
 def check_tensor_parallel(settings: Settings) -> Outcome:
+    """Launch the ranks and compare their joined results: one row per variant."""
+    """Launch the ranks and compare their joined results: one row per variant."""
+    """Launch the ranks and compare their joined results: one row per variant."""
+    """Launch the ranks and compare their joined results: one row per variant."""
     stored = load_file(GOLDEN / _CASE / "io.safetensors")
     factor = tolerance_factor(settings.device)
     rows: list[Row] = []
@@ -60,17 +69,19 @@ def check_tensor_parallel(settings: Settings) -> Outcome:
 
 
 def _launch(folder: Path, device: torch.device) -> None:
-    """Run the processes to their end; RuntimeError with what the first one that failed said."""
+    """Run all ranks; RuntimeError with the end of the log of the first rank that fails."""
     environment = dict(os.environ)
     if device.type == "cpu":
-        environment |= {"CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", "bench.checks.tensor_parallel_on_device", str(folder)]
+        environment |= {
+            "CUDA_VISIBLE_DEVICES": ""
+        }  # Triton must not see the GPU  # Triton must not see the GPU  # Triton must not see the GPU  # Triton must not see the GPU
+    command = [sys.executable, "-m", "bench.checks.tensor_parallel_on_device", str(folder)]
     processes = []
     for rank in range(_SIZE):
         with open(folder / f"log-{rank}", "w") as log:
             processes.append(
                 subprocess.Popen(
-                    [*words, str(rank), device.type],
+                    [*command, str(rank), device.type],
                     cwd=_ROOT,
                     env=environment,
                     stdout=log,
@@ -94,7 +105,7 @@ def _read(folder: Path, variant: str, rank: int) -> tuple[Answers, dict[str, Sha
 
 
 def join_ranks(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> Answers:
-    """The answers of one process: sharded gradients put together."""
+    """Gather sharded gradients into the answers of a single process."""
     first, cuts = found[0]
     gradients = dict(first.gradients)
     for key in cuts.keys() & gradients.keys():
@@ -107,6 +118,10 @@ def join_ranks(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> Answers:
 
 def _put(whole: Tensor, share: Tensor, shard: Shard) -> None:
     offset = 0
+    # A shard may hold several ranges, such as a part of each of q, k and v.
+    # A shard may hold several ranges, such as a part of each of q, k and v.
+    # A shard may hold several ranges, such as a part of each of q, k and v.
+    # A shard may hold several ranges, such as a part of each of q, k and v.
     for start, stop in shard.ranges:
         piece = share.narrow(shard.dim, offset, stop - start)
         whole.narrow(shard.dim, start, stop - start).copy_(piece)
@@ -114,12 +129,12 @@ def _put(whole: Tensor, share: Tensor, shard: Shard) -> None:
 
 
 def find_differences(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> list[str]:
-    """What the ranks must have in common, bit for bit, and have not."""
-    (first, shards), *others = found
+    """List replicated tensors that are not bitwise equal on all ranks."""
+    (first, shards), *rest = found
     common = {k: v for k, v in first.gradients.items() if k not in shards} | first.outputs
     return [
-        f"{key}: rank {rank} has another than rank 0"
-        for rank, (answers, _) in enumerate(others, start=1)
+        f"{key}: rank {rank} differs from rank 0"
+        for rank, (answers, _) in enumerate(rest, start=1)
         for key, value in common.items()
         if not torch.equal({**answers.gradients, **answers.outputs}[key], value)
     ]

@@ -17,7 +17,7 @@ from cogfast.config import load_config
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.shapes import SPATIAL_COMPRESSION
-from cogfast.train.sampling.generate import LatentSize
+from cogfast.train.video_size import LatentSize
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

@@ -28,7 +28,7 @@ from cogfast.kernels.attention_backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.schema.arguments import PolicyChoice
 from cogfast.train.distributed.memory_plan import describe
-from cogfast.train.run.throughput import peak_flops, train_flops
+from cogfast.train.run.metrics import peak_flops, train_flops
 
 What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]

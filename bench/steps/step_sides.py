@@ -97,7 +97,7 @@ class Ours:
         return self.checkpointing.policies
 
     def compile_blocks(self) -> None:
-        # as cogfast.train.distributed.compilers does, which needs the packages that read a configuration
+        # as cogfast.train.preflight.compilers does, which needs the packages that read a configuration
         for block in self.network.blocks:
             block.compile(fullgraph=True)
         apply_policies(self.network, self.layer_policies, is_compiled=True)

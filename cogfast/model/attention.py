@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import EPS, Affine, Rotation
-from cogfast.model.linear import DeferredBiasLinear
+
+
+class DeferredBiasLinear(nn.Linear):
+    """x W^T alone: the kernel that reads the product adds `bias` as it goes, and sums the bias's
+    gradient while it writes the product's, which saves a pass over that gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return F.linear(x, self.weight)
 
 
 class HeadNorm(nn.LayerNorm):

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
-from cogfast.model.attention import Attention
-from cogfast.model.linear import DeferredBiasLinear
+from cogfast.model.attention import Attention, DeferredBiasLinear
 
 NORM_EPS = 1e-5  # input, post-attention and final LayerNorm (golden README); diffusers agrees
 MLP_RATIO = 4

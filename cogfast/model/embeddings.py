@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.shapes import PatchSize, TokenGrid
 
 
@@ -48,3 +52,166 @@ class SinusoidEmbedding(nn.Module):
         """[B] -> [B, width]."""
         x = sinusoid(numbers, self.input_width).to(self.fc1.weight.dtype)
         return self.fc2(nn.functional.silu(self.fc1(x)))
+
+
+def _check_grid(grid: TokenGrid, held: TokenGrid, is_exact: bool) -> None:
+    """Refuse a grid that a table for `held` does not hold; is_exact: rows and columns must agree,
+    since the table is flattened and a slice of another width would hold other positions."""
+    fits = grid.t <= held.t and grid.h <= held.h and grid.w <= held.w
+    if fits and (not is_exact or (grid.h, grid.w) == (held.h, held.w)):
+        return
+    rule = f"up to {held.t} frames of exactly" if is_exact else f"up to {held.t} frames of at most"
+    raise ValueError(
+        f"video of {grid.t}x{grid.h}x{grid.w} tokens (frames x rows x columns): the position table "
+        f"holds {rule} {held.h}x{held.w}; set num_frames, latent_height and latent_width of "
+        "model.network_config.params to the clip's"
+    )
+
+
+def sincos_axis(width: int, positions: np.ndarray) -> np.ndarray:
+    """sin, then cos, of positions [N] at width/2 frequencies from 1 down to 1/10000: [N, width]."""
+    frequencies = 10000.0 ** (-np.arange(width // 2, dtype=np.float64) / (width / 2))
+    angles = np.outer(positions, frequencies)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+def sincos_table(
+    grid: TokenGrid, width: int, interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
+) -> Tensor:
+    """The fixed table of 2B, [V, width] float32: a quarter for time, 3/8 for columns, 3/8 for rows.
+
+    interpolation (t, h, w) divides the positions, which stretches the table over a larger grid.
+    """
+    t, h, w = (
+        np.arange(n, dtype=np.float32) / scale
+        for n, scale in zip((grid.t, grid.h, grid.w), interpolation, strict=True)
+    )
+    shape = (grid.t, grid.h, grid.w)
+    time = sincos_axis(width // 4, t)[:, None, None]
+    column = sincos_axis(width // 8 * 3, w)[None, None]
+    row = sincos_axis(width // 8 * 3, h)[None, :, None]
+    # float32 before the axes are joined: the table in float64 would take twice its memory
+    axes = [x.astype(np.float32) for x in (time, column, row)]
+    axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in axes]
+    table = np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width)
+    # from numpy, so that the table is real under `torch.device("meta")` until it is copied
+    return torch.from_numpy(table)
+
+
+class PositionTable(nn.Module):
+    """Adds a vector per token, text rows included. interpolation (t, h, w): the fixed sincos table
+    of 2B, zero for text; None: a learned one (5B-I2V), which starts at zero."""
+
+    def __init__(
+        self,
+        grid: TokenGrid,
+        text_length: int,
+        width: int,
+        interpolation: tuple[float, float, float] | None,
+    ):
+        super().__init__()
+        self.grid, self.text_length, self.interpolation = grid, text_length, interpolation
+        shape = (1, text_length + grid.num_tokens, width)  # [1, L + V, M]
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=interpolation is None)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Set the values of a fresh model."""
+        self.weight.zero_()
+        if self.interpolation is not None and not self.weight.is_meta:
+            rows = sincos_table(self.grid, self.weight.shape[-1], self.interpolation)
+            self.weight[:, self.text_length :] = rows.to(self.weight.device)
+
+    def forward(self, hidden: Tensor, num_text: int, grid: TokenGrid) -> Tensor:
+        """hidden [B, S, M] with num_text text rows in front -> [B, S, M]."""
+        _check_grid(grid, self.grid, is_exact=True)
+        if num_text != self.text_length:
+            raise ValueError(
+                f"{num_text} text tokens: the position table is made for text_length="
+                f"{self.text_length}; set max_length of the text encoder to it"
+            )
+        return hidden + self.weight[:, : hidden.shape[1]]
+
+
+class NoPositionTable(nn.Module):
+    """The members of the family whose tokens carry no position of their own."""
+
+    def forward(self, hidden: Tensor, num_text: int, grid: TokenGrid) -> Tensor:
+        return hidden
+
+
+class RotaryPositions(nn.Module):
+    """Angles of a head of width D: D/4 entries turn with time, 3D/8 with rows, 3D/8 with columns.
+
+    Rows and columns are at 0, 1, 2, ..., or with is_rescaled where diffusers' pipelines for
+    CogVideoX 1.0 put them: a video of any size stretched over the rows and columns of `grid`.
+    """
+
+    def __init__(
+        self, grid: TokenGrid, head_width: int, theta: float, is_rescaled: bool = False
+    ) -> None:
+        super().__init__()
+        self.grid, self.theta, self.is_rescaled = grid, theta, is_rescaled
+        self.axis_widths = (head_width // 4, head_width // 8 * 3, head_width // 8 * 3)
+        self._build(torch.get_default_device())
+
+    def _build(self, device: torch.device) -> None:
+        """Radians per step of each axis, float32: [D/8], [3D/16], [3D/16]."""
+        for name, width in zip("thw", self.axis_widths, strict=True):
+            exponents = torch.arange(0, width, 2, device="cpu").float() / width
+            frequencies = (1.0 / self.theta**exponents).to(device)
+            self.register_buffer(f"frequencies_{name}", frequencies, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryPositions:
+        # rebuilt, since `.to(bfloat16)` would round them and `to_empty` leaves garbage
+        super()._apply(fn, recurse)
+        self._build(self.frequencies_t.device)
+        return self
+
+    def positions(self, grid: TokenGrid) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the frames, rows and columns of `grid`, float32."""
+        count = partial(torch.arange, dtype=torch.float32, device=self.frequencies_t.device)
+        if not self.is_rescaled:
+            _check_grid(grid, self.grid, is_exact=False)
+            return count(grid.t), count(grid.h), count(grid.w)
+        _check_grid(TokenGrid(grid.t, 1, 1), self.grid, is_exact=False)
+        axes = pipeline_ranges(grid, self.grid)
+        rows, columns = (
+            # diffusers' expression, whose last digits are then its own
+            torch.linspace(
+                start, stop * (n - 1) / n, n, dtype=torch.float32, device=self.frequencies_t.device
+            )
+            for (start, stop), n in zip(axes, (grid.h, grid.w), strict=True)
+        )
+        return count(grid.t), rows, columns
+
+    def angles(self, grid: TokenGrid) -> Tensor:
+        """Angles of each axis one after the other, as Rotation.table has them: [N] float32."""
+        frequencies = (self.frequencies_t, self.frequencies_h, self.frequencies_w)
+        axes = zip(self.positions(grid), frequencies, strict=True)
+        return torch.cat([(p[:, None] * f).flatten() for p, f in axes])
+
+    def forward(self, grid: TokenGrid) -> Rotation:
+        """cos and sin of the angles of a grid of tokens."""
+        angles = self.angles(grid)
+        return Rotation(torch.stack([angles.cos(), angles.sin()]), grid.t, grid.h, grid.w)
+
+
+def pipeline_ranges(grid: TokenGrid, base: TokenGrid) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(start, stop) of rows and of columns in the largest box of `grid`'s shape that fits into
+    `base` and stands in its middle (get_resize_crop_region_for_grid in diffusers'
+    pipeline_cogvideox.py)."""
+    if grid.h / grid.w > base.h / base.w:
+        height, width = base.h, round(base.h / grid.h * grid.w)
+    else:
+        height, width = round(base.w / grid.w * grid.h), base.w
+    top, left = round((base.h - height) / 2.0), round((base.w - width) / 2.0)
+    return (top, top + height), (left, left + width)
+
+
+class NoRotation(nn.Module):
+    """2B: queries and keys are not rotated."""
+
+    def forward(self, grid: TokenGrid) -> None:
+        return None

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor, nn
 
-from cogfast.model.positions import PositionTable
+from cogfast.model.embeddings import PositionTable
 from cogfast.model.weights.shard import Shard
 from cogfast.slot_random import random_bits
 

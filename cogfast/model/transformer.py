@@ -14,16 +14,18 @@ from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
 from cogfast.model.config import TransformerConfig
-from cogfast.model.embeddings import SinusoidEmbedding, patchify, unpatchify
-from cogfast.model.freeze import DEFAULT_FROZEN_PREFIXES, freeze
-from cogfast.model.initialization import initialize
-from cogfast.model.lora import add_lora
-from cogfast.model.positions import (
+from cogfast.model.embeddings import (
     NoPositionTable,
     NoRotation,
     PositionTable,
     RotaryPositions,
+    SinusoidEmbedding,
+    patchify,
+    unpatchify,
 )
+from cogfast.model.freeze import DEFAULT_FROZEN_PREFIXES, freeze
+from cogfast.model.initialization import initialize
+from cogfast.model.lora import add_lora
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.shapes import PatchSize, TokenGrid
 

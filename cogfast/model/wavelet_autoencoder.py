@@ -16,8 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from cogfast.model.autoencoder import Moments
-from cogfast.model.decode_memory import DecodePlan
+from cogfast.model.autoencoder import DecodePlan, Moments
 from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent_frames
 
 COLOURS = 3

@@ -71,8 +71,7 @@ PLACES: dict[str, Place] = {
     "data": Place(
         "data set",
         "cogfast.data.datasets",
-        ("VideoFolder", "VideoManifest", "VideoList"),
-        ("cogfast.data.video_shards.VideoShards",),
+        ("VideoFolder", "VideoManifest", "VideoList", "VideoShards"),
     ),
     "optimizer": Place(
         "optimizer",

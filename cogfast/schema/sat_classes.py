@@ -155,8 +155,10 @@ TARGETS: dict[str, SatClass] = {
         path="cogfast.data.datasets.VideoFolder", defaults={"skip_frms_num": 3}
     ),
     "data_video.VideoDataset": SatClass(
-        path="cogfast.data.video_shards.VideoShards", arguments=_shard_arguments
+        path="cogfast.data.datasets.VideoShards", arguments=_shard_arguments
     ),
+    # of earlier versions
+    "cogfast.data.video_shards.VideoShards": SatClass(path="cogfast.data.datasets.VideoShards"),
     "sat.ops.FusedEmaAdam": _FUSED_EMA_ADAM,
     "sat.ops.fused_ema_adam.FusedEmaAdam": _FUSED_EMA_ADAM,
 }

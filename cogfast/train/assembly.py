@@ -32,9 +32,8 @@ from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.slot_random import random_bits
 from cogfast.train.cache_key import cache_specs
-from cogfast.train.distributed.compilers import compile_blocks
 from cogfast.train.distributed.model_batches import ModelBatches
-from cogfast.train.distributed.parallelize import allocate, find_shards, parallelize
+from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.encode import Encoder
 

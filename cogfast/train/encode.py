@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.model.autoencoder import Moments
-from cogfast.model.decode_memory import DecodePlan
+from cogfast.model.autoencoder import DecodePlan, Moments
 from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.slot_random import SlotRandom, random_bits
 

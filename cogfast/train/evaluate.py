@@ -32,13 +32,8 @@ from cogfast.train.distributed.process_groups import OtherRankError, ProcessGrou
 from cogfast.train.distributed.process_watch import is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder, in_unit_range
-from cogfast.train.sampling.generate import (
-    EvaluationStopped,
-    LatentSize,
-    Prompt,
-    VideoMaker,
-    write_samples,
-)
+from cogfast.train.sampling.generate import EvaluationStopped, Prompt, VideoMaker, write_samples
+from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
 

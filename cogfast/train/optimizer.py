@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from omegaconf import OmegaConf
@@ -68,3 +70,125 @@ def build_optimizer(
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
     return optimizer
+
+
+_SAT_AUTO_WARMUP_STEPS = 100  # sat/training/deepspeed_training.py get_learning_rate_scheduler
+_SAT_AUTO_WARMUP_RATE = 0.05
+SCHEDULES = ("sat", "constant", "cosine", "linear")
+SAT_DECAY_STYLES = ("linear", "cosine", "exponential", "constant", "none")
+
+
+def build_learning_rate(
+    *,
+    lr: float,
+    num_steps: int,
+    schedule: str = "sat",
+    mode: str = "finetune",
+    warmup: float = 0.01,
+    warmup_steps: int | None = None,
+    min_lr_ratio: float = 0.0,
+    lr_decay_style: str | None = "linear",
+    lr_decay_iters: int | None = None,
+    lr_decay_ratio: float = 0.1,
+    iteration: int = 0,
+) -> Callable[[int], float]:
+    """step (0 for the first) -> learning rate; the arguments are the fields of args.
+
+    `warmup` is a share of the steps; `warmup_steps`, where given, counts them instead. SAT's
+    schedule reads mode, lr_decay_* and `iteration` (the step that a SAT pre-training goes on from;
+    a resumed run of ours keeps the 0 it started with); the others read min_lr_ratio.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"args.lr_schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
+    if not 0 <= warmup <= 1:
+        raise ValueError(f"args.warmup={warmup} is a share of the steps, from 0 to 1; use 0.01")
+    if warmup_steps is not None and warmup_steps < 0:
+        raise ValueError(f"args.warmup_steps={warmup_steps} must be 0 or more")
+    if warmup_steps is not None and warmup_steps > num_steps:
+        raise ValueError(
+            f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
+        )
+    if schedule == "sat":
+        end = max(1, lr_decay_iters if lr_decay_iters is not None else num_steps)
+        return sat_learning_rate(
+            lr=lr,
+            num_iters=end,
+            warmup_iters=warmup * end if warmup_steps is None else warmup_steps,
+            decay_style=lr_decay_style,
+            decay_ratio=lr_decay_ratio,
+            is_pretraining=mode == "pretrain",
+            iteration=iteration,
+        )
+    if not 0 <= min_lr_ratio <= 1:
+        raise ValueError(f"args.min_lr_ratio={min_lr_ratio} is a share of lr, from 0 to 1; use 0.1")
+    ramp = round(warmup * num_steps) if warmup_steps is None else warmup_steps
+    return decayed_learning_rate(
+        lr=lr, num_steps=num_steps, style=schedule, warmup_steps=ramp, min_lr_ratio=min_lr_ratio
+    )
+
+
+def sat_learning_rate(
+    *,
+    lr: float,
+    num_iters: int,
+    warmup_iters: float,
+    decay_style: str | None = "linear",
+    decay_ratio: float = 0.1,
+    is_pretraining: bool = False,
+    iteration: int = 0,
+) -> Callable[[int], float]:
+    """SAT's AnnealingLR (sat/training/learning_rates.py) as its trainer builds it.
+
+    Unless a pre-training starts from 0, the first 100 steps run at 0.05 lr or the warm-up,
+    whichever is less, and then jump to the schedule. "linear" reaches 0 at num_iters +
+    warmup_iters, where SAT's would turn negative; "cosine" ends at decay_ratio * lr;
+    "exponential" is constant. Steps are counted from 1, and from 100 before `iteration`.
+    """
+    style = (decay_style or "none").lower()
+    if style not in SAT_DECAY_STYLES:
+        raise ValueError(
+            f"args.lr_decay_style={decay_style!r} must be one of {', '.join(SAT_DECAY_STYLES)}"
+        )
+    first = max(iteration - _SAT_AUTO_WARMUP_STEPS, 0)
+    auto_warmup = 0 if is_pretraining and iteration == 0 else _SAT_AUTO_WARMUP_STEPS
+
+    def rate(step: int) -> float:
+        n = first + 1 + step - iteration
+        ramp = lr * n / warmup_iters if warmup_iters > 0 else math.inf
+        if n <= first + auto_warmup:
+            return min(lr * _SAT_AUTO_WARMUP_RATE, ramp)
+        if n <= warmup_iters:
+            return ramp
+        if style == "linear":
+            return max(0.0, lr * ((num_iters - (n - warmup_iters)) / num_iters))
+        if style == "cosine":
+            done = min(1.0, (n - warmup_iters) / num_iters)
+            return lr * (decay_ratio + (1 - decay_ratio) * (math.cos(math.pi * done) + 1) / 2)
+        return lr
+
+    return rate
+
+
+def decayed_learning_rate(
+    *,
+    lr: float,
+    num_steps: int,
+    style: Literal["constant", "cosine", "linear"],
+    warmup_steps: int,
+    min_lr_ratio: float,
+) -> Callable[[int], float]:
+    """A linear ramp that reaches lr at step warmup_steps - 1, then down to min_lr_ratio * lr.
+
+    The last step, num_steps - 1, runs just above the end of the decay; "constant" has none.
+    """
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return lr * (step + 1) / warmup_steps
+        if style == "constant":
+            return lr
+        done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+        left = 1 - done if style == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return lr * (min_lr_ratio + (1 - min_lr_ratio) * left)
+
+    return rate

@@ -28,14 +28,12 @@ from cogfast.train.assembly import (
 )
 from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.distributed.attention_choice import choose_for_training
-from cogfast.train.distributed.model_parallel_unit import ModelParallelUnit
 from cogfast.train.distributed.parallelize import count_trained
-from cogfast.train.distributed.process_groups import StopRequest, start_processes
+from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.evaluate import Evaluator
-from cogfast.train.learning_rate import build_learning_rate
-from cogfast.train.optimizer import build_optimizer, parameter_groups
+from cogfast.train.optimizer import build_learning_rate, build_optimizer, parameter_groups
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.data_survey import record_bad, survey_datasets
 from cogfast.train.run.checkpoint import load_checkpoint
@@ -49,8 +47,7 @@ from cogfast.train.run.folder import (
 from cogfast.train.run.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.profiling import Profiler
-from cogfast.train.sampling.generate import DEFAULT_FPS, LatentSize
-from cogfast.train.video_size import bucket_sizes, sampled_size
+from cogfast.train.video_size import DEFAULT_FPS, LatentSize, bucket_sizes, sampled_size
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ import pytest
 
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import choose, in_buckets, kept_share, survey, table
-from cogfast.data.datasets import VideoFolder
+from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.sources import headers as video_headers
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.settings import Bucket, ClipSettings
-from cogfast.data.video_shards import VideoShards
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.video_files import constant_rate, sat_folder, write_clip
 
@@ -196,8 +195,7 @@ def test_an_index_of_ten_thousand_is_small():
     import tracemalloc
 
     from cogfast.data.global_order import GlobalOrder
-    from cogfast.data.sources.clip_list import ClipList
-    from cogfast.data.sources.packed_strings import PackedStrings
+    from cogfast.data.sources.clip_list import ClipList, PackedStrings
 
     tracemalloc.start()
     clips = ClipList(

@@ -14,7 +14,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader, to_device
 from cogfast.data.datasets import VideoFolder, VideoList
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.data.video.clip import read_clip
 from cogfast.data.video.settings import ClipSettings
 from cogfast.data.video.transform import cover_size, resize_and_center_crop

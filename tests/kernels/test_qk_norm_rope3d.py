@@ -24,7 +24,7 @@ from cogfast.kernels.qk_norm_rope3d import (
     qk_norm_rope3d,
     qk_norm_rope3d_reference,
 )
-from cogfast.model.positions import RotaryPositions
+from cogfast.model.embeddings import RotaryPositions
 from cogfast.shapes import TokenGrid
 
 # Samples, text rows, (frames, rows, columns), heads, head width.

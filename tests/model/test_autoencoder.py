@@ -20,9 +20,13 @@ from diffusers import AutoencoderKLCogVideoX
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cogfast.model import decode_memory
-from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
-from cogfast.model.decode_memory import bytes_per_pixel, plan_decode
+from cogfast.model import autoencoder as decode_memory
+from cogfast.model.autoencoder import (
+    VideoAutoencoder,
+    bytes_per_pixel,
+    plan_decode,
+    video_autoencoder_from_sat,
+)
 from cogfast.model.weights.vae.names import to_diffusers, to_sat
 
 TOLERANCE, SAMPLE_TOLERANCE = 2e-5, 5e-5  # golden/README.md: float32 against float64 is 6e-6

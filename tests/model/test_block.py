@@ -14,8 +14,8 @@ from torch import Tensor
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import Block
+from cogfast.model.embeddings import RotaryPositions
 from cogfast.model.lora import add_lora
-from cogfast.model.positions import RotaryPositions
 from cogfast.shapes import TokenGrid
 from tests.support.tiny_run import ROOT
 from tests.support.triton_on_cpu import launchers_on_cpu

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cogfast.model.positions import PositionTable, RotaryPositions, sincos_table
+from cogfast.model.embeddings import PositionTable, RotaryPositions, sincos_table
 from cogfast.shapes import TokenGrid
 from tests.support.tiny_transformers import inputs, tiny
 

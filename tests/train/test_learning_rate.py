@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from cogfast.train.learning_rate import build_learning_rate
+from cogfast.train.optimizer import build_learning_rate
 
 CASES = [
     "finetune_linear_1000",

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from cogfast.data.sources.packed_strings import PackedStrings
+
+class PackedStrings(Sequence[str]):
+    """Strings by index.
+
+    A plain list of a million paths grows in every forked worker: reading an element changes its
+    reference count, and so copies the memory page that it is on.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        # surrogatepass: file names need not be valid UTF-8.
+        encoded = [s.encode("utf-8", "surrogatepass") for s in strings]
+        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._ends = np.cumsum([0, *(len(e) for e in encoded)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"{index=} of {len(self)} strings")
+        index %= len(self)
+        text = self._bytes[self._ends[index] : self._ends[index + 1]].tobytes()
+        return text.decode("utf-8", "surrogatepass")
+
 
 SPLITS = ("train", "valid", "test")
 _NONE = {"spans": np.nan, "fps": np.nan, "weights": 1.0, "splits": 0, "places": -1}

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.index_folder import index_file
-from cogfast.data.sources.store import Store
+from cogfast.data.sources.store import Store, index_file
 from cogfast.data.sources.tar_shards import MEMBER, Member
 from cogfast.data.video.file import (
     MOST_FRAMES,

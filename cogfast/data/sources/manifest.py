@@ -18,14 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.data.sources.clip_list import SPLITS, ClipList
+from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     check_caption_size,
     refuse_samples,
     text_of,
 )
-from cogfast.data.sources.packed_strings import PackedStrings
 
 logger = logging.getLogger(__name__)
 

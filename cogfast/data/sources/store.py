@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+
+def index_file(kind: str, names: Iterable[str]) -> Path:
+    """The file of an index of `names`, in the user's cache folder (XDG_CACHE_HOME, ~/.cache)."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.blake2b("\n".join(names).encode("utf-8", "surrogatepass"), digest_size=10)
+    return Path(folder) / "cogfast" / f"{kind}-{digest.hexdigest()}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

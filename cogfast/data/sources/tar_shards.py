@@ -20,11 +20,9 @@ from typing import BinaryIO
 import numpy as np
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import check_caption_size, decoded, named
-from cogfast.data.sources.index_folder import index_file
-from cogfast.data.sources.packed_strings import PackedStrings
-from cogfast.data.sources.store import Store
+from cogfast.data.sources.store import Store, index_file
 
 logger = logging.getLogger(__name__)
 

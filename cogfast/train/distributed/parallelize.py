@@ -9,6 +9,7 @@ summed have 109 MB each.
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -35,6 +36,13 @@ from cogfast.train.distributed.tensor_parallel import (
     SharedHeadNorm,
     TensorParallelGroup,
 )
+
+logger = logging.getLogger(__name__)
+
+# Graphs of one block that a run may come to: training, held-out loss and sampling differ in
+# gradients, in one sample or several, in a size of one here and there. PyTorch's limit is 8, and
+# with fullgraph the ninth would end the run.
+_MOST_GRAPHS = 64
 
 
 def check_model_parallel_size(
@@ -150,3 +158,18 @@ def materialize(transformer: DiffusionTransformer, device: torch.device, seed: i
     """`allocate`, and the weights of a run from scratch: our part of what the whole would get."""
     allocate(transformer, device)
     initialize(transformer, seed, find_shards(transformer))
+
+
+def compile_blocks(transformer: DiffusionTransformer) -> None:
+    """Compile every block in place; names of parameters stay.
+
+    All blocks share their graphs. The first shape, the training batch's, gets one of its own; one
+    with sizes left open serves the later ones. fullgraph: what torch.compile cannot see through is
+    an error, not a slow block. A block that recomputes a part of itself is compiled once more, with
+    the checkpoint inside (activation_checkpointing.py).
+    """
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
+    for block in transformer.blocks:
+        block.compile(fullgraph=True, dynamic=None)
+    logger.info("args.compile: blocks are compiled as they first run")

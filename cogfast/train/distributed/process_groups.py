@@ -308,3 +308,36 @@ class StopRequest:
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         self._pending = (work, flag)
         return self.is_stopping
+
+
+class ModelParallelUnit:
+    """The names are DeepSpeed's; groups: with a tensor axis."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        assert groups.tensor is not None, "every rank has a model of its own"
+        self.groups = groups
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.groups.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.groups.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.groups.data_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.groups.data_rank
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.groups.tensor.process_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.groups.tensor_size
+
+    def get_model_parallel_rank(self) -> int:
+        return self.groups.tensor_rank
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank

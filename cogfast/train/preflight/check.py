@@ -13,10 +13,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config, resolve
-from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
+from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
 from cogfast.data.sources.tar_shards import shards_of
 from cogfast.data.video.settings import checked_buckets
-from cogfast.data.video_shards import VideoShards
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
@@ -25,7 +24,7 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.schema.values import Problems, cut
 from cogfast.train.distributed.attention_choice import check_attention
-from cogfast.train.distributed.compilers import check_compilers
+from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.frozen_parts import (
     PLACEHOLDER,
     check_frozen_parts,
@@ -34,7 +33,7 @@ from cogfast.train.preflight.frozen_parts import (
 )
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.trial_build import try_diffusion, try_training_parts
-from cogfast.train.video_size import check_frames, check_latent_frames, check_size
+from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
 
 _PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
 _MOST_NAME_BYTES = 200  # of the 255 that a folder's name may have; date and time come behind

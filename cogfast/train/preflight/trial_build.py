@@ -15,8 +15,7 @@ from torch import nn
 from cogfast.config import Config, instantiate
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import find_origin
-from cogfast.train.learning_rate import build_learning_rate
-from cogfast.train.optimizer import build_optimizer
+from cogfast.train.optimizer import build_learning_rate, build_optimizer
 
 logger = logging.getLogger(__name__)
 

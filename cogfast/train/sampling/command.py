@@ -19,7 +19,7 @@ from cogfast.config import Config
 from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.files import WriteError, write_text
 from cogfast.kernels.block_kernels import choose_kernels
-from cogfast.model.decode_memory import DecodePlan
+from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.shapes import SPATIAL_COMPRESSION
@@ -30,8 +30,9 @@ from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.run.folder import git
 from cogfast.train.sampling.added_lora import AddedLora, add_loras, open_loras
-from cogfast.train.sampling.generate import LatentSize, Prompt, VideoMaker, write_samples
-from cogfast.train.video_size import open_image, sampled_sizes, warn_of_other_positions
+from cogfast.train.sampling.generate import Prompt, VideoMaker, write_samples
+from cogfast.train.sampling.sizes import open_image, sampled_sizes
+from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
 logger = logging.getLogger(__name__)
 

@@ -18,51 +18,15 @@ from torch import Tensor
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.files import WriteError, write_whole
-from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
-from cogfast.shapes import num_latent_frames
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Diffusion
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.encode import Encoder
+from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_FPS = 8  # CogVideoX 1.0's
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSize:
-    """Latents [C, T, h, w] that the network samples, and the frames and fps of the video."""
-
-    channels: int
-    frames: int  # T, padding included
-    height: int
-    width: int
-    num_frames: int  # of the decoded video
-    fps: float
-
-    @classmethod
-    def of_video(
-        cls, channels: int, num_frames: int, height: int, width: int, patch_t: int, fps: float
-    ) -> LatentSize:
-        """For a video of `num_frames`, latent rows and columns; T is padded to whole patches."""
-        frames = num_latent_frames(num_frames)
-        frames += -frames % patch_t
-        return cls(channels, frames, height, width, num_frames, fps)
-
-    @classmethod
-    def of_model(cls, model: TransformerConfig) -> LatentSize:
-        """The largest that the model's position tables hold."""
-        size = (model.num_frames, model.latent_height, model.latent_width)
-        return cls.of_video(model.out_channels, *size, model.patch_size.t, DEFAULT_FPS)
-
-    def num_tokens(self, model: TransformerConfig) -> int:
-        """Tokens of one sample, text included."""
-        patch = model.patch_size
-        rows, columns = self.height // patch.h, self.width // patch.w
-        return self.frames // patch.t * rows * columns + model.text_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from cogfast.data.cache.shards import (
 )
 from cogfast.data.cache.source_hashes import Sources, hash_file, hash_text
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.video.settings import ClipSettings
 
 VIDEO, TEXT = {"VAE": "v1", "data.params.fps": 8}, {"text encoder": "t1"}

@@ -14,9 +14,8 @@ from PIL import Image
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
-from cogfast.data.datasets import VideoFolder
+from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.sources.tar_shards import expand_braces
-from cogfast.data.video_shards import VideoShards
 from cogfast.schema.components import resolve
 from tests.support.video_files import sat_folder
 

@@ -25,14 +25,13 @@ from cogfast.config import load_config
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import in_buckets, survey
-from cogfast.data.datasets import CaptionedVideos, VideoFolder, VideoManifest
+from cogfast.data.datasets import CaptionedVideos, VideoFolder, VideoManifest, VideoShards
 from cogfast.data.video import dali as dali_reader
 from cogfast.data.video.clip import read_clip
 from cogfast.data.video.dali import DaliReader, DaliRefusal
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.settings import ClipSettings
 from cogfast.data.video.transform import resize_and_center_crop, select_frames_timestamp
-from cogfast.data.video_shards import VideoShards
 from cogfast.train.caching.command import cache_latents
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.tiny_run import SIDE, write_clips, write_config

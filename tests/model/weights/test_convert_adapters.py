@@ -17,7 +17,7 @@ from cogfast.model.weights.convert import convert
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.lora.adapters import only_adapters
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.verify_peft import verify_peft
+from cogfast.model.weights.verify import verify_peft
 from tests.model.test_lora import save_as_sat
 from tests.model.test_transformer_diffusers import diffusers_model
 from tests.model.weights.test_peft import pipeline

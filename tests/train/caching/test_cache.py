@@ -25,8 +25,7 @@ from cogfast.data.cache import source_hashes
 from cogfast.data.cache.shards import CacheIndex
 from cogfast.data.cache.source_hashes import hash_file
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.packed_strings import PackedStrings
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.video.settings import ClipSettings
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.schema.arguments import TrainArguments

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from cogfast.config import load_config
 from cogfast.kernels.gpu import launch
-from cogfast.train.distributed import compilers
+from cogfast.train.preflight import compilers
 from cogfast.train.preflight.check import check_sample, check_train
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.run.metrics import Metrics
-from cogfast.train.run.throughput import forward_flops, memory_gib, train_flops
+from cogfast.train.run.metrics import Metrics, forward_flops, memory_gib, train_flops
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import tiny

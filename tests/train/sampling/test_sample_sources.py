@@ -31,8 +31,8 @@ from cogfast.config import load_config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.slot_random import SlotRandom
 from cogfast.train.preflight.check import check_sample
-from cogfast.train.sampling.generate import LatentSize
-from cogfast.train.video_size import sampled_sizes
+from cogfast.train.sampling.sizes import sampled_sizes
+from cogfast.train.video_size import LatentSize
 from tests.schema.test_stock_yaml_end_to_end import WIDTH, write_t5
 from tests.support.tiny_run import FAMILIES, ROOT
 from tests.support.tiny_transformers import randomize

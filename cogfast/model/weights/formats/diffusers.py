@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cogfast.model.config import TransformerConfig
-from cogfast.model.positions import PositionTable
+from cogfast.model.embeddings import PositionTable
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
     write_json,

@@ -1,4 +1,4 @@
-"""Compilers of a run: torch.compile for the blocks, and what Triton and Inductor need to build code."""
+"""Checks what Triton and torch.compile need on this machine to build code."""
 
 from __future__ import annotations
 
@@ -13,31 +13,10 @@ import torch
 
 from cogfast.config import Config
 from cogfast.kernels.gpu import launch
-from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import refuse
 
 logger = logging.getLogger(__name__)
-
-# Graphs of one block that a run may come to: training, held-out loss and sampling differ in
-# gradients, in one sample or several, in a size of one here and there. PyTorch's limit is 8, and
-# with fullgraph the ninth would end the run.
-_MOST_GRAPHS = 64
-
-
-def compile_blocks(transformer: DiffusionTransformer) -> None:
-    """Compile every block in place; names of parameters stay.
-
-    All blocks share their graphs. The first shape, the training batch's, gets one of its own; one
-    with sizes left open serves the later ones. fullgraph: what torch.compile cannot see through is
-    an error, not a slow block. A block that recomputes a part of itself is compiled once more, with
-    the checkpoint inside (activation_checkpointing.py).
-    """
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
-    for block in transformer.blocks:
-        block.compile(fullgraph=True, dynamic=None)
-    logger.info("args.compile: blocks are compiled as they first run")
 
 
 def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> None:

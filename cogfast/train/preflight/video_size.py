@@ -1,0 +1,81 @@
+"""Checks that the model takes the numbers of frames and the sizes that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cogfast.config import Config
+from cogfast.schema.config import refuse
+from cogfast.shapes import (
+    SPATIAL_COMPRESSION,
+    PatchSize,
+    check_num_frames,
+    check_video_size,
+    num_pixel_frames,
+)
+
+
+def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
+    """ValueError for a number of pixel frames that the model cannot take."""
+    most = num_pixel_frames(_table_frames(network))
+    try:
+        check_num_frames(num_frames, network["patch_size"], most, key)
+    except ValueError as error:
+        refuse(config, key, str(error))
+
+
+def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
+    """SAT counts sampling_num_frames in latent frames, the padding of CogVideoX 1.5 included."""
+    key, most = "args.sampling_num_frames", _table_frames(network)
+    if not 1 <= latent_frames <= most:
+        refuse(
+            config,
+            key,
+            f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
+            f"table holds {most}: use {most} at most",
+        )
+    patch_t = network["patch_size"].t
+    step = 2 * patch_t  # latent frames of 8 or 16 pixel frames
+    surplus = (latent_frames - 1) % patch_t
+    frames = num_pixel_frames(latent_frames - surplus)
+    if (frames - 1) % (8 * patch_t) == 0:
+        return
+    below = (latent_frames - 1) // step * step + patch_t
+    fits = " or ".join(str(n) for n in (below, below + step) if n <= most)
+    padding = f", {surplus} of padding," if surplus else ""
+    refuse(
+        config,
+        key,
+        f"{key}={latent_frames} latent frames{padding} make {frames} frames; CogVideoX "
+        f"{'1.0' if patch_t == 1 else '1.5'} takes {8 * patch_t}N+1 frames, which are "
+        f"{step}N+{patch_t} of latents: use {fits}",
+    )
+
+
+def _table_frames(network: dict[str, Any]) -> int:
+    """Latent frames that the position table holds: it has an entry per token of time."""
+    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
+    return rows * network["patch_size"].t
+
+
+def check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
+    """ValueError for rows and columns of pixels that the model cannot take."""
+    problem = size_problem(network, height, width, key)
+    if problem is not None:
+        refuse(config, key, problem)
+
+
+def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
+    """What is wrong with these rows and columns of pixels; None where the model takes them."""
+    patch: PatchSize = network["patch_size"]
+    held = tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
+    one_size = "computed" if network["position"] == "sincos" else None
+    if network["position"] != "sincos" and network["learnable_position"]:
+        one_size = "learned"
+    if network.get("rotary_positions") == "pipeline" and patch.t == 1 and one_size is None:
+        held = None  # any size is rescaled to the table's
+    try:
+        check_video_size(height, width, patch, key, held, one_size)
+    except ValueError as error:
+        return str(error)
+    return None
