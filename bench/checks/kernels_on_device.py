@@ -19,7 +19,7 @@ _LINES = 15  # of pytest's output, shown if it wrote no report
 
 def run_kernel_tests(settings: Settings) -> Outcome:
     """Run the tests; one row per file, one problem per failure. On a CPU every test is skipped."""
-    paths = [f"tests/test_{name}.py" for name in _OPS]
+    paths = [f"tests/kernels/test_{name}.py" for name in _OPS]
     present = [path for path in paths if (_ROOT / path).is_file()]
     environment = dict(os.environ)
     if settings.device.type == "cuda":
