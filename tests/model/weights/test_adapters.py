@@ -143,7 +143,8 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"42 layers of width 3072: this is a 5B adapter, the m.* 30"
     ):
-        check_fits(replace(five, shapes=real), blocks | {"patch_embedding.weight": (1920, 64)})
+        of_5b = replace(five, shapes=real, dtypes=dict.fromkeys(real, torch.float32))
+        check_fits(of_5b, blocks | {"patch_embedding.weight": (1920, 64)})
     with pytest.raises(ValueError, match="it has no LoRA tensors"):
         only_adapters(source_of(tiny("5b"), None))
 
