@@ -219,7 +219,7 @@ def table(rows: Sequence[Figures]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=[_LIMITED_ARCH])
     parser.add_argument("--op", nargs="+", choices=CASES, default=list(CASES), metavar="OP")

@@ -1,16 +1,13 @@
-"""How fast clips are read, beside decord and PyAV alone and a plain DataLoader.
+"""Measure how fast clips are read, compared with decord, PyAV and torch's DataLoader.
 
     python -m bench.data --out DIR [--clips FOLDER]
 
-All sides make the same 17 frames, 8 per second, of the same files, scaled and cropped to 240 x 360,
-one thread each. "ours" is the trainer's BatchLoader, with its time-outs and its choice of frames by
-the container's times, "ours by decord" the same with video_backend: decord; "decord" and "PyAV" are a
-few lines around the library, told which frames to take; "DataLoader" is those lines of decord in
-torch's. CPU seconds are the process's and its readers'; per CPU second, other work on the machine
-matters little, for the rates of several readers it does. FOLDER holds the generated H.264 clips, and
-gets those that it lacks.
-
-On a GPU, bench.gpu_run data compares DALI with both of ours.
+Every side reads the same 17 frames, 8 per second, of the same files, scaled and cropped to 240 x 360,
+with one thread. "ours" is the trainer's BatchLoader, "ours by decord" the same with video_backend:
+decord. "decord" and "PyAV" call the library directly, with the frame indices given; "DataLoader" runs
+the decord code in torch's DataLoader. CPU seconds include the reader processes; rates per CPU second
+depend little on other load, rates of several readers do. Missing H.264 clips are generated in FOLDER.
+On a GPU, `bench.gpu_run data` compares DALI with the first two sides.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from cogfast.data.video.settings import ClipSettings
 from cogfast.data.video.transform import resize_and_center_crop
 
 SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17
-_COPIES = 64  # of a file in a data set: readers look no further ahead than that
+_COPIES = 64  # copies of a file in a data set: more than readers prefetch
 _GPU_READERS = (1, 4, 8)
 _SHOWN = ("clip", "side", "readers", "clips_per_s", "frames_per_s", "cpu_s_per_clip")
 _SHOWN += ("clips_per_cpu_s", "resident_mib")
@@ -54,8 +51,10 @@ _SHOWN += ("clips_per_cpu_s", "resident_mib")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A way to read: clips(path) yields one after the other, for ever. readers: processes (DALI:
-    threads) beside this one; 0: it reads itself."""
+    """A way to read: `clips(path, readers)` yields clips without end.
+
+    readers: number of reader processes (DALI: threads); 0 reads in the calling process.
+    """
 
     name: str
     readers: int
@@ -81,7 +80,8 @@ def _ours(backend: VideoBackend) -> Callable[[Path, int], Iterator[object]]:
     return clips
 
 
-def _chosen(path: Path) -> list[int]:
+def _frame_indices(path: Path) -> list[int]:
+    """Return the frames that cogfast selects, for the libraries that take indices."""
     video = open_video(str(path))
     try:
         return select_frames(video.times, video.fps, _settings("auto")).indices.tolist()
@@ -110,20 +110,20 @@ def _read_pyav(path: Path, indices: Sequence[int]) -> Tensor:
     return resize_and_center_crop(torch.stack(frames), SIZE)
 
 
-def _alone(read: Callable[[Path, Sequence[int]], Tensor]) -> Callable[[Path, int], Iterator]:
+def _directly(read: Callable[[Path, Sequence[int]], Tensor]) -> Callable[[Path, int], Iterator]:
     def clips(path: Path, readers: int) -> Iterator[Tensor]:
-        indices = _chosen(path)
+        indices = _frame_indices(path)
         while True:
             yield read(path, indices)
 
     return clips
 
 
-class _Plain(Dataset):
-    """What a few lines of decord give torch's DataLoader."""
+class _DecordClips(Dataset):
+    """The data set of the DataLoader side: one clip, read again for every index."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.indices = path, _chosen(path)
+        self.path, self.indices = path, _frame_indices(path)
 
     def __len__(self) -> int:
         return 1_000_000
@@ -134,21 +134,27 @@ class _Plain(Dataset):
 
 
 def _data_loader(path: Path, readers: int) -> Iterator[Tensor]:
-    yield from DataLoader(_Plain(path), batch_size=1, num_workers=readers)
+    yield from DataLoader(_DecordClips(path), batch_size=1, num_workers=readers)
 
 
+# The names are those of the result files; tables and plots show "ours" as cogfast.
 CPU_SIDES = (
     Side("ours", 0, _ours("pyav")),
     Side("ours by decord", 0, _ours("decord")),
-    Side("decord", 0, _alone(_read_decord)),
-    Side("PyAV", 0, _alone(_read_pyav)),
-    *(Side("ours", n, _ours("pyav")) for n in (1, 2)),
-    *(Side("DataLoader", n, _data_loader) for n in (1, 2)),
+    Side("decord", 0, _directly(_read_decord)),
+    Side("PyAV", 0, _directly(_read_pyav)),
+    Side("ours", 1, _ours("pyav")),
+    Side("ours", 2, _ours("pyav")),
+    Side("DataLoader", 1, _data_loader),
+    Side("DataLoader", 2, _data_loader),
 )
-GPU_SIDES = (
-    *(Side("DALI", n, _ours("dali")) for n in _GPU_READERS),
-    *(Side("ours", n, _ours("pyav")) for n in _GPU_READERS),
-    *(Side("ours by decord", n, _ours("decord")) for n in _GPU_READERS),
+_GPU_BACKENDS: dict[str, VideoBackend] = {
+    "DALI": "dali",
+    "ours": "pyav",
+    "ours by decord": "decord",
+}
+GPU_SIDES = tuple(
+    Side(name, n, _ours(backend)) for name, backend in _GPU_BACKENDS.items() for n in _GPU_READERS
 )
 
 
@@ -157,16 +163,17 @@ def _readers() -> list[int]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it started and that still run."""
+    """Return the CPU seconds of this process and of its running child processes."""
     total = 0.0
     for process in (os.getpid(), *_readers()):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # utime and stime of proc(5), in clock ticks
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
 def _resident_mib(readers: int) -> float:
-    """Of a reading process, the largest."""
+    """Return the resident MiB of the largest reader process, or of this one without readers."""
     sizes = []
     for process in _readers() if readers else [os.getpid()]:
         text = Path(f"/proc/{process}/status").read_text()
@@ -175,7 +182,7 @@ def _resident_mib(readers: int) -> float:
 
 
 def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float, float]:
-    """Clips per second, CPU seconds per clip, MiB, after the first clips of each reader."""
+    """Return clips per second, CPU seconds per clip and MiB, after a warm-up of each reader."""
     clips = side.clips(path, side.readers)
     for _ in range(2 + 2 * side.readers):
         next(clips)
@@ -186,6 +193,7 @@ def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float, float
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     wall, used = time.perf_counter() - start, _cpu_seconds() - cpu
+    # DALI's readers are threads of this process.
     mib = _resident_mib(0 if side.name == "DALI" else side.readers)
     clips.close()
     return number / wall, used / number, mib
@@ -198,7 +206,7 @@ def measure_clips(
     rounds: int,
     keep: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """A row for every clip and side: medians over `rounds`, in which the sides take turns."""
+    """Return a row for every clip and side: medians over `rounds`, in which the sides alternate."""
     rows: list[Row] = []
     for clip, path in paths.items():
         samples: dict[Side, list] = {side: [] for side in sides}
@@ -226,7 +234,7 @@ def measure_clips(
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """What the goals speak of, by clip, and over all clips as their geometric mean."""
+    """Return the ratios between sides for each clip, and their geometric mean over all clips."""
     of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
     named = {
         "ours_over_decord_per_cpu_s": (("ours", 0), ("decord", 0), "clips_per_cpu_s"),
@@ -293,7 +301,7 @@ def _clips_folder(folder: Path | None) -> Iterator[Path]:
 
 
 def measure_data(settings: Settings) -> Outcome:
-    """The piece of bench.gpu_run: DALI against ours on a CPU, on H.264, which ./bench_clips may hold."""
+    """Compare DALI with the CPU readers on H.264; the clips of ./bench_clips are used if it exists."""
     torch.set_num_threads(1)
     carried = Path("bench_clips")
     sizes = TINY_SIZES if settings.is_tiny else SIZES
@@ -307,16 +315,20 @@ def measure_data(settings: Settings) -> Outcome:
         return measure_clips(paths, sides, seconds, rounds=1, keep=settings.keep)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of data.json and its plots")
-    parser.add_argument("--clips", type=Path, help="folder of the generated clips")
-    parser.add_argument("--seconds", type=float, default=2.0, help="per clip, side and round")
+    parser.add_argument(
+        "--clips", type=Path, help="folder of the generated clips; default: a temporary one"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="sampling time per clip, side and round"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="a test of this program")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     with _clips_folder(arguments.clips) as folder:
@@ -329,7 +341,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "piece": "data",
         "is_tiny": arguments.tiny,
         **describe_machine(torch.device("cpu")),
-        "load_average": {"before": load, "after": os.getloadavg()[0]},  # a quiet run adds 1 to 2
+        "load_average": {
+            "before": load,
+            "after": os.getloadavg()[0],
+        },  # the bench itself adds 1 to 2
         "numbers": outcome.numbers,
         "rows": outcome.rows,
     }

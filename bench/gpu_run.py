@@ -40,7 +40,7 @@ _RESERVE_SECONDS = 20.0
 # piece -> "module:function". A module is imported when its piece runs: a package that one piece needs
 # and the machine lacks must not stop the others.
 PIECES = {
-    "facts": "bench.harness.device_facts:tell_facts",
+    "facts": "bench.harness.device_facts:list_facts",
     "rates": "bench.harness.rates:measure_rates",
     "matmul": "bench.kernel_ops.matmul_shapes:measure_matmuls",
     "goldens": "bench.checks.goldens_on_device:check_goldens",
@@ -139,7 +139,7 @@ def _skip(name: str, settings: Settings, out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=[*PARTS, *PIECES])
     parser.add_argument(

@@ -205,15 +205,15 @@ def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
     _CLOCK.play(times_ms, benchmark)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sweep", action="store_true", help="launch configurations instead")
     parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes: a test of this program")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu --tiny to try the program")
     if arguments.device == "cpu" and not arguments.tiny:

@@ -470,7 +470,7 @@ def all_folders() -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="*", type=Path, help="default: all under bench/results")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write all tables into this file")

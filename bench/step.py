@@ -119,9 +119,9 @@ def _bars(rows: Sequence[Row]) -> Bars | None:
     return Bars(f"{drawn[0]['model']}, {drawn[0]['dtype']}", "model TFLOP/s", labels, series)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     many = lambda name, choices, default: parser.add_argument(
         name, nargs="+", choices=get_args(choices), default=[default]
@@ -141,7 +141,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if arguments.layers is not None and not (
         1 <= arguments.layers <= MODELS[arguments.model][0].num_layers
     ):

@@ -1,5 +1,5 @@
 #! /bin/bash
-# Fine-tunes on one GPU. Further words go to `cogfast train`:
+# Fine-tune on one GPU. Arguments are passed on to `cogfast train`:
 #   scripts/finetune_single_gpu.sh args.train_iters=500
 #   BASE="configs/cogvideox_5b.yaml configs/sft.yaml" scripts/finetune_single_gpu.sh
 set -euo pipefail
@@ -8,6 +8,6 @@ cd "$(dirname "$0")/.."
 echo "RUN on $(hostname), CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
 export WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
 BASE=${BASE:-configs/cogvideox_2b.yaml configs/lora.yaml configs/sft.yaml}
-# exec: a signal reaches the run, which saves and ends, not this shell.
+# exec makes the run, not this shell, get signals, so that it saves a checkpoint before it exits.
 # shellcheck disable=SC2086  # BASE is a list of files
 exec python scripts/train_video.py --base $BASE --seed "${SEED:-$RANDOM}" "$@"

@@ -1,10 +1,10 @@
 #! /bin/bash
-# Profiles a few steps of a run with NVIDIA's Nsight Systems and prints where their time went. The
-# words are those of `cogfast train`; the run ends after the last profiled step:
+# Profile a few training steps with NVIDIA's Nsight Systems and print where the time goes. Arguments are
+# passed on to `cogfast train`; the run ends after the last profiled step:
 #   scripts/profile_nsys.sh --base configs/cogvideox_2b.yaml configs/sft.yaml args.load=...
 #   NPROC=8 START=20 STEPS=3 BLOCKS=true OUT=runs/5b scripts/profile_nsys.sh --base ...
-# NPROC: GPUs of this machine. START: steps done before the profile begins. BLOCKS: a range for every
-# block of the network, too. OUT: the report's name, without .nsys-rep, which `nsys-ui` opens.
+# NPROC: number of GPUs. START: steps before the profile begins. BLOCKS: add a range for every block of
+# the network. OUT: name of the report without .nsys-rep; open it with `nsys-ui`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,8 +24,9 @@ fi
 
 mkdir -p "$(dirname "$OUT")"
 rm -f "$OUT.nsys-rep" "$OUT.sqlite"
-# The run itself starts and stops the capture (cudaProfilerStart); without end=stop nsys would then
-# end the run, in the middle of its checkpoint. Sampling the CPU needs rights that few users have.
+# The run starts and stops the capture itself (cudaProfilerStart). Without end=stop, nsys would kill the
+# run at the end of the capture, while it saves its checkpoint. CPU sampling needs rights that few users
+# have.
 nsys profile \
     --capture-range=cudaProfilerApi \
     --capture-range-end=stop \
@@ -39,11 +40,11 @@ nsys profile \
     args.profiling_blocks="${BLOCKS:-false}" args.exit_interval=$((START + STEPS))
 
 if [ ! -f "$OUT.nsys-rep" ]; then
-    echo "$0: no report: the run did no step after step $START, or found no GPU" >&2
+    echo "$0: no report: the run ended before step $START, or found no GPU" >&2
     exit 1
 fi
-# Time by range on the host and on the GPU, then by kernel, by copy and by call of CUDA.
+# Time by range on the host and on the GPU, then by kernel, memory copy and CUDA call.
 for report in nvtx_sum nvtx_gpu_proj_sum cuda_gpu_kern_sum cuda_gpu_mem_time_sum cuda_api_sum; do
-    nsys stats --report="$report" "$OUT.nsys-rep" || echo "$report: not a report of this nsys" >&2
+    nsys stats --report="$report" "$OUT.nsys-rep" || echo "$report: this version of nsys lacks this report" >&2
 done
 echo "$OUT.nsys-rep"

@@ -1,17 +1,13 @@
-"""Before and after the quickstart's training: make its data, look at its samples.
+"""Make the quickstart's data, and score and draw its samples.
 
-python scripts/quickstart.py prepare FOLDER
-    writes FOLDER/videos, FOLDER/labels (the clips), FOLDER/wavelet.safetensors (the first stage,
-    fitted to them) and FOLDER/captions.txt (all 48 captions, the held-out ones too), and prints
-    how the clips and their reconstructions score: no model can do better than the latter.
-python scripts/quickstart.py machine
-    prints how many processes to train with, and whether in bf16 (true) or float32 (false): what is
-    faster here.
-python scripts/quickstart.py look SAMPLES [SAMPLES ...]
-    scores folders of sampled mp4s. SAMPLES/prompts.json is {file: caption}; a folder with videos/
-    and labels/ works too.
-python scripts/quickstart.py animate SAMPLES PICTURE.webp
-    draws twelve of the videos, those of held-out captions in the first row, as one moving picture.
+prepare FOLDER            write clips and labels, wavelet.safetensors (a first stage fitted to the clips)
+                          and captions.txt (all 48), and print the scores of the reconstructions, which
+                          no model can exceed
+machine                   print the number of processes to train with, and true if bf16 is the faster
+                          dtype here, else false
+look SAMPLES [...]        score folders of mp4s with prompts.json ({file: caption}), or with videos/ and
+                          labels/
+animate SAMPLES PICTURE   draw twelve of the videos, held-out captions first, as an animated WebP
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# bench is not installed with the package; it lies beside this folder.
+# bench is not installed with the package: import it from the checkout.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.clips.animation import write_animation  # noqa: E402
@@ -40,13 +36,13 @@ from bench.clips.sample_clips import (  # noqa: E402
 from bench.clips.shape_look import read_frames, score  # noqa: E402
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  # noqa: E402
 
-NUM_BANDS = 48  # of 768: reconstructions at 27.8 dB, latents small enough for two CPU cores
+NUM_BANDS = 48  # of 768: reconstructions have 27.8 dB, and two CPU cores can train on the latents
 FIT_BATCH = 16  # clips
 NUM_ANIMATED = 12
 
 
 def prepare(folder: Path) -> None:
-    """Write clips, captions and wavelet; print the scores that bound what training can reach."""
+    """Write clips, captions and wavelet; print the scores that training can reach at best."""
     paths = write_sample_clips(folder)
     captions = [read_caption(path) for path in paths]
     all_captions = [caption_of(*parts) for parts in combinations()]
@@ -68,7 +64,7 @@ def prepare(folder: Path) -> None:
 
 
 def describe_machine() -> None:
-    """Print `<processes> <use bf16>`: two processes where there are two cores or two GPUs."""
+    """Print `<processes> <use bf16>`: two processes on two or more cores or GPUs."""
     if torch.cuda.is_available():
         num_processes, use_bf16 = min(2, torch.cuda.device_count()), True
     else:
@@ -78,19 +74,19 @@ def describe_machine() -> None:
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
-    """The best of five products as large as the model's."""
+    """Return the best time of five matrix products as large as those of the model."""
     x, weight = torch.randn(640, 256, dtype=dtype), torch.randn(256, 1024, dtype=dtype)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        for _ in range(10):
+        for _ in range(10):  # a single product is too short to time
             x @ weight
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
 
 def look(folders: list[Path]) -> None:
-    """Print the scores of each folder, and those of the held-out captions alone."""
+    """Print the scores of each folder, over all captions and over the held-out ones."""
     held_out = {caption_of(*parts) for parts in HELD_OUT}
     for folder in folders:
         videos, captions = read_samples(folder)
@@ -100,22 +96,23 @@ def look(folders: list[Path]) -> None:
         chosen = [i for i, caption in enumerate(captions) if caption in held_out]
         if chosen and len(chosen) < len(captions):
             part = score([videos[i] for i in chosen], [captions[i] for i in chosen])
-            print(f"  the {part.num_videos} with a caption that was held out: {part}")
+            print(f"  the {part.num_videos} with a held-out caption: {part}")
 
 
 def animate(folder: Path, path: Path) -> None:
-    """Draw the four held-out captions, then eight others, as one moving picture."""
+    """Draw the four held-out captions and eight of the rest as one animated picture."""
     videos, captions = read_samples(folder)
     held_out = {caption_of(*parts) for parts in HELD_OUT}
     first = [i for i, caption in enumerate(captions) if caption in held_out]
-    others = [i for i, caption in enumerate(captions) if caption not in held_out]
+    rest = [i for i, caption in enumerate(captions) if caption not in held_out]
     count = NUM_ANIMATED - len(first)
-    chosen = first + [others[round((k + 0.5) * len(others) / count - 0.5)] for k in range(count)]
+    # Evenly spaced over all captions that were trained on.
+    chosen = first + [rest[round((k + 0.5) * len(rest) / count - 0.5)] for k in range(count)]
     write_animation(path, [videos[i] for i in chosen], [captions[i] for i in chosen], FPS)
 
 
 def read_samples(folder: Path) -> tuple[list[np.ndarray], list[str]]:
-    """The videos (uint8 [F, H, W, 3]) and captions of a folder of samples or of clips."""
+    """Read the videos, uint8 [F, H, W, 3], and captions of a folder of samples or clips."""
     prompts = folder / "prompts.json"
     if prompts.is_file():
         named = {folder / name: text for name, text in json.loads(prompts.read_text()).items()}
@@ -133,7 +130,7 @@ def read_samples(folder: Path) -> tuple[list[np.ndarray], list[str]]:
 
 
 def read_caption(path: Path) -> str:
-    """The caption of a clip in SAT's layout: videos/x.mp4 -> labels/x.txt."""
+    """Read the caption of a clip in SAT's layout: videos/x.mp4 -> labels/x.txt."""
     return (path.parent.parent / "labels" / f"{path.stem}.txt").read_text().strip()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quickstart: make clips, train configs/quickstart.yaml on them, sample all captions, look.
-#   SEED=1 scripts/quickstart.sh [key=value ...]     further words go to `cogfast train`
+# The quickstart: make clips, train configs/quickstart.yaml on them, sample all captions, score them.
+#   SEED=1 scripts/quickstart.sh [key=value ...]     arguments are passed on to `cogfast train`
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -1,4 +1,4 @@
-"""Upstream's `python sample_video.py --base model.yaml inference.yaml`: the same as `cogfast sample`."""
+"""Upstream's `python sample_video.py --base model.yaml inference.yaml`, as `cogfast sample`."""
 
 import sys
 from pathlib import Path

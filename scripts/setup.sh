@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv on a machine with Python 3.11 or later: the CPU build of torch where there is no
-# NVIDIA GPU, the CUDA build where there is one, then everything else at the versions of
-# constraints.txt. `make setup` calls it.
+# Create .venv with Python 3.11 or later: the CUDA build of torch on a machine with an NVIDIA GPU, the
+# CPU build elsewhere, then all packages at the versions of constraints.txt. `make setup` calls it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,14 +17,14 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         pip install "$torch"
     elif pip install --dry-run "$torch" | grep -qi nvidia; then
-        # The default build brings several GB of CUDA along; PyTorch keeps CPU builds apart.
+        # The default build installs several GB of CUDA; CPU builds have an index of their own.
         pip install "$torch" --index-url https://download.pytorch.org/whl/cpu
     else
         pip install "$torch"
     fi
 fi
 pip install --quiet setuptools wheel ninja
-# DeepSpeed is built from source, against the torch that is there, without its compiled ops.
+# DeepSpeed is built from source against the installed torch, without its compiled ops.
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
 pip install --quiet --no-build-isolation --editable '.[test]'
 echo "setup: .venv is ready; put cogfast on the path: source .venv/bin/activate"

@@ -1,4 +1,4 @@
-"""Upstream's `python train_video.py --base model.yaml sft.yaml`: the same as `cogfast train`."""
+"""Upstream's `python train_video.py --base model.yaml sft.yaml`, as `cogfast train`."""
 
 import sys
 from pathlib import Path

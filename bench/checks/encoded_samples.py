@@ -1,4 +1,4 @@
-"""A data set of latents and prompt embeddings drawn from seeds: training without any video file."""
+"""A data set of latents and prompt embeddings drawn from seeds, to train without video files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 
 class EncodedSamples(Dataset):
-    """Latents of about unit variance: a pattern that all share, and a small part of their own.
+    """Latents of about unit variance: a pattern shared by all samples plus a small random part.
 
-    data_dir: what the trainer hands every data set; nothing is read. latent_shape [C, T, h, w],
-    text_shape [L, E]. Drawn on the CPU: the same numbers wherever training runs.
+    data_dir: ignored; the trainer passes it to every data set. latent_shape: [C, T, h, w].
+    text_shape: [L, E]. Draws happen on the CPU, so that every device sees the same numbers.
     """
 
     def __init__(
@@ -26,12 +26,15 @@ class EncodedSamples(Dataset):
         self.num_samples = num_samples
         self.latent_shape, self.text_shape = tuple(latent_shape), tuple(text_shape)
         channels = self.latent_shape[0]
-        self._shared = _draw(0, (channels, 1, 1, 1))  # one number per channel: quick to learn
+        self._shared = _draw(
+            0, (channels, 1, 1, 1)
+        )  # one number per channel: learned within few steps
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        # Seed 0 is the shared pattern, odd seeds are latents, even seeds are prompts.
         own = _draw(2 * index + 1, self.latent_shape)
         return {
             "encoded_video": self._shared + 0.3 * own,

@@ -33,9 +33,7 @@ CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 _OUTPUT, _LOSS, _GRADIENT, _GRADIENT_FLOOR = 1e-5, 1e-6, 1e-5, 1e-8
 _SINUSOID = 4e-5  # timestep 863 turns the last bit of a frequency into 2.6e-5
 _GPU_FACTOR = 4.0  # a different summation order, and another attention algorithm
-_STORED_IN_BF16 = (
-    2**-8
-)  # some gradients of the 1.5 case are stored in bf16 are stored in bf16 are stored in bf16 are stored in bf16
+_STORED_IN_BF16 = 2**-8  # some gradients of the 1.5 case are stored in bf16
 _BF16_FLOOR = 2e-3  # half of bf16's spacing
 # The gradient of a key norm's bias in 2B is zero in exact arithmetic, so it has no relative error.
 _SMALLEST_GRADIENT = 1e-6
@@ -51,9 +49,6 @@ class Answers:
 
 
 def check_goldens(settings: Settings) -> Outcome:
-    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
-    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
-    """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
     """Check every case in float32 and bf16: one row each, and the rows of the optimizer."""
     torch.set_float32_matmul_precision("highest")  # no TF32
     torch.backends.cudnn.allow_tf32 = False
@@ -86,9 +81,6 @@ def check_goldens(settings: Settings) -> Outcome:
 
 
 def tolerance_factor(device: torch.device) -> float:
-    """Return the factor on float32 limits for a device."""
-    """Return the factor on float32 limits for a device."""
-    """Return the factor on float32 limits for a device."""
     """Return the factor on float32 limits for a device."""
     return _GPU_FACTOR if device.type == "cuda" else 1.0
 

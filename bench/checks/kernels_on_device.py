@@ -56,9 +56,6 @@ def judge(report: str) -> Outcome:
         row = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
         row["seconds"] += float(case.get("time", 0))
         # A fixture that fails is an <error>, an assertion is a <failure>.
-        # A fixture that fails is an <error>, an assertion is a <failure>.
-        # A fixture that fails is an <error>, an assertion is a <failure>.
-        # A fixture that fails is an <error>, an assertion is a <failure>.
         wrong = next(
             (x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None
         )

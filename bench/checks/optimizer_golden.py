@@ -65,9 +65,6 @@ def check_optimizer(golden: Path, device: torch.device) -> tuple[list[Row], list
         if not torch.equal(copy, p.detach().bfloat16()):
             problems.append(f"{case}: the bf16 copy differs from the rounded weights")
         # A step with found_inf = 1 must change nothing.
-        # A step with found_inf = 1 must change nothing.
-        # A step with found_inf = 1 must change nothing.
-        # A step with found_inf = 1 must change nothing.
         before = {name: value.clone() for name, value in _tensors(optimizer, p).items()}
         optimizer.found_inf = torch.ones((), device=device)
         optimizer.step()

@@ -39,17 +39,11 @@ from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 _CASE, _SIZE = "t2v_5b", 2
 _ROOT = GOLDEN.parents[1]
 # Variants: whether the rows of the hidden state are split over the ranks between the blocks.
-# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
-# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
-# Variants: whether the rows of the hidden state are split over the ranks between the blocks.
 _VARIANTS = {"whole rows": False, "rows split": True}
 _TIMEOUT_SECONDS = 240
 
 
 def check_tensor_parallel(settings: Settings) -> Outcome:
-    """Launch the ranks and compare their joined results: one row per variant."""
-    """Launch the ranks and compare their joined results: one row per variant."""
-    """Launch the ranks and compare their joined results: one row per variant."""
     """Launch the ranks and compare their joined results: one row per variant."""
     stored = load_file(GOLDEN / _CASE / "io.safetensors")
     factor = tolerance_factor(settings.device)
@@ -72,9 +66,7 @@ def _launch(folder: Path, device: torch.device) -> None:
     """Run all ranks; RuntimeError with the end of the log of the first rank that fails."""
     environment = dict(os.environ)
     if device.type == "cpu":
-        environment |= {
-            "CUDA_VISIBLE_DEVICES": ""
-        }  # Triton must not see the GPU  # Triton must not see the GPU  # Triton must not see the GPU  # Triton must not see the GPU
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}  # Triton must not see the GPU
     command = [sys.executable, "-m", "bench.checks.tensor_parallel_on_device", str(folder)]
     processes = []
     for rank in range(_SIZE):
@@ -118,9 +110,6 @@ def join_ranks(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> Answers:
 
 def _put(whole: Tensor, share: Tensor, shard: Shard) -> None:
     offset = 0
-    # A shard may hold several ranges, such as a part of each of q, k and v.
-    # A shard may hold several ranges, such as a part of each of q, k and v.
-    # A shard may hold several ranges, such as a part of each of q, k and v.
     # A shard may hold several ranges, such as a part of each of q, k and v.
     for start, stop in shard.ranges:
         piece = share.narrow(shard.dim, offset, stop - start)

@@ -1,8 +1,8 @@
-"""Twenty training steps of a tiny model through DeepSpeed, on the device and against the CPU.
+"""Train a tiny model for twenty steps with DeepSpeed on a device, and compare with the CPU.
 
-Two runs on the device: bf16 as everyone trains, whose loss must fall; and float32 with noise drawn
-on the CPU, whose losses must be those of the same run on the CPU. Each has a process of its own, as
-DeepSpeed starts once in one, and the CPU's must not see the GPU:
+The loss of a bf16 run must fall. A float32 run that draws its noise on the CPU must have the losses of
+the same run on the CPU. Each run is a subprocess, since DeepSpeed initializes once per process and the
+run on the CPU must not see the GPU:
 python -m bench.checks.training_on_device RUN FOLDER
 """
 
@@ -41,16 +41,16 @@ _TINY = (
 _TIMEOUT_SECONDS = 240
 _NUM_WARM_UP = 5  # steps left out of the step time
 _NUM_AVERAGED = 5  # first and last steps whose mean losses are compared
-# Of float32 losses against the CPU's. Noise of 1e-6 on every linear's output moves them by 1e-7 (on
-# a CPU); another exp moves entries of a large timestep's embedding by some 1e-5.
+# Float32 losses against those of the CPU. Noise of 1e-6 on the output of every linear changes them by
+# 1e-7 (on a CPU); a different exp changes the embedding of a large timestep by about 1e-5.
 _RELATIVE_TOLERANCE = 1e-4
 
 
 class CpuDrawsTrainer(Trainer):
-    """Draws timesteps and noise on the CPU: a GPU's generator gives other numbers."""
+    """Draws timesteps and noise on the CPU: the generator of a GPU gives different numbers."""
 
     def compute_loss(self, batch: dict) -> Tensor:
-        """As Trainer's, for batches of latents and embeddings."""
+        """Compute the loss of a batch of latents and embeddings."""
         rng = SlotRandom(self.args.seed, self.step, batch["slots"], self.global_batch)
         latents, conditioning = self.encoder(batch, rng)
         loss = self.diffusion.loss
@@ -61,9 +61,10 @@ class CpuDrawsTrainer(Trainer):
 
 
 def check_training(settings: Settings) -> Outcome:
+    """Run the three trainings and judge their losses."""
     with tempfile.TemporaryDirectory() as folder:
         start = lambda run, device: _Process(run, device, settings.is_tiny, Path(folder))
-        bf16 = start("bf16", settings.device).read_lines()  # alone, since it is timed
+        bf16 = start("bf16", settings.device).read_lines()  # nothing else runs, since it is timed
         pair = [start("fp32", device) for device in (settings.device, torch.device("cpu"))]
         try:
             fp32, on_cpu = (process.read_lines() for process in pair)
@@ -74,14 +75,14 @@ def check_training(settings: Settings) -> Outcome:
 
 
 def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> Outcome:
-    """The lines of metrics.jsonl of the three runs, one per step -> figures and what is wrong."""
+    """Judge three runs by the lines of their metrics.jsonl, one line per step."""
     losses = {
         "bf16": [line["loss"] for line in bf16],
         "fp32": [line["loss"] for line in fp32],
         "fp32_of_cpu": [line["loss"] for line in expected],
     }
     problems = []
-    for run, values in losses.items():  # the metrics write null for what is not finite
+    for run, values in losses.items():  # metrics.jsonl has null for a loss that is not finite
         if any(loss is None or not math.isfinite(loss) for loss in values):
             return Outcome({"losses": losses}, problems=[f"{run}: a loss is not finite"])
         first, last = _mean(values[:_NUM_AVERAGED]), _mean(values[-_NUM_AVERAGED:])
@@ -90,7 +91,9 @@ def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> 
     pairs = zip(losses["fp32"], losses["fp32_of_cpu"], strict=True)
     difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
     if not difference <= _RELATIVE_TOLERANCE:
-        problems.append(f"fp32: off the CPU's losses by {difference:.2e} > {_RELATIVE_TOLERANCE}")
+        problems.append(
+            f"fp32: the losses differ from the CPU's by {difference:.2e} > {_RELATIVE_TOLERANCE}"
+        )
     rows = [
         _summary("bf16, ZeRO-2", bf16),
         _summary("fp32, ZeRO-2", fp32),
@@ -123,7 +126,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class _Process:
-    """A training run in a process of its own; `device` cpu hides the GPU from it."""
+    """A training run in a subprocess; with `device` cpu the GPU is hidden from it."""
 
     def __init__(self, run: str, device: torch.device, is_tiny: bool, parent: Path) -> None:
         self.run, self.device = run, device
@@ -131,20 +134,20 @@ class _Process:
         environment = dict(os.environ)
         if device.type == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        words = [sys.executable, "-m", "bench.checks.training_on_device", run, str(self.folder)]
-        words += ["--tiny"] if is_tiny else []
+        command = [sys.executable, "-m", "bench.checks.training_on_device", run, str(self.folder)]
+        command += ["--tiny"] if is_tiny else []
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(
-                words, cwd=_ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                command, cwd=_ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
 
     def read_lines(self) -> list[Row]:
-        """Wait for the end; the lines of metrics.jsonl, one per step."""
+        """Wait for the end of the run and return the lines of metrics.jsonl, one per step."""
         try:
             status = self.process.wait(timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self.stop()
-            status = f"none after {_TIMEOUT_SECONDS} s"
+            status = f"none, killed after {_TIMEOUT_SECONDS} s"
         if status != 0:
             end = "\n".join((self.folder / "log").read_text().splitlines()[-15:])
             raise RuntimeError(f"{self.run} on {self.device}: exit status {status}\n{end}")
@@ -152,7 +155,7 @@ class _Process:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def stop(self) -> None:
-        """End the process where it still runs."""
+        """Kill the process if it still runs."""
         self.process.kill()
         self.process.wait()
 
@@ -164,9 +167,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("highest")  # no TF32
-    words = [*_OVERRIDES[arguments.run], f"args.save={arguments.folder}"]
-    words += _TINY if arguments.tiny else ()
-    config = load_config([_CONFIG], words, allow_import=["bench"])
+    overrides = [*_OVERRIDES[arguments.run], f"args.save={arguments.folder}"]
+    overrides += _TINY if arguments.tiny else ()
+    config = load_config([_CONFIG], overrides, allow_import=["bench"])
     (CpuDrawsTrainer if arguments.run == "fp32" else Trainer)(config).train()
 
 

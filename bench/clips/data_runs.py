@@ -1,13 +1,11 @@
-"""Whole commands on videos: how fast `cogfast cache` encodes and how long training waits for data.
+"""Measure whole commands: how fast `cogfast cache` encodes and how long training waits for data.
 
     python -m bench.clips.data_runs --out DIR
 
-On a CPU the quickstart's clips and model. The piece data_runs of bench.gpu_run trains CogVideoX-2B,
-with random weights, on H.264 of 480 rows: read by DALI, by the CPU, and from the cache. Both also
-start on a manifest of 10,000 videos: list them, read their headers, for the first and second time.
-
-clips_per_s of the cache is counted between its first and its last shard, so without the start. A
-step's wait for data is what metrics.jsonl says, from the second line on.
+On a CPU, this uses the clips and the model of the quickstart. The piece data_runs of bench.gpu_run
+trains CogVideoX-2B with random weights on H.264 of 480 rows, read by DALI, by the CPU and from the
+cache. Both also time the start on a manifest of 10,000 videos: listing them and reading their headers,
+the first and the second time.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 300
 _NUM_LISTED = 10_000
 _SHOWN = ("run", "clips", "clips_per_s", "step_median_ms", "data_wait_percent", "seconds", "mib")
-_TINY_WORDS = (
+_TINY_OVERRIDES = (
     "model.network_config.params.num_frames=9",
     "model.network_config.params.latent_height=8",
     "model.network_config.params.latent_width=8",
@@ -56,11 +54,14 @@ _TINY_VAE = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A configuration and its videos. words: of every command; sides: {name: further words of a
-    training run from videos}."""
+    """A configuration and its videos.
+
+    overrides: `key=value` arguments of every command. sides: {name: overrides of a training run that
+    reads videos}.
+    """
 
     files: Sequence[str]
-    words: Sequence[str]
+    overrides: Sequence[str]
     sides: dict[str, Sequence[str]]
     num_clips: int
     num_steps: int
@@ -69,7 +70,7 @@ class Case:
 
 
 def measure_data_runs(settings: Settings) -> Outcome:
-    """The piece of bench.gpu_run."""
+    """Run the piece data_runs of bench.gpu_run."""
     carried = Path("bench_clips")
     tiny = settings.is_tiny
     with tempfile.TemporaryDirectory() as made:
@@ -83,13 +84,17 @@ def measure_data_runs(settings: Settings) -> Outcome:
         sides["training from videos, CPU reader"] = ("data.params.video_backend=pyav",)
         case = Case(
             files=(str(_write_2b(folder, tiny)), "configs/sft.yaml"),
-            words=(
+            overrides=(
                 f"args.train_data=[{data}]",
                 f"args.num_workers={1 if tiny else 8}",
-                *("args.mode=pretrain", "args.load=null", "args.save_interval=null"),
-                *("args.lr_schedule=constant", "args.warmup_steps=0"),
-                *("deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"),
-                *(_TINY_WORDS if tiny else ()),
+                "args.mode=pretrain",
+                "args.load=null",
+                "args.save_interval=null",
+                "args.lr_schedule=constant",
+                "args.warmup_steps=0",
+                "deepspeed.fp16.enabled=false",
+                "deepspeed.bf16.enabled=true",
+                *(_TINY_OVERRIDES if tiny else ()),
             ),
             sides=sides,
             num_clips=num_clips,
@@ -100,11 +105,15 @@ def measure_data_runs(settings: Settings) -> Outcome:
 
 
 def _write_2b(folder: Path, is_tiny: bool) -> Path:
-    """CogVideoX-2B's file with an autoencoder of random weights, made here, and a small text encoder
-    of T5's width, so that nothing is downloaded."""
+    """Write a configuration of CogVideoX-2B that needs no download.
+
+    It has an autoencoder with random weights and a small text encoder with the width of T5.
+    """
     from diffusers import AutoencoderKLCogVideoX
 
-    vae = AutoencoderKLCogVideoX(**(_TINY_VAE if is_tiny else {}))  # by default the real one's
+    vae = AutoencoderKLCogVideoX(
+        **(_TINY_VAE if is_tiny else {})
+    )  # the defaults are the sizes of the real one
     vae.save_pretrained(folder / "vae")
     config = OmegaConf.load(_ROOT / "configs" / "cogvideox_2b.yaml")
     config.model.first_stage_config = {
@@ -124,14 +133,14 @@ def _write_2b(folder: Path, is_tiny: bool) -> Path:
 
 
 def measure_quickstart(num_steps: int = 300) -> Outcome:
-    """On a CPU: one process, in the dtype that the quickstart takes."""
+    """Measure the quickstart's model and clips on a CPU, with one process."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         data = folder / "data"
         _run([sys.executable, "scripts/quickstart.py", "prepare", str(data)], folder / "log")
         case = Case(
             files=("configs/quickstart.yaml",),
-            words=(
+            overrides=(
                 f"args.train_data=[{data}]",
                 f"model.first_stage_config.params.ckpt_path={data / 'wavelet.safetensors'}",
                 "args.eval_interval=null",
@@ -154,13 +163,14 @@ def measure_quickstart(num_steps: int = 300) -> Outcome:
 
 
 def _measure(case: Case, folder: Path, clip: Path, num_listed: int, settings: Settings) -> Outcome:
-    """Rows of what there is time for: a run is left out where the longest before would not fit."""
+    """Run everything that fits the time: a run is skipped if the longest one so far would not fit."""
     cache = folder / "latents"
-    words = {**case.sides, "training from the cache": (f"args.latent_cache={cache}",)}
+    overrides = {**case.sides, "training from the cache": (f"args.latent_cache={cache}",)}
     runs: dict[str, Callable[[], Row]] = {
-        name: lambda name=name: _train(case, folder / name, name, words[name]) for name in words
+        name: lambda name=name: _train(case, folder / name, name, overrides[name])
+        for name in overrides
     }
-    # What needs the cache comes behind it.
+    # The last training needs the cache. One training runs before it, so that a cut-off leaves a figure.
     first = next(iter(runs))
     runs = {first: runs.pop(first), "cogfast cache": lambda: _cache(case, folder, cache), **runs}
     rows: list[Row] = []
@@ -175,11 +185,11 @@ def _measure(case: Case, folder: Path, clip: Path, num_listed: int, settings: Se
     return Outcome({"skipped": skipped}, rows, _SHOWN)
 
 
-def _run(words: Sequence[str], log: Path, **environment: str) -> str:
-    """Run a command; RuntimeError, with the end of what it said, where it fails."""
+def _run(command: Sequence[str], log: Path, **environment: str) -> str:
+    """Run a command and return its output; RuntimeError with the end of the output if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        list(words),
+        list(command),
         cwd=_ROOT,
         env={
             **os.environ,
@@ -193,13 +203,13 @@ def _run(words: Sequence[str], log: Path, **environment: str) -> str:
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RuntimeError(f"{' '.join(words[:5])}: exit status {done.returncode}\n{end}")
+        raise RuntimeError(f"{' '.join(command[:5])}: exit status {done.returncode}\n{end}")
     return done.stdout
 
 
-def _cogfast(case: Case, command: str, folder: Path, words: Sequence[str]) -> None:
+def _cogfast(case: Case, command: str, folder: Path, overrides: Sequence[str]) -> None:
     base = [sys.executable, "-m", "cogfast", command, "--base", *case.files]
-    _run([*base, *case.words, f"args.save={folder}", *words], folder / "log")
+    _run([*base, *case.overrides, f"args.save={folder}", *overrides], folder / "log")
 
 
 def _cache(case: Case, folder: Path, cache: Path) -> Row:
@@ -214,6 +224,7 @@ def _cache(case: Case, folder: Path, cache: Path) -> Row:
     ]
     shards.sort()
     assert sum(number for _, number in shards) == case.num_clips, "clips are left out of the cache"
+    # From the first to the last shard, so that the start of the command does not count.
     between = sum(number for _, number in shards[1:])
     rate = between / (shards[-1][0] - shards[0][0])
     num_bytes = sum(path.stat().st_size for path in cache.glob("*.safetensors"))
@@ -226,12 +237,13 @@ def _cache(case: Case, folder: Path, cache: Path) -> Row:
     }
 
 
-def _train(case: Case, folder: Path, name: str, words: Sequence[str]) -> Row:
+def _train(case: Case, folder: Path, name: str, overrides: Sequence[str]) -> Row:
     steps = [f"args.train_iters={case.num_steps}", f"args.log_interval={case.log_interval}"]
     started = time.perf_counter()
-    _cogfast(case, "train", folder, [*words, *steps])
+    _cogfast(case, "train", folder, [*overrides, *steps])
     seconds = time.perf_counter() - started
     (path,) = folder.glob("*/metrics.jsonl")
+    # The first line includes the start of the readers.
     lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
     waited, took = (sum(line[key] for line in lines) for key in ("data_wait_ms", "step_ms"))
     return {
@@ -245,7 +257,7 @@ def _train(case: Case, folder: Path, name: str, words: Sequence[str]) -> Row:
 
 
 def _start_on_manifest(clip: Path, folder: Path, number: int) -> list[Row]:
-    """Twice, in processes of their own; the second finds the headers of the first."""
+    """Start twice, each in a subprocess; the second start finds the stored headers of the first."""
     (folder / "videos").mkdir(parents=True)
     first = shutil.copy(clip, folder)
     with open(folder / "clips.jsonl", "w") as file:
@@ -253,7 +265,7 @@ def _start_on_manifest(clip: Path, folder: Path, number: int) -> list[Row]:
             os.link(first, folder / "videos" / f"{i:05d}.mp4")
             caption = f"caption number {i} of some ordinary length, as captions of videos have"
             file.write(json.dumps({"path": f"videos/{i:05d}.mp4", "caption": caption}) + "\n")
-    words = [
+    command = [
         sys.executable,
         "-m",
         "bench.clips.data_runs",
@@ -262,15 +274,15 @@ def _start_on_manifest(clip: Path, folder: Path, number: int) -> list[Row]:
     ]
     found = []
     for which in ("first", "second"):
-        text = _run(words, folder / "log", XDG_CACHE_HOME=str(folder / "index"))
+        text = _run(command, folder / "log", XDG_CACHE_HOME=str(folder / "index"))
         row = {"run": f"{which} start on a manifest", "clips": number}
         found.append({**row, **json.loads(text.splitlines()[-1])})
     return found
 
 
 def start_on_manifest(manifest: Path) -> Row:
-    """Seconds and MiB of listing the samples, reading their headers and making the first epoch."""
-    import av  # noqa: F401  its libraries are not counted, nor is what else is imported
+    """Time listing the samples, reading their headers and making the first epoch; also in MiB."""
+    import av  # noqa: F401  imported before the memory of libraries would count
 
     from cogfast.data.buckets import survey
     from cogfast.data.datasets import VideoManifest
@@ -295,13 +307,13 @@ def _resident_mib() -> float:
     return int(text.partition("VmRSS:")[2].split()[0]) / 1024
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=__doc__.partition("\n\n")[2]
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder of data_runs.json")
-    parser.add_argument("--manifest", type=Path, help="of the child that starts on one")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--manifest", type=Path, help="for the subprocess: start on this manifest")
+    arguments = parser.parse_args(argv)
     if arguments.manifest is not None:
         print(json.dumps(start_on_manifest(arguments.manifest)))
         return 0

@@ -2,8 +2,8 @@
 
 `python -m bench.clips.sample_clips FOLDER` writes FOLDER/videos/*.mp4 (H.264, 64x64, 9 frames at
 8 per second) and FOLDER/labels/*.txt, the layout of SAT's trainer. Four colours, three shapes and
-four directions make 48 captions; four of them are held out, so that what a model makes of these
-shows whether it combines what it learned.
+four directions make 48 captions. Four captions are held out, to test whether a model combines what it
+learned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_FRAMES = 9
 FPS = 8
 RADIUS = 18.0  # pixels
 SPEED = 2.0  # pixels per frame
-JITTER = 3.0  # pixels that the start may be off, either way
+JITTER = 3.0  # pixels; the largest random offset of a path, in each direction
 BACKGROUND = (24, 24, 32)
 COLOURS = {
     "red": (220, 50, 47),
@@ -31,7 +31,12 @@ COLOURS = {
     "yellow": (240, 210, 50),
 }
 SHAPES = ("circle", "square", "triangle")
-DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}  # (x, y), y down
+DIRECTIONS = {
+    "right": (1, 0),
+    "left": (-1, 0),
+    "down": (0, 1),
+    "up": (0, -1),
+}  # (x, y); y points down
 HELD_OUT = (
     ("red", "square", "up"),
     ("green", "circle", "left"),
@@ -42,23 +47,23 @@ _OVERSAMPLING = 4  # points per pixel side, for smooth edges
 
 
 def caption_of(colour: str, shape: str, direction: str) -> str:
-    """The caption of one combination."""
+    """Return the caption of one combination."""
     return f"a {colour} {shape} moves {direction}"
 
 
 def combinations() -> list[tuple[str, str, str]]:
-    """All 48 (colour, shape, direction), the held-out ones among them."""
+    """Return all 48 (colour, shape, direction), including the held-out ones."""
     return list(product(COLOURS, SHAPES, DIRECTIONS))
 
 
 def _coverage(shape: str, x: float, y: float) -> np.ndarray:
-    """How much of each pixel a shape with its middle at (x, y) covers: [SIZE, SIZE] in [0, 1]."""
+    """Return the covered share of each pixel, [SIZE, SIZE] in [0, 1], for a shape centred at (x, y)."""
     fine = (np.arange(SIZE * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
     dx, dy = fine[None, :] - x, fine[:, None] - y
     if shape == "circle":
         inside = dx**2 + dy**2 <= RADIUS**2
     elif shape == "square":
-        side = RADIUS * np.pi**0.5 / 2  # the circle's area
+        side = RADIUS * np.pi**0.5 / 2  # a square with the area of the circle
         inside = np.maximum(abs(dx), abs(dy)) <= side
     else:
         inside = (abs(dy) <= RADIUS) & (abs(dx) <= (dy + RADIUS) / 2)  # the tip is at the top
@@ -68,7 +73,7 @@ def _coverage(shape: str, x: float, y: float) -> np.ndarray:
 def render_clip(
     colour: str, shape: str, direction: str, offset: tuple[float, float] = (0.0, 0.0)
 ) -> np.ndarray:
-    """One clip, uint8 [F, H, W, 3]; `offset` (x, y) moves the whole path, whose middle is centred."""
+    """Render one clip, uint8 [F, H, W, 3]. The path is centred in the frame and moved by `offset` (x, y)."""
     frames = np.empty((NUM_FRAMES, SIZE, SIZE, 3), dtype=np.uint8)
     step_x, step_y = DIRECTIONS[direction]
     foreground, background = np.array(COLOURS[colour], float), np.array(BACKGROUND, float)
@@ -82,14 +87,14 @@ def render_clip(
 
 
 def _write_mp4(path: Path, frames: np.ndarray) -> None:
-    """Frames uint8 [F, H, W, 3] as H.264, the same bytes every time."""
+    """Write frames, uint8 [F, H, W, 3], as H.264, with the same bytes on every call."""
     import av
 
     with av.open(str(path), "w", options={"fflags": "+bitexact"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(FPS))
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        # x264 alone is not repeatable on clips this short: its macroblock tree and its assembly
-        # gave other bytes in up to a third of the clips from one call to the next (x264 of PyAV 18).
+        # By default x264 is not deterministic on such short clips: its macroblock tree and its assembly
+        # code changed the bytes of up to a third of the clips between two calls (x264 of PyAV 18).
         stream.options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0:no-asm=1"}
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -97,7 +102,7 @@ def _write_mp4(path: Path, frames: np.ndarray) -> None:
 
 
 def write_sample_clips(folder: str | Path, num_copies: int = 4, seed: int = 0) -> list[Path]:
-    """Write every combination that is not held out `num_copies` times; returns the mp4 paths."""
+    """Write `num_copies` clips of every combination that is not held out; return the mp4 paths."""
     folder = Path(folder)
     for name in ("videos", "labels"):
         (folder / name).mkdir(parents=True, exist_ok=True)

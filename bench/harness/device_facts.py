@@ -1,4 +1,4 @@
-"""What the machine is and has: GPU, driver, versions, the video decoder, attention packages."""
+"""List the GPU, driver, package versions, video decoder and attention packages of the machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import torch
 
 from bench.harness.outcome import Outcome, Settings
 
-_VERSIONS = (
-    *("torch", "triton", "deepspeed", "omegaconf", "transformers", "safetensors", "einops"),
-    *("numpy", "matplotlib", "diffusers", "decord", "av", "flash-attn-4", "nvidia-dali-cuda130"),
-)
-# `flash_attn` alone says nothing: version 4 makes it a namespace without version 2 in it.
+_VERSIONS = ("torch", "triton", "deepspeed", "omegaconf", "transformers", "safetensors", "einops")
+_VERSIONS += ("numpy", "matplotlib", "diffusers", "decord", "av")
+_VERSIONS += ("flash-attn-4", "nvidia-dali-cuda130")
+# Importing `flash_attn` proves nothing: with version 4 it is a namespace that may lack version 2.
 _ATTENTION = {
     "flash_attention_4": "flash_attn.cute",
     "flash_attention_3": "flash_attn_interface",
@@ -33,11 +32,12 @@ _SMI_FIELDS = {
 }
 
 
-def tell_facts(settings: Settings) -> Outcome:
+def list_facts(settings: Settings) -> Outcome:
+    """Collect the facts as the numbers of an outcome without rows."""
     numbers: dict[str, object] = {
         "python": platform.python_version(),
         "cpu_cores": len(os.sched_getaffinity(0)),
-        "commit": _said_by("git", "rev-parse", "HEAD"),
+        "commit": _output_of("git", "rev-parse", "HEAD"),
         "cuda_of_torch": torch.version.cuda,
     }
     if settings.device.type == "cuda":
@@ -59,35 +59,35 @@ def _gpu(device: torch.device) -> dict[str, object]:
         "cudnn": torch.backends.cudnn.version(),
     }
     fields = ",".join(_SMI_FIELDS)
-    said = _said_by("nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv,noheader")
-    if said is not None:  # values carry their units
-        facts |= dict(zip(_SMI_FIELDS.values(), said.split(", "), strict=False))
+    output = _output_of("nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv,noheader")
+    if output is not None:  # values carry their units
+        facts |= dict(zip(_SMI_FIELDS.values(), output.split(", "), strict=False))
     return facts
 
 
-def _said_by(*words: str) -> str | None:
-    """What a program prints, or None where it is not there or fails."""
+def _output_of(*argv: str) -> str | None:
+    """Return what a program prints, or None if it is missing or fails."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
 
 
 def _video_decoder() -> str:
-    """Whether NVIDIA's video decoder loads, as DALI will try it, and what lies beside the driver."""
-    beside = (
-        sorted(str(p) for p in _driver_folder().glob("libnvcuvid*")) if _driver_folder() else []
-    )
+    """Report whether libnvcuvid loads, as DALI loads it, or where a copy is that does not."""
+    folder = _driver_folder()
+    # Some machines have the library next to the driver, but not on the search path.
+    copies = sorted(str(path) for path in folder.glob("libnvcuvid*")) if folder else []
     try:
         ctypes.CDLL("libnvcuvid.so.1")
     except OSError as error:
-        return f"does not load: {error}" + (f"; but there is {beside[0]}" if beside else "")
+        return f"does not load: {error}" + (f"; but there is {copies[0]}" if copies else "")
     return "loads"
 
 
 def _driver_folder() -> Path | None:
-    """The folder of the libcuda that this process has loaded."""
+    """Return the folder of the libcuda that this process has loaded."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     paths = (line.split()[-1] for line in lines if "/libcuda.so" in line)
@@ -97,7 +97,7 @@ def _driver_folder() -> Path | None:
 def _importable(module: str) -> str:
     try:
         importlib.import_module(module)
-    except Exception as error:  # a package that is there and broken raises all kinds
+    except Exception as error:  # a broken installation raises any type
         return f"no: {type(error).__name__}: {error}".splitlines()[0]
     return "yes"
 

@@ -1,4 +1,4 @@
-"""On what, with which versions and when something was measured."""
+"""Describe the machine, the package versions and the date of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES += ("decord", "av", "nvidia-dali-cuda130")
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
-    """Keys of a JSON file of results: machine, cores, versions, time."""
+    """Return the keys that every JSON file of results has: machine, cores, versions, time."""
     is_gpu = device.type == "cuda"
     return {
         "device": str(device),
@@ -29,7 +29,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
 
 
 def name_cpu() -> str:
-    """The CPU's model, and what it has for bfloat16."""
+    """Return the model of the CPU and its extensions for bfloat16."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():  # not Linux
         return platform.processor() or platform.machine()
@@ -37,10 +37,10 @@ def name_cpu() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     name = found[1].strip() if found else platform.machine()
     flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
-    words = flags[1].split() if flags else []
-    extras = [
-        label for flag, label in (("avx512f", "AVX-512"), ("amx_bf16", "AMX")) if flag in words
-    ]
+    present = flags[1].split() if flags else []
+    # Without either, oneDNN emulates bfloat16, which changes every bf16 figure.
+    labels = {"avx512f": "AVX-512", "amx_bf16": "AMX"}
+    extras = [label for flag, label in labels.items() if flag in present]
     return f"{name} ({', '.join(extras)})" if extras else name
 
 

@@ -1,4 +1,4 @@
-"""What a piece of bench.gpu_run is asked and what it answers, and the table and bars of an answer."""
+"""Settings and outcome of a piece of bench.gpu_run, and the table and plot of an outcome."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 Row = Mapping[str, object]
 
-_CELL_WIDTH = 100  # characters on the screen: CUDA kernels have longer names, whole in the JSON
+_CELL_WIDTH = 100  # characters; the JSON keeps longer values, such as names of CUDA kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where to run; is_tiny: sizes that a CPU does in seconds, to test the bench itself.
+    """Device, sizes and time limit of a piece.
 
-    deadline: of time.perf_counter; what would end later is left out, with a note. keep: give it what
-    there is after each row, so that a run that is killed leaves that much.
+    is_tiny: use sizes that a CPU runs in seconds, to test the bench itself.
+    deadline: a time of time.perf_counter; a piece skips what would end later.
+    keep: called with the outcome so far after each row, so that a killed run leaves its rows.
     """
 
     device: torch.device
@@ -30,7 +31,7 @@ class Settings:
 
     @property
     def seconds(self) -> float:
-        """How long to sample each figure."""
+        """Seconds of sampling for each figure."""
         return 0.03 if self.is_tiny else 0.4
 
     @property
@@ -40,8 +41,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A bar for every label and series; `line` is drawn across, as (name, value); `marks`, as (name,
-    a value per label), each across the bars of its label."""
+    """A bar plot: one bar for every label and series.
+
+    line: (name, value), drawn across the plot. marks: (name, one value per label), drawn across the
+    bars of each label.
+    """
 
     title: str
     unit: str
@@ -53,8 +57,11 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """numbers and rows go into the JSON file, units in their keys; `shown` are the rows' keys in
-    the table on the screen. problems: what was measured and is wrong, a sentence each."""
+    """The result of a piece. `numbers` and `rows` go into the JSON file, with units in their keys.
+
+    shown: the keys of `rows` that the printed table has. problems: one sentence for each check that
+    failed.
+    """
 
     numbers: Row = field(default_factory=dict)
     rows: Sequence[Row] = ()
@@ -64,7 +71,7 @@ class Outcome:
 
 
 def table(outcome: Outcome) -> str:
-    """The numbers, a line each, then the rows with their keys as heads."""
+    """Format the numbers, one per line, and then the rows under their keys."""
     lines = [f"  {key}: {_cell(value)}" for key, value in outcome.numbers.items()]
     if outcome.rows:
         cells = [list(outcome.shown)]
@@ -84,7 +91,7 @@ def _cell(value: object) -> str:
 
 
 def draw(bars: Bars, path: Path) -> str:
-    """Draw into `path`; returns what to say of it. Without matplotlib there is no picture."""
+    """Draw a plot and return a line for the log. Without matplotlib nothing is drawn."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -94,6 +101,7 @@ def draw(bars: Bars, path: Path) -> str:
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
+    # The bars of a label fill 0.8 of the distance to the next label.
     height = 0.8 / len(bars.series)
     for i, (name, values) in enumerate(bars.series.items()):
         places = [place + (i - (len(bars.series) - 1) / 2) * height for place in range(len(values))]
@@ -104,6 +112,7 @@ def draw(bars: Bars, path: Path) -> str:
         axes.axvline(value, color="black", lw=1, ls="--", label=f"{name}: {value:.3g}")
     if bars.marks is not None:
         name, values = bars.marks
+        # A mark spans the bars of its label and a little more.
         bottoms = [place - 0.45 for place in range(len(values))]
         tops = [place + 0.45 for place in range(len(values))]
         axes.vlines(values, bottoms, tops, color="black", lw=2, label=name)

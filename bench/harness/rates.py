@@ -1,4 +1,4 @@
-"""The two rates that everything else is measured against: a copy and a large matrix product."""
+"""The rates of a copy and of a large matrix product, which other figures are compared with."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import torch
 from bench.harness.outcome import Outcome, Settings
 from bench.harness.timing import num_buffer_sets, spread, time_calls
 
+# The full size is far larger than any L2 cache.
 _COPY_BYTES, _TINY_COPY_BYTES = 4_000_000_000, 8_000_000
 _MATMUL_SIZE, _TINY_MATMUL_SIZE = 8192, 256
 
 
 def copy_rate(settings: Settings) -> dict[str, float]:
-    """Copying one buffer into another; the rate counts the bytes read and the bytes written."""
+    """Time the copy of a buffer; the rate in GB/s counts the bytes read and the bytes written."""
     num_bytes = _TINY_COPY_BYTES if settings.is_tiny else _COPY_BYTES
     make = lambda: torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=settings.device)
     pairs = [(make().normal_(), make()) for _ in range(2)]
@@ -23,8 +24,9 @@ def copy_rate(settings: Settings) -> dict[str, float]:
 
 
 def matmul_rate(settings: Settings) -> dict[str, float]:
-    """A square bf16 matrix product on random numbers (zeros are faster)."""
+    """Time a square bf16 matrix product; the rate is in TFLOP/s."""
     n = _TINY_MATMUL_SIZE if settings.is_tiny else _MATMUL_SIZE
+    # Zeros would draw less power, which lets a GPU clock higher.
     make = lambda: torch.randn(n, n, dtype=torch.bfloat16, device=settings.device)
     pairs = [(make(), make()) for _ in range(num_buffer_sets(4 * n * n, settings.device))]
     calls = [lambda a=a, b=b: a @ b for a, b in pairs]
@@ -33,6 +35,7 @@ def matmul_rate(settings: Settings) -> dict[str, float]:
 
 
 def measure_rates(settings: Settings) -> Outcome:
+    """Measure both rates: one row each."""
     rows = [
         {"what": "copy", **copy_rate(settings)},
         {"what": "matrix product", **matmul_rate(settings)},

@@ -1,4 +1,4 @@
-"""How long a call takes on a device: many samples, after a warm-up, on data that no cache holds."""
+"""Time calls on a device: many samples after a warm-up, on data that is not in the L2 cache."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 _WARM_UP_SECONDS = 0.2  # an idle GPU needs some of it to raise its clocks
 _MIN_SAMPLES, _MAX_SAMPLES = 5, 200
-# Few enough calls that the GPU's queue of about a thousand launches holds most of them.
+# Few enough that the GPU's queue, about a thousand launches, holds the kernels of all calls.
 _BURST = 10
-_MARK_SECONDS = 20e-6  # the host's time for the two marks of a call
-_MOST_HOST = 5e-3  # a call that takes the host longer waits for the GPU by itself
+_MARK_SECONDS = 20e-6  # host time to record the two events of a call
+# A call with more host time than this waits for the GPU by itself, so a longer sleep is no use.
+_MOST_HOST = 5e-3
 _GPU_CYCLES_PER_SECOND = 2e9
-_CACHES = 3  # the buffers that take turns hold so many times the L2 cache
+_CACHES = 3  # total size of the buffers, in L2 caches
 
 
 def num_buffer_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many sets of buffers must take turns so that none is still in the GPU's L2 cache."""
+    """Return how many buffer sets to cycle through so that none is still in the L2 cache."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -30,11 +31,11 @@ def num_buffer_sets(bytes_per_set: int, device: torch.device) -> int:
 def time_calls(
     calls: Sequence[Callable[[], object]], device: torch.device, seconds: float
 ) -> list[float]:
-    """Milliseconds of single calls; `calls` do the same work on buffers of their own, in turns.
+    """Return the milliseconds of single calls. `calls` do the same work on different buffers, in turn.
 
-    seconds: how long to sample, about; a warm-up comes before.
+    seconds: approximate time of sampling, without the warm-up.
     """
-    _run_round(calls, device)  # compiles and makes handles
+    _run_round(calls, device)  # compiles kernels and creates library handles
     started, num_rounds = time.perf_counter(), 0
     while num_rounds == 0 or time.perf_counter() - started < min(_WARM_UP_SECONDS, seconds):
         _run_round(calls, device)
@@ -51,13 +52,17 @@ def _run_round(calls: Sequence[Callable[[], object]], device: torch.device) -> N
 
 
 def _time_on_gpu(calls: Sequence[Callable[[], object]], num_samples: int) -> list[float]:
-    """The GPU first sleeps for as long as the host takes to queue a burst: it then has the work of a
-    call in front of it, and no time of the host's is counted."""
+    """Time bursts of calls by CUDA events.
+
+    The GPU first sleeps for as long as the host needs to queue a burst. So the GPU never waits for
+    the host within a burst, and the times contain no host time.
+    """
     started = time.perf_counter()
     for call in calls:
         call()
     host_seconds = min((time.perf_counter() - started) / len(calls) + _MARK_SECONDS, _MOST_HOST)
     torch.cuda.synchronize()
+    # Twice the estimate: a sleep that is too short would count host time.
     sleep_cycles = int(2 * _BURST * host_seconds * _GPU_CYCLES_PER_SECOND)
     times: list[float] = []
     while len(times) < num_samples:
@@ -84,13 +89,13 @@ def _time_on_cpu(calls: Sequence[Callable[[], object]], num_samples: int) -> lis
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all that was queued."""
+    """Block until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def spread(times_ms: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile, and number of samples, as keys of a JSON file."""
+    """Return median, 10th and 90th percentile and number of samples, under the keys of a result."""
     deciles = statistics.quantiles(times_ms, n=10, method="inclusive")
     return {
         "median_ms": statistics.median(times_ms),

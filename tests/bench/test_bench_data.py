@@ -1,4 +1,4 @@
-"""bench.data on tiny clips: what it counts, its ratios, and the piece of bench.gpu_run."""
+"""bench.data on tiny clips: counts, ratios and the piece of bench.gpu_run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_all_sides_read_the_same_clip(tmp_path: Path) -> None:
 
 def test_report(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["--out", str(out), "--tiny", "--seconds", "0.05", "--rounds", "1"]
-    assert data.main(words) == 0
+    argv = ["--out", str(out), "--tiny", "--seconds", "0.05", "--rounds", "1"]
+    assert data.main(argv) == 0
     report = json.loads((out / "data.json").read_text())
     assert report["piece"] == "data" and report["is_tiny"]
     rows = {(row["side"], row["readers"]): row for row in report["rows"]}
@@ -48,10 +48,12 @@ def test_report(tmp_path: Path) -> None:
     ratio = report["numbers"]["ours_2_readers_over_1"]["tiny"]
     expected = rows["ours", 2]["clips_per_s"] / rows["ours", 1]["clips_per_s"]
     assert ratio == pytest.approx(expected)
-    assert (out / "data.png").stat().st_size > 1000
+    for name in ("data.png", "data_readers.png"):
+        assert (out / name).stat().st_size > 1000
     table = "\n".join(results_table._data(report["rows"]))
     shown = rows["ours", 0]["clips_per_cpu_s"] / rows["decord", 0]["clips_per_cpu_s"]
-    assert f"| {shown:.2f} | {ratio:.2f} |" in table and "ours, 1 readers" not in table
+    assert f"| {shown:.2f} |" in table and f"| {ratio:.2f} | " in table
+    assert "do 2 readers read" in table and "one reader read" not in table
 
 
 def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_start_on_a_manifest(tmp_path: Path) -> None:
-    """The second start opens no video; both list them all."""
+    """Both starts list all videos; the second opens none."""
     (clip,) = generated_clips(tmp_path, TINY_SIZES).values()
     rows = data_runs._start_on_manifest(clip, tmp_path / "listed", 12)
     assert [row["clips"] for row in rows] == [12, 12]

@@ -359,7 +359,7 @@ def test_training_that_does_not_learn_or_differs_is_told() -> None:
     assert "bf16: the loss does not fall" in judge(flat, falling, falling).problems[0]
     off = [*falling[:-1], line(19, falling[-1]["loss"] * 1.002)]
     (problem,) = judge(falling, off, falling).problems
-    assert problem.startswith("fp32: off the CPU's losses by 2.00e-03")
+    assert problem.startswith("fp32: the losses differ from the CPU's by 2.00e-03")
     broken = [*falling[:-1], line(19, None)]
     assert judge(broken, falling, falling).problems == ["bf16: a loss is not finite"]
 
@@ -402,4 +402,4 @@ def test_ranks_that_part_or_err_are_told(golden_2b) -> None:
     norm = next(key for key in exact.gradients if stored[key].ndim == 1)
     other = {**ranks[1][0].gradients, norm: exact.gradients[norm] + 1e-7}
     ranks[1] = Answers(exact.outputs, exact.loss, other), ranks[1][1]
-    assert find_differences(ranks) == [f"{norm}: rank 1 has another than rank 0"]
+    assert find_differences(ranks) == [f"{norm}: rank 1 differs from rank 0"]

@@ -382,7 +382,7 @@ def test_script_runs_nsys_around_a_launch_and_prints_reports(
     assert reports == [["stats", f"--report={name}", f"{report}.nsys-rep"] for name in names]
     shown = [f"the report {name}" for name in names if name != "nvtx_gpu_proj_sum"]
     assert done.stdout.splitlines() == [*shown, f"{report}.nsys-rep"]
-    assert done.stderr == "nvtx_gpu_proj_sum: not a report of this nsys\n"
+    assert done.stderr == "nvtx_gpu_proj_sum: this version of nsys lacks this report\n"
 
 
 def test_script_says_what_is_missing_in_one_line(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_script_says_what_is_missing_in_one_line(tmp_path: Path) -> None:
     fake_nsys(tmp_path)
     done = run_script(tmp_path, "--base", "a.yaml", NO_REPORT="1")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "no report: the run did no step after step 10, or found no GPU" in done.stderr
+    assert "no report: the run ended before step 10, or found no GPU" in done.stderr
 
 
 def test_names_of_environment_are_those_that_the_profiler_looks_for() -> None:
