@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from cogfast.config import Config, resolve
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
 from cogfast.data.sources.tar_shards import shards_of
-from cogfast.data.video.settings import checked_buckets
+from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
@@ -293,7 +293,13 @@ def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
 
 def _network(config: Config) -> dict[str, Any]:
     """The fields of TransformerConfig."""
-    return transformer_arguments(config.model.network_config.params)
+    network = transformer_arguments(config.model.network_config.params)
+    given, made = network["in_channels"], network["out_channels"]
+    if given not in (made, 2 * made):
+        key = "model.network_config.params.in_channels"
+        text = f"{key}={given} must be out_channels={made}, or twice that for image-to-video"
+        refuse(config, key, text)
+    return network
 
 
 def _check_image_input(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
@@ -354,7 +360,7 @@ def _check_pixel_data(
         refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
     params = resolve(config.data, config.allow_import)[1]
     check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
-    check_size(config, network, *params["video_size"], key="data.params.video_size")
+    check_size(config, network, *checked_size(params["video_size"]), key="data.params.video_size")
     for i, bucket in enumerate(checked_buckets(params.get("buckets")) or ()):
         key = f"data.params.buckets[{i}]"
         check_frames(config, network, bucket.num_frames, key)

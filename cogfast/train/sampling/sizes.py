@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cogfast.config import Config, data_arguments
 from cogfast.data.video.clip import read_pixels
+from cogfast.data.video.settings import checked_size
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
@@ -58,7 +59,7 @@ def _pixels(
             raise ValueError(f"{problem}, or give {key}")
         return height, width
     if size is None and given is not None:
-        key, size = "data.params.video_size", given
+        key, size = "data.params.video_size", checked_size(given)
     if size is None:
         held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
         is_15 = network["patch_size"].t > 1  # whose table is larger than its videos

@@ -12,7 +12,7 @@ import torch
 from cogfast.config import Config, load_config
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.train.preflight.check import check_sample, check_train
+from cogfast.train.preflight.check import check_cache, check_sample, check_train
 from cogfast.train.preflight.trial_build import warn_of_different_schedules
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import model_section, write_clips, write_config
@@ -75,6 +75,10 @@ def test_files_as_upstream_ships_them_are_refused(sat_configs):
 
 
 REFUSED = {
+    "model.network_config.params.out_channels=160": (
+        "cogvideox_2b.yaml: model.network_config.params.in_channels=16 must be out_channels=160, or "
+        "twice that for image-to-video"
+    ),
     "model.latent_input=true": (
         "command line: model.latent_input=true, but data_video.SFTDataset returns pixels; set "
         "model.latent_input=false"
@@ -197,6 +201,12 @@ def test_train_refuses(config, word):
     assert len(str(raised.value)) <= 400
     assert REFUSED[word] in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_cache_refuses_a_size_of_one_number(config):
+    words = ["data.params.video_size=[480]", "args.latent_cache=cache"]
+    with pytest.raises(ValueError, match=r"video_size=\[480\] must be \[rows, columns\]"):
+        check_cache(config("cogvideox_2b", *words))
 
 
 def test_a_missing_shard_is_named(config, tmp_path: Path):
