@@ -21,6 +21,7 @@ import os
 import stat
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -30,7 +31,8 @@ from cogfast.schema.values import describe_type, fits, join, show
 
 MOST_BYTES = 64 << 20  # of a file; the index of a model with a million tensors has fewer
 MOST_NESTED = 32  # levels of lists and mappings
-_MOST_NAME = 1024  # bytes of a file that holds a name
+_MOST_NAME = 1024  # bytes of a file's name, with its folders
+_MOST_PART = 240  # bytes of a part of a path; file systems take 255, and we append to some
 _MOST_SHOWN = 100  # characters of a value or a key in a message
 _AGAIN = "copy it again"
 
@@ -51,13 +53,19 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The name of a file below the folder that names it: no absolute path and no `..`."""
+    """The name of a file below the folder that names it: no absolute path, no `..`, and no part that
+    file systems refuse for its length."""
 
     def allows(self, value: str) -> bool:
         parts = (PurePosixPath(value), PureWindowsPath(value))
         is_rooted = any(path.is_absolute() or path.drive or path.root for path in parts)
         is_up = any(".." in path.parts for path in parts)
-        return bool(value.strip(".")) and "\0" not in value and not is_rooted and not is_up
+        length = lambda text: len(text.encode("utf-8", "surrogatepass"))
+        is_long = (
+            length(value) > _MOST_NAME or max(map(length, parts[0].parts), default=0) > _MOST_PART
+        )
+        is_name = bool(value.strip(".")) and "\0" not in value
+        return is_name and not (is_rooted or is_up or is_long)
 
     def __str__(self) -> str:
         return "that names a file inside the folder"
@@ -144,8 +152,7 @@ def _error(where: str, text: str, fix: str) -> ValueError:
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {brief(twice)} is there twice")
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -151,6 +152,7 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
     [
         *("", ".", "..", "../a", "a/../../b", "a/..", "/etc/passwd", "//a/b", "a\0b"),
         *("C:\\a", "c:a", "\\\\host\\share", "..\\a", "a\\..\\b"),
+        *("x" * 241, "a/" + "ä" * 121, "a/" * 600 + "a"),
     ],
 )
 def test_names_of_files_stay_inside(name: str) -> None:
@@ -158,8 +160,28 @@ def test_names_of_files_stay_inside(name: str) -> None:
         check({"x": name}, dict[str, InsideName], "index")
 
 
+def test_a_key_that_is_twice_is_found_among_many() -> None:
+    """At the end of 200,000 others: to count each of them in turn would take an hour."""
+    text = "{" + ",".join(f'"{i}":0' for i in [*range(200_000), 199_999]) + "}"
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="key 199999 is there twice"):
+        parse_json(text, Any, "f")
+    assert time.process_time() - begin < 30
+
+
 def test_names_inside_are_kept() -> None:
-    for name in ("a", "a.safetensors", "..a", "a/b", "a..b", "./a", "1:2", "ä b"):
+    for name in (
+        "a",
+        "x" * 240,
+        "ä" * 120,
+        "a.safetensors",
+        "..a",
+        "a/b",
+        "a..b",
+        "./a",
+        "1:2",
+        "ä b",
+    ):
         assert check(name, InsideName, "index") == name
 
 
