@@ -23,6 +23,11 @@ def open_source(path: Path, ema: bool = False) -> WeightSource:
     source = _open_safetensors(path)
     if source is None:
         return open_sat(find_sat_files(path, ema))
+    if not source.shapes:
+        raise ValueError(
+            f"{source.description}: it has no tensor of a transformer; copy its *.safetensors files "
+            "again"
+        )
     if ema:
         raise ValueError(
             f"{source.description}: it holds no EMA weights; only SAT folders and runs have them"

@@ -16,6 +16,7 @@ from cogfast.__main__ import main
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats import tensor_stream
 from cogfast.model.weights.formats.sat_names import PREFIX
+from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.tiny_transformers import tiny
 
@@ -214,3 +215,13 @@ def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> N
         assert not Path(target).exists()
     assert main(["convert", str(made / "diffusers"), target, "--to", "sat", "--ema"]) == 2
     assert "it holds no EMA weights" in capsys.readouterr().err
+
+
+def test_folders_without_a_tensor_of_a_transformer(made: Path, tmp_path: Path) -> None:
+    """Converted and loaded: one reader opens them all."""
+    convert(made / "sat", tmp_path / "ours", "cogfast")
+    folder = copied(tmp_path, "ours", tmp_path / "copies")
+    (folder / "weights.safetensors").unlink()
+    assert_refused(folder, "weights of cogfast .*: it has no tensor of a transformer; copy")
+    with pytest.raises(ValueError, match="it has no tensor of a transformer"):
+        load_transformer(tiny("5b"), folder)
