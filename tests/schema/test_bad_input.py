@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cogfast.deepspeed_keys import SECTION_KEYS
 
 from cogfast.config import load_config
+from cogfast.schema.deepspeed_keys import SECTION_KEYS
 
 MODEL = "model.network_config.params"
 VAE = "model.first_stage_config.params"
