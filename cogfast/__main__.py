@@ -59,9 +59,9 @@ def train(words: Sequence[str]) -> None:
 
     config = load_config(request.base, request.overrides, request.allow_import)
     _start_logging()
-    from cogfast.train.preflight.precision import take_precision
+    from cogfast.train.preflight.precision import infer_precision
 
-    take_precision(config)
+    infer_precision(config)
     if request.dry_run:
         if _is_first_rank():
             sys.stdout.write(config.describe())
@@ -70,7 +70,7 @@ def train(words: Sequence[str]) -> None:
 
     check_train(config)
     _name_unused(config.unused)
-    from cogfast.train.preflight.trial_build import warn_of_different_schedules
+    from cogfast.train.preflight.dry_build import warn_of_different_schedules
     from cogfast.train.video_size import warn_of_pipeline_positions
 
     if _is_first_rank():
@@ -90,9 +90,9 @@ def cache(words: Sequence[str]) -> None:
     config = load_config(request.base, request.overrides, request.allow_import)
     _start_logging()
     from cogfast.train.preflight.check import check_cache
-    from cogfast.train.preflight.precision import take_precision
+    from cogfast.train.preflight.precision import infer_precision
 
-    take_precision(config)
+    infer_precision(config)
     check_cache(config)
     from cogfast.train.caching.command import cache_latents
 
@@ -104,13 +104,13 @@ def sample(words: Sequence[str]) -> None:
 
     request = parse_sample(words)
     from cogfast.config import load_config
-    from cogfast.train.preflight.precision import take_precision
-    from cogfast.train.sampling.model_folder import fill_from_pipeline
+    from cogfast.train.preflight.precision import infer_precision
+    from cogfast.train.sampling.pipeline_defaults import fill_from_pipeline
 
     config = load_config(request.base, request.overrides, request.allow_import)
     config = fill_from_pipeline(config)
     _start_logging()
-    take_precision(config)
+    infer_precision(config)
     if request.dry_run:
         if _is_first_rank():
             sys.stdout.write(config.describe())
@@ -120,13 +120,13 @@ def sample(words: Sequence[str]) -> None:
 
     check_sample(config, request.weights, has_images=any(images))
     _name_unused(config.unused)
-    from cogfast.train.preflight.trial_build import warn_of_different_schedules
+    from cogfast.train.preflight.dry_build import warn_of_different_schedules
 
     warn_of_different_schedules(config)
     from pathlib import Path
 
-    from cogfast.train.sampling.added_lora import AddedLora
     from cogfast.train.sampling.command import sample as sample_videos
+    from cogfast.train.sampling.lora_overlay import LoraOverlay
 
     sample_videos(
         config,
@@ -136,7 +136,7 @@ def sample(words: Sequence[str]) -> None:
         config.args.seed,
         request.weights,
         request.ema,
-        loras=[AddedLora.parse(word) for word in request.lora],
+        loras=[LoraOverlay.parse(word) for word in request.lora],
     )
 
 

@@ -126,7 +126,7 @@ def parse_sample(words: Sequence[str]) -> Request:
     # How ranks shared the model of a run says nothing of those that make its videos.
     fitting = ["args.model_parallel_size=1", "args.sequence_parallel=false"] if run_config else []
     if sources and run_config is None:
-        from cogfast.train.sampling.model_folder import find_config
+        from cogfast.train.sampling.pipeline_defaults import find_config
 
         run_config, fitting = find_config(Path(sources.pop()))
     return Request(

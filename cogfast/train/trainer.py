@@ -35,7 +35,7 @@ from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.optimizer import build_learning_rate, build_optimizer, parameter_groups
 from cogfast.train.preflight.check import check_train
-from cogfast.train.preflight.data_survey import record_bad, survey_datasets
+from cogfast.train.preflight.header_scan import record_bad, survey_datasets
 from cogfast.train.run.checkpoint import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.folder import (

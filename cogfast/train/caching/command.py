@@ -43,7 +43,7 @@ from cogfast.train.caching.entries import encode_samples
 from cogfast.train.caching.progress import CacheProgress
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
-from cogfast.train.preflight.data_survey import survey_datasets
+from cogfast.train.preflight.header_scan import survey_datasets
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.schema.values import Problems, cut
 from cogfast.train.distributed.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
+from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.frozen_parts import (
     PLACEHOLDER,
     check_frozen_parts,
@@ -32,7 +33,6 @@ from cogfast.train.preflight.frozen_parts import (
     missing_frozen,
 )
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
-from cogfast.train.preflight.trial_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
 
 _PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)

@@ -23,7 +23,7 @@ def precision_values(source: WeightSource) -> dict[str, bool]:
     }
 
 
-def take_precision(config: Config) -> None:
+def infer_precision(config: Config) -> None:
     """Set bf16 or fp16 as the weights of args.load are, in place, where no file and no word of the
     command line says either."""
     load = config.args.get("load")

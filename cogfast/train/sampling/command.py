@@ -29,8 +29,8 @@ from cogfast.train.distributed.process_groups import ProcessGroups, start_proces
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.run.folder import git
-from cogfast.train.sampling.added_lora import AddedLora, add_loras, open_loras
 from cogfast.train.sampling.generate import Prompt, VideoMaker, write_samples
+from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.train.sampling.sizes import open_image, sampled_sizes
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
@@ -48,7 +48,7 @@ def sample(
     weights: str | None,
     ema: bool,
     num_steps: int | None = None,
-    loras: Sequence[AddedLora] = (),
+    loras: Sequence[LoraOverlay] = (),
 ) -> list[Path]:
     """Sample a video of every prompt into `out`; prompts are shared between the models of ranks.
 

@@ -34,7 +34,7 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 1, "num_layers": 1}
 # What commands import when they need it: imported once, before the cases are forked.
 IMPORTED_LATE = (
     *("cogfast.cli.options", "cogfast.config", "cogfast.schema.config", "encodings.cp437"),
-    *("cogfast.train.sampling.model_folder", "cogfast.train.sampling.added_lora"),
+    *("cogfast.train.sampling.pipeline_defaults", "cogfast.train.sampling.lora_overlay"),
     *("cogfast.train.preflight.precision", "cogfast.data.datasets", "cogfast.diffusion.loss"),
     *("cogfast.diffusion.sampler", "cogfast.model.text_encoder", "transformers"),
     "omegaconf.vendor.antlr4.LL1Analyzer",
@@ -171,9 +171,9 @@ def _load(family: str) -> None:
 
 
 def _add_lora() -> None:
-    from cogfast.train.sampling.added_lora import AddedLora, add_loras, open_loras
+    from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
 
-    add_loras(_model("5b"), open_loras([AddedLora("in", 0.5)], ema=False))
+    add_loras(_model("5b"), open_loras([LoraOverlay("in", 0.5)], ema=False))
 
 
 _TO = {to: ("convert", "in", "out", "--to", to) for to in ("sat", "diffusers", "cogfast", "peft")}

@@ -10,7 +10,7 @@ import torch
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.preflight.precision import take_precision
+from cogfast.train.preflight.precision import infer_precision
 from tests.model.weights.test_weights_load import sat_state, save_sat
 from tests.support.tiny_run import write_config
 from tests.support.tiny_transformers import tiny
@@ -36,14 +36,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_said_counts(base: Path, said: str) -> None:
     words, precision = SAID[said]
     config = load_config([base], [f"args.load={base.parent / 'bfloat16'}", *words])
-    take_precision(config)
+    infer_precision(config)
     assert TrainArguments.from_config(config).precision == precision
 
 
 def test_other_weights_leave_float32(base: Path) -> None:
     for load in ([], ["args.load=nowhere"], [f"args.load={base.parent / 'float32'}"]):
         config = load_config([base], load)
-        take_precision(config)
+        infer_precision(config)
         assert TrainArguments.from_config(config).precision == "fp32"
 
 

@@ -13,7 +13,7 @@ from cogfast.config import Config, load_config
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.preflight.check import check_cache, check_sample, check_train
-from cogfast.train.preflight.trial_build import warn_of_different_schedules
+from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import model_section, write_clips, write_config
 from tests.support.tiny_transformers import randomize

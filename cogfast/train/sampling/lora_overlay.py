@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AddedLora:
+class LoraOverlay:
     """path: a LoRA file, a SAT folder or a run of ours; scale: 1 is the strength as trained."""
 
     path: str
     scale: float = 1.0
 
     @classmethod
-    def parse(cls, word: str) -> AddedLora:
+    def parse(cls, word: str) -> LoraOverlay:
         """`PATH` or `PATH:SCALE`."""
         path, colon, scale = word.rpartition(":")
         if not colon or os.path.exists(word):
@@ -50,7 +50,7 @@ class OpenLora:
     scale: float
 
 
-def open_loras(loras: Sequence[AddedLora], ema: bool) -> list[OpenLora]:
+def open_loras(loras: Sequence[LoraOverlay], ema: bool) -> list[OpenLora]:
     """Look into the files, and read no weights yet. ema: the averaged adapters, of runs."""
     opened = []
     for lora in loras:
