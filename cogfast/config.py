@@ -25,8 +25,14 @@ _MOST_BYTES = 2**19  # of a file
 _MOST_NESTED = 50  # levels of a file
 _MOST_VALUES = 10**5  # of a file, those of aliases included
 _OMEGACONF_ERRORS = (
-    *(OmegaConfBaseException, ValueError, IndexError, TypeError, AttributeError, KeyError),
-    *(AssertionError, RecursionError),
+    OmegaConfBaseException,
+    ValueError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    AssertionError,
+    RecursionError,
 )
 
 

@@ -20,9 +20,18 @@ from cogfast.schema.values import nearest
 
 # SAT's flags that take no value, besides those of TrainArguments' true-or-false fields.
 _SWITCHES = (
-    *("no_load_rng", "no_save_rng", "resume_dataloader", "debug", "force_pretrain", "save_args"),
-    *("batch_from_same_dataset", "deepspeed", "sdedit", "image2video"),
-    *("force_train", "force_inference"),
+    "no_load_rng",
+    "no_save_rng",
+    "resume_dataloader",
+    "debug",
+    "force_pretrain",
+    "save_args",
+    "batch_from_same_dataset",
+    "deepspeed",
+    "sdedit",
+    "image2video",
+    "force_train",
+    "force_inference",
 )
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 _RUN_CONFIG = "training_config.yaml"

@@ -139,8 +139,11 @@ TARGETS: dict[str, SatClass] = {
     **{
         f"{_DIFFUSION}.sampling_utils.{name}": SatClass(path=f"{_GUIDERS}.{name}")
         for name in (
-            *("NoDynamicThresholding", "StaticThresholding", "DynamicThresholding"),
-            *("DynamicThresholdingV1", "DynamicThresholdingV2"),
+            "NoDynamicThresholding",
+            "StaticThresholding",
+            "DynamicThresholding",
+            "DynamicThresholdingV1",
+            "DynamicThresholdingV2",
         )
     },
     "vae_modules.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
@@ -182,10 +185,19 @@ REFUSED: dict[str, str] = {
     **{
         f"{_DIFFUSION}.sampling.{name}": _USE_VIDEO_SAMPLER
         for name in (
-            *("EDMSampler", "DDIMSampler", "AncestralSampler", "LinearMultistepSampler"),
-            *("EulerEDMSampler", "HeunEDMSampler", "EulerAncestralSampler", "SdeditEDMSampler"),
-            *("DPMPP2SAncestralSampler", "DPMPP2MSampler", "SDEDPMPP2MSampler"),
-            *("Image2VideoDDIMSampler", "VideoDDPMSampler"),
+            "EDMSampler",
+            "DDIMSampler",
+            "AncestralSampler",
+            "LinearMultistepSampler",
+            "EulerEDMSampler",
+            "HeunEDMSampler",
+            "EulerAncestralSampler",
+            "SdeditEDMSampler",
+            "DPMPP2SAncestralSampler",
+            "DPMPP2MSampler",
+            "SDEDPMPP2MSampler",
+            "Image2VideoDDIMSampler",
+            "VideoDDPMSampler",
         )
     },
     **dict.fromkeys(

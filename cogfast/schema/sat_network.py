@@ -48,8 +48,16 @@ _NETWORK_KEYS: dict[str, Any] = {
     **_Interpolation,
 }
 _REQUIRED = (
-    *("num_frames", "time_compressed_rate", "latent_width", "latent_height", "in_channels"),
-    *("out_channels", "hidden_size", "num_layers", "num_attention_heads", "patch_size"),
+    "num_frames",
+    "time_compressed_rate",
+    "latent_width",
+    "latent_height",
+    "in_channels",
+    "out_channels",
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "patch_size",
     "elementwise_affine",
 )
 # Key -> the one value with which SAT's class is the network of CogVideoX.

@@ -69,10 +69,21 @@ UNUSED: dict[str, str] = {
         [
             f"VideoAutoencoderInferenceWrapper.{name}"
             for name in (
-                *("loss_config", "ema_decay", "monitor", "input_key", "optimizer_config"),
-                *("lr_g_factor", "trainable_ae_params", "ae_optimizer_args", "disc_start_iter"),
-                *("trainable_disc_params", "disc_optimizer_args", "diff_boost_factor"),
-                *("image_video_weights", "only_train_decoder", "additional_decode_keys"),
+                "loss_config",
+                "ema_decay",
+                "monitor",
+                "input_key",
+                "optimizer_config",
+                "lr_g_factor",
+                "trainable_ae_params",
+                "ae_optimizer_args",
+                "disc_start_iter",
+                "trainable_disc_params",
+                "disc_optimizer_args",
+                "diff_boost_factor",
+                "image_video_weights",
+                "only_train_decoder",
+                "additional_decode_keys",
             )
         ],
         _VAE_FROZEN,

@@ -24,8 +24,12 @@ from cogfast.schema.values import (
 )
 
 _COMPONENTS = (
-    *("network_config", "denoiser_config", "loss_fn_config", "sampler_config"),
-    *("first_stage_config", "conditioner_config"),
+    "network_config",
+    "denoiser_config",
+    "loss_fn_config",
+    "sampler_config",
+    "first_stage_config",
+    "conditioner_config",
 )
 # Keys with one legal value, and what to do instead of another.
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {

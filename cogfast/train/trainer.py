@@ -206,7 +206,9 @@ class Trainer:
         if self.step >= self.num_steps:
             logger.info(
                 "finished at step %d; checkpoint: %s; to make videos: cogfast sample %s --prompt TEXT --out DIR",
-                *(self.step, self.writer.path(self.step), shlex.quote(str(self.folder))),
+                self.step,
+                self.writer.path(self.step),
+                shlex.quote(str(self.folder)),
             )
             return
         reason = (
@@ -214,7 +216,10 @@ class Trainer:
         )
         logger.info(
             "stopped at step %d of %d by %s; %s",
-            *(self.step, self.num_steps, reason, self._how_to_resume()),
+            self.step,
+            self.num_steps,
+            reason,
+            self._how_to_resume(),
         )
 
     def _how_to_resume(self) -> str:
@@ -308,10 +313,23 @@ class Trainer:
         logger.info(
             "%s: %d %s = dp %d x tp %d%s, ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
             "%d samples; steps %d to %d; %d layers of width %d, %.2f M parameters trained",
-            *(self.folder, groups.world_size, what, groups.data_size, groups.tensor_size, rows),
-            *(self.engine.stage, self.args.precision, self.global_batch, groups.data_size),
-            *(self.args.batch_size, self.accumulation, len(self.datasets.train)),
-            *(self.step, self.num_steps, config.num_layers, config.hidden_size),
+            self.folder,
+            groups.world_size,
+            what,
+            groups.data_size,
+            groups.tensor_size,
+            rows,
+            self.engine.stage,
+            self.args.precision,
+            self.global_batch,
+            groups.data_size,
+            self.args.batch_size,
+            self.accumulation,
+            len(self.datasets.train),
+            self.step,
+            self.num_steps,
+            config.num_layers,
+            config.hidden_size,
             self.num_trained / 1e6,
         )
 

@@ -91,7 +91,10 @@ def warn_of_pipeline_positions(config: Config) -> None:
                 "%s frames take the first of %d latent frames of the learned position table, but a "
                 "diffusers pipeline replaces the table by a sine table unless it makes %d frames: "
                 "train on %d, or sample with cogfast",
-                *(" or ".join(map(str, few)), held, model.num_frames, model.num_frames),
+                " or ".join(map(str, few)),
+                held,
+                model.num_frames,
+                model.num_frames,
             )
     elif not has_pipeline_positions(model, sizes):
         shown = ", ".join(
@@ -117,7 +120,9 @@ def warn_of_other_positions(
         logger.warning(
             "%s.positions=%s, but the run was trained with %s: at this size the model has not seen "
             "these positions; leave the key as in the run",
-            *(_POSITION, model.rotary_positions, trained),
+            _POSITION,
+            model.rotary_positions,
+            trained,
         )
 
 

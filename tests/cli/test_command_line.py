@@ -29,9 +29,29 @@ def train_words(sat_configs: Path, *words: str) -> list[str]:
 
 def test_sats_flags_become_overrides(sat_configs):
     flags = [
-        *("--train-iters", "10", "--bf16", "--save-interval", "5", "--load", "some: where"),
-        *("--train-data", "a", "b", "--experiment-name", "7", "--no-load-rng", "--lr", "1e-4"),
-        *("--seed", "3", "--resume", "auto", "--local_rank", "0", "--zero_stage", "1"),
+        "--train-iters",
+        "10",
+        "--bf16",
+        "--save-interval",
+        "5",
+        "--load",
+        "some: where",
+        "--train-data",
+        "a",
+        "b",
+        "--experiment-name",
+        "7",
+        "--no-load-rng",
+        "--lr",
+        "1e-4",
+        "--seed",
+        "3",
+        "--resume",
+        "auto",
+        "--local_rank",
+        "0",
+        "--zero_stage",
+        "1",
     ]
     request = parse_train(train_words(sat_configs, *flags))
     config = load_config(request.base, request.overrides)
@@ -169,7 +189,8 @@ def test_finetune_scripts_pass_words_on(tmp_path, sat_configs):
     fake.write_text('#! /bin/bash\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"\n')
     fake.chmod(0o755)
     many = run(
-        *(ROOT / "scripts/finetune_multi_gpus.sh", "args.train_iters=77"),
+        ROOT / "scripts/finetune_multi_gpus.sh",
+        "args.train_iters=77",
         **{"BASE": base, "NPROC": "3", "SEED": "5", "PATH": f"{tmp_path}:{path}"},
     )
     assert "600 --standalone --nproc_per_node=3 --signals-to-handle=SIGTERM" in many.stdout

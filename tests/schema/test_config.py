@@ -15,8 +15,14 @@ from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 
 MODELS = (
-    *("cogvideox_2b", "cogvideox_2b_lora", "cogvideox_5b", "cogvideox_5b_lora"),
-    *("cogvideox_5b_i2v", "cogvideox_5b_i2v_lora", "cogvideox1.5_5b", "cogvideox1.5_5b_i2v"),
+    "cogvideox_2b",
+    "cogvideox_2b_lora",
+    "cogvideox_5b",
+    "cogvideox_5b_lora",
+    "cogvideox_5b_i2v",
+    "cogvideox_5b_i2v_lora",
+    "cogvideox1.5_5b",
+    "cogvideox1.5_5b_i2v",
 )
 
 

@@ -150,9 +150,23 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", ".", "..", "../a", "a/../../b", "a/..", "/etc/passwd", "//a/b", "a\0b"),
-        *("C:\\a", "c:a", "\\\\host\\share", "..\\a", "a\\..\\b"),
-        *("x" * 241, "a/" + "ä" * 121, "a/" * 600 + "a"),
+        "",
+        ".",
+        "..",
+        "../a",
+        "a/../../b",
+        "a/..",
+        "/etc/passwd",
+        "//a/b",
+        "a\0b",
+        "C:\\a",
+        "c:a",
+        "\\\\host\\share",
+        "..\\a",
+        "a\\..\\b",
+        "x" * 241,
+        "a/" + "ä" * 121,
+        "a/" * 600 + "a",
     ],
 )
 def test_names_of_files_stay_inside(name: str) -> None:

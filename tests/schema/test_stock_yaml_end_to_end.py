@@ -111,12 +111,15 @@ class Files:
         words = [
             f"args.load={self.folder / case.name}",
             f"{coder}.ckpt_path={self.folder / '3d-vae.pt'}",
-            *(f"{coder}.{side}_config.params.ch=32" for side in ("encoder", "decoder")),
+            f"{coder}.encoder_config.params.ch=32",
+            f"{coder}.decoder_config.params.ch=32",
             f"model.conditioner_config.params.emb_models[0].params.model_dir={self.t5}",
             f"{modules}.patch_embed_config.params.text_hidden_size={WIDTH}",
-            *(f"{network}.{key}=2" for key in ("num_layers", "num_attention_heads")),
+            f"{network}.num_layers=2",
+            f"{network}.num_attention_heads=2",
             f"{network}.hidden_size=128",
-            *(f"model.sampler_config.params.{k}num_steps=3" for k in ("", "guider_config.params.")),
+            "model.sampler_config.params.num_steps=3",
+            "model.sampler_config.params.guider_config.params.num_steps=3",
             *case.words,
         ]
         if not case.is_15:  # 1.5 slices its table of 300x300, 1.0's is the clip's size
@@ -130,27 +133,35 @@ class Files:
     def training(self, case: Case, sat_configs: Path, save: Path) -> list[str]:
         clips = self.folder / f"clips-{case.num_frames}"
         return [
-            *("--base", str(sat_configs / f"{case.name}.yaml"), str(sat_configs / "sft.yaml")),
-            *("--seed", str(SEED), *self.words(case)),
-            *(f"args.{key}=[{clips}]" for key in ("train_data", "valid_data")),
-            *(f"args.save={save}", "args.num_workers=0", "args.log_interval=1"),
-            *("args.train_iters=3", "args.eval_interval=2", "args.save_interval=2"),
-            *(f"data.params.video_size=[{SIZE[0]},{SIZE[1]}]",),
+            "--base",
+            str(sat_configs / f"{case.name}.yaml"),
+            str(sat_configs / "sft.yaml"),
+            "--seed",
+            str(SEED),
+            *self.words(case),
+            f"args.train_data=[{clips}]",
+            f"args.valid_data=[{clips}]",
+            f"args.save={save}",
+            "args.num_workers=0",
+            "args.log_interval=1",
+            "args.train_iters=3",
+            "args.eval_interval=2",
+            "args.save_interval=2",
+            f"data.params.video_size=[{SIZE[0]},{SIZE[1]}]",
             f"data.params.max_num_frames={case.num_frames}",
-            *(("deepspeed.bf16.enabled=false",) if case.is_fp32 else ()),
             "deepspeed.zero_optimization.reduce_bucket_size=1000000",
             "deepspeed.zero_optimization.allgather_bucket_size=1000000",
-        ]
+        ] + ["deepspeed.bf16.enabled=false"] * case.is_fp32
 
     def sampling(self, case: Case, sat_configs: Path, load: Path, prompts: Path) -> list[str]:
         num_latents = {9: 3, 17: 6}[case.num_frames]  # SAT counts 1.5's padding
         return [
-            *(
-                "--base",
-                str(sat_configs / f"{case.name}.yaml"),
-                str(sat_configs / "inference.yaml"),
-            ),
-            *(*self.words(case), f"args.load={load}", f"args.input_file={prompts}"),
+            "--base",
+            str(sat_configs / f"{case.name}.yaml"),
+            str(sat_configs / "inference.yaml"),
+            *self.words(case),
+            f"args.load={load}",
+            f"args.input_file={prompts}",
             f"args.output_dir={prompts.parent / 'outputs'}",
             f"args.sampling_image_size=[{SIZE[0]},{SIZE[1]}]",
             f"args.sampling_num_frames={num_latents}",

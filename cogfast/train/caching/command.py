@@ -276,7 +276,11 @@ class _CacheRun:
             self.bad.file.unlink(missing_ok=True)
         logger.info(
             "%s holds all %d samples (%.2f GiB), %d of them bad; train with args.latent_cache=%s",
-            *(self.folder, len(self.clips), num_bytes / 2**30, len(lines), self.folder),
+            self.folder,
+            len(self.clips),
+            num_bytes / 2**30,
+            len(lines),
+            self.folder,
         )
 
 

@@ -47,7 +47,10 @@ def survey_datasets(
             logger.warning(
                 "%d of %d videos have fewer frames per second than asked for (data.params.fps=%g, or a "
                 "manifest's fps); frames of theirs come twice, first of %s",
-                *(len(found[0].slow), len(train), train.settings.fps, train.name(found[0].slow[0])),
+                len(found[0].slow),
+                len(train),
+                train.settings.fps,
+                train.name(found[0].slow[0]),
             )
         train = in_buckets(train, found[0])
         if train.settings.buckets is not None:

@@ -31,8 +31,14 @@ _CONFIGS = (
 _NETWORK = "model.network_config.params"
 _POSITION = f"{_NETWORK}.modules.pos_embed_config.params"
 _NUMBERS = (
-    *("num_layers", "hidden_size", "num_attention_heads", "in_channels", "out_channels"),
-    *("time_embed_dim", "num_frames", "elementwise_affine"),
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "in_channels",
+    "out_channels",
+    "time_embed_dim",
+    "num_frames",
+    "elementwise_affine",
 )
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
 _TABLE_15 = 300  # latent rows and columns, any shape of picture; a pipeline may name its own size

@@ -427,8 +427,10 @@ def test_a_full_disk_ends_in_one_line_and_leaves_what_is_written(
         cache_latents(config)
     half = contents(cache)
     assert set(half) == {
-        *("index.jsonl", "sources.json"),
-        *("text-00000.safetensors", "video-00000.safetensors"),
+        "index.jsonl",
+        "sources.json",
+        "text-00000.safetensors",
+        "video-00000.safetensors",
     }
     cache_latents(config)
     assert half.items() <= contents(cache).items()

@@ -43,8 +43,12 @@ def config(sat_configs, tmp_path):
 @pytest.mark.parametrize(
     "model",
     [
-        *("cogvideox_2b", "cogvideox_2b_lora", "cogvideox_5b", "cogvideox_5b_lora"),
-        *("cogvideox_5b_i2v", "cogvideox_5b_i2v_lora"),
+        "cogvideox_2b",
+        "cogvideox_2b_lora",
+        "cogvideox_5b",
+        "cogvideox_5b_lora",
+        "cogvideox_5b_i2v",
+        "cogvideox_5b_i2v_lora",
     ],
 )
 def test_upstreams_1_0_files_pass_once_their_paths_are_set(config, model):
@@ -309,9 +313,7 @@ def test_sample_refuses(config, word):
     check_sample(config("cogvideox_2b", *fitting, second="inference"))
     with pytest.raises(ValueError, match=SAMPLING[word]):
         check_sample(
-            config(
-                *("cogvideox_2b", *fitting, "args.force_inference=false", word), second="inference"
-            )
+            config("cogvideox_2b", *fitting, "args.force_inference=false", word, second="inference")
         )
 
 

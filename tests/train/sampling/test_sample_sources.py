@@ -263,7 +263,8 @@ def test_decoding_within_what_is_allowed(
 ) -> None:
     folder = pipelines.path("1.5_5b")
     words = [
-        *("args.sampling_image_size=[192,96]", "args.sampling_num_frames=2"),
+        "args.sampling_image_size=[192,96]",
+        "args.sampling_num_frames=2",
         "model.sampler_config.params.num_steps=2",
     ]
     whole = sample(tmp_path / "whole", folder, *words)
@@ -387,7 +388,8 @@ def test_sats_inference_file_goes_with_every_model(
         f"args.load={tmp_path}",
         f"model.first_stage_config.params.ckpt_path={tmp_path}",
         f"model.conditioner_config.params.emb_models[0].params.model_dir={tmp_path}",
-        *("deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"),
+        "deepspeed.fp16.enabled=false",
+        "deepspeed.bf16.enabled=true",
     ]
     images = [tmp_path / "a.png" if "i2v" in name else None]
 
