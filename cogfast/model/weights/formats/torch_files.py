@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.model.weights.formats.pickle_scan import PickleError, check_pickle
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.json_files import brief
 
@@ -34,6 +35,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     """The content of a .pt file, tensors mapped into memory; nothing but tensors and plain data is
     unpickled. ValueError for a file that is damaged or wants more."""
     _check_zip(path)
+    _check_pickle(path)
     try:
         with torch.serialization.safe_globals(_numpy_rng_globals()):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -45,12 +47,30 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             "again with tensors only: torch.save({'module': state_dict}, path)"
         ) from None
     except Exception as error:  # a damaged pickle lets the unpickler raise nearly anything
-        reason = brief(str(error).partition("\n")[0] or type(error).__name__)
-        raise ValueError(
-            f"{path}: truncated or damaged ({reason}); copy it again and compare its size with the "
-            "original"
-        ) from None
+        raise _damaged(path, error) from None
     return content if isinstance(content, dict) else {}
+
+
+def _check_pickle(path: Path) -> None:
+    """ValueError where the pickle is damaged, or asks for more than the tensors of a file need."""
+    try:
+        # By torch's own reader: where a zip has an entry twice, others may take the other one.
+        check_pickle(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
+    except PickleError as error:
+        raise ValueError(
+            f"{path}: refused, its pickle is not one of tensors ({error}); save it again with "
+            "tensors only: torch.save({'module': state_dict}, path)"
+        ) from None
+    except Exception as error:  # pickletools, too, raises many kinds
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    reason = brief(str(error).partition("\n")[0] or type(error).__name__)
+    return ValueError(
+        f"{path}: truncated or damaged ({reason}); copy it again and compare its size with the "
+        "original"
+    )
 
 
 def _check_zip(path: Path) -> None:
