@@ -52,6 +52,8 @@ class T5TextEncoder(nn.Module):
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
         _check_vocabulary(self.tokenizer, vocabulary)
         self.transformer = _read(T5EncoderModel.from_pretrained, weights, **given, dtype=dtype)
+        self.folder = vocabulary
+        self.tokenize(["a video of the sea"])
         self.width: int = self.transformer.config.d_model
         if freeze:
             self.eval().requires_grad_(False)
@@ -69,7 +71,14 @@ class T5TextEncoder(nn.Module):
 
     def tokenize(self, captions: list[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
-        return _tokenize(self, captions)
+        ids = _tokenize(self, captions)
+        largest, size = int(ids.max()), self.transformer.config.vocab_size
+        if largest >= size:
+            raise ValueError(
+                f"model_dir={self.folder}: its vocabulary has the token {largest}, the encoder has "
+                f"{size}; copy both from one T5 download"
+            )
+        return ids
 
     @torch.no_grad()
     def forward(self, captions: list[str]) -> Tensor:

@@ -124,6 +124,17 @@ def test_a_folder_without_vocabulary_is_refused(t5_folder: Path, tmp_path: Path)
         T5TextEncoder(str(folder))
 
 
+def test_a_vocabulary_beyond_the_encoder_is_refused(t5_folder: Path, tmp_path: Path) -> None:
+    """An embedding of a row that is not there would end in a traceback or, on a GPU, in the process."""
+    folder = tmp_path / "t5"
+    shutil.copytree(t5_folder, folder)
+    (folder / "spiece.model").write_bytes(b"")
+    encoder = T5EncoderModel(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1))
+    encoder.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"its vocabulary has the token \d+, the encoder has 20;"):
+        T5TextEncoder(str(folder))
+
+
 def test_a_vocabulary_without_words_is_refused(t5_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "t5"
     shutil.copytree(t5_folder, folder)
