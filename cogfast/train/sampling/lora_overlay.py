@@ -13,11 +13,18 @@ import torch
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint
-from cogfast.model.weights.lora.adapters import adapters_of, merge_lora, open_adapter
+from cogfast.model.weights.lora.adapters import (
+    MergeRounding,
+    adapters_of,
+    merge_lora,
+    open_adapter,
+)
 from cogfast.model.weights.source import WeightSource
 from cogfast.train.distributed.parallelize import find_shards
 
 logger = logging.getLogger(__name__)
+
+_KEEPS_FLOAT32 = "deepspeed.bf16.enabled=false deepspeed.fp16.enabled=false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +89,14 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
     for lora in loras:
         adapter = lora.adapter
         delta = merge_lora(nothing, adapter, lora.scale)
+        rounding = MergeRounding(transformer.dtype)
         for plain in sorted({f"{name.split('.matrix_')[0]}.weight" for name in adapter.shapes}):
             name, parameter = parameters[plain]
             added = delta.read(plain, shards.get(name)).to(parameter.device)
-            parameter.copy_(parameter.float() + added.reshape(parameter.shape))
+            merged = parameter.float() + added.reshape(parameter.shape)
+            rounding.add(name, parameter, merged)
+            parameter.copy_(merged)
         logger.info("%s, %s, scale %g", adapter.description, adapters_of(adapter), lora.scale)
+        report = rounding.report(_KEEPS_FLOAT32)
+        if report is not None:
+            logger.info("%s: %s", adapter.description, report)

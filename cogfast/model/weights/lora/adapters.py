@@ -263,10 +263,10 @@ class MergeRounding:
         # What the target differs by from a conversion of the base alone.
         left = merged.to(dtype).float() - weight.to(dtype).float()
         sums = ((left * change).sum(), change.square().sum(), (left - change).square().sum())
-        self._sums[name] = tuple(s.item() for s in sums)  # sync: none, conversion is on the CPU
+        self._sums[name] = tuple(s.item() for s in sums)  # sync: once for each weight
 
-    def report(self) -> str | None:
-        """None: nothing was rounded."""
+    def report(self, fix: str = "--dtype fp32") -> str | None:
+        """None: nothing was rounded. fix: what keeps float32."""
         if not self._sums:
             return None
         kept, total, error = (sum(sums) for sums in zip(*self._sums.values(), strict=True))
@@ -274,7 +274,7 @@ class MergeRounding:
         return (
             f"rounding to {self.dtype or 'the dtype of the base'} keeps {kept / total:.1%} of the "
             f"adapters' change of the weights, with an error of {math.sqrt(error / total):.1%} of "
-            "the change's norm; --dtype fp32 keeps all of it"
+            f"the change's norm; {fix} keeps all of it"
         ).replace("torch.", "")
 
 

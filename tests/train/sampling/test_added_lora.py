@@ -1,0 +1,49 @@
+"""Adapters that are added to a loaded model, and what is logged of them."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogfast.model.weights.sat import to_sat_state_dict
+from cogfast.train.sampling.added_lora import AddedLora, add_loras, open_loras
+from tests.model.test_lora import save_as_sat
+from tests.support.tiny_transformers import tiny
+
+WEIGHT = "blocks.0.attention.out.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_rounding_costs_is_logged(
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As --merge-lora does; the share is that of the change on the weights, found from them."""
+    caplog.set_level("INFO", logger="cogfast")
+    trained = tiny("5b", lora_rank=4, lora_targets=("to_out.0",), num_layers=1)
+    save_as_sat(trained, tmp_path / "lora")
+    names = to_sat_state_dict(trained)
+    a, b = (next(v for n, v in names.items() if f"matrix_{side}" in n).double() for side in "AB")
+    model = tiny("5b", seed=1, num_layers=1).to(dtype)
+    before = deepcopy(model.state_dict())
+    add_loras(model, open_loras([AddedLora(str(tmp_path / "lora"), 0.01)], ema=False))
+    change = 0.01 / 4 * (b @ a)
+    left = model.state_dict()[WEIGHT].double() - before[WEIGHT].double()
+    torch.testing.assert_close(left, change, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0)
+    assert caplog.text.count("scale 0.01") == 1
+    found = re.search(
+        r"rounding to bfloat16 keeps (\S+)% of .* error of (\S+)% of .*; (\S+)", caplog.text
+    )
+    if dtype == torch.float32:
+        assert found is None
+        return
+    kept, error = (
+        (left * change).sum() / change.square().sum(),
+        (left - change).norm() / change.norm(),
+    )
+    assert float(found[1]) == pytest.approx(100 * kept.item(), abs=0.1)
+    assert float(found[2]) == pytest.approx(100 * error.item(), abs=0.1)
+    assert error > 0.01 and found[3] == "deepspeed.bf16.enabled=false"
