@@ -107,7 +107,8 @@ def sample(words: Sequence[str]) -> None:
     from cogfast.train.preflight.precision import infer_precision
     from cogfast.train.sampling.pipeline_defaults import fill_from_pipeline
 
-    config = load_config(request.base, request.overrides, request.allow_import)
+    is_of_run = request.weights is not None
+    config = load_config(request.base, request.overrides, request.allow_import, is_of_run)
     config = fill_from_pipeline(config)
     _start_logging()
     infer_precision(config)

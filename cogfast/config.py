@@ -6,24 +6,21 @@ later wins, and `key=value` words of the command line win over all. Every value 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.schema.components import instantiate, resolve
 from cogfast.schema.config import COMMAND_LINE, SECTIONS, Config, find_origin
 from cogfast.schema.sections import check_sections, complete_sections
 from cogfast.schema.values import KeyProblem, cut, one_line
+from cogfast.schema.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
 __all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
 
-_MOST_BYTES = 2**19  # of a file
-_MOST_NESTED = 50  # levels of a file
-_MOST_VALUES = 10**5  # of a file, those of aliases included
 _OMEGACONF_ERRORS = (
     OmegaConfBaseException,
     ValueError,
@@ -40,19 +37,24 @@ def load_config(
     paths: Sequence[str | Path],
     overrides: Sequence[str] = (),
     allow_import: Sequence[str] = (),
+    is_of_run: bool = False,
 ) -> Config:
     """Merge the YAML files and the `key=value` overrides, and check every key of the result.
 
-    Targets are those of component_places.py, and classes that a package of `allow_import` defines.
+    Targets are those of schema/places.py, and classes that a package of `allow_import` defines.
+    is_of_run: the files are a run's own, perhaps downloaded: interpolations are refused in them.
     """
     origins: dict[str, str] = {}
     merged = OmegaConf.create({})
     for path, name in zip(paths, _file_names(paths), strict=True):
-        loaded = _read_yaml(Path(path), name)
+        if not Path(path).is_file():
+            raise ValueError(f"--base {path}: no such file")
+        loaded = read_yaml(Path(path), name, is_plain=is_of_run)
         _forget_replaced(origins, loaded)
         origins.update(dict.fromkeys(_leaf_keys(loaded), name))
         try:
             merged = OmegaConf.merge(merged, loaded)
+            check_interpolations(merged)
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
@@ -62,6 +64,7 @@ def load_config(
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???)")
         plain = OmegaConf.to_container(merged, resolve=True)
+        check_resolved(plain)
         complete_sections(plain, origins)
         unused = check_sections(plain, origins, tuple(allow_import))
     except OmegaConfBaseException as error:
@@ -80,66 +83,6 @@ def load_config(
 def data_arguments(config: Config) -> dict[str, object]:
     """The arguments of the data set, in our names whoever's the section has; {} without one."""
     return resolve(config.data, config.allow_import)[1] if config.data else {}
-
-
-class _Refused(Exception):
-    """What is wrong with a text of YAML."""
-
-
-def _check_nesting(text: str) -> None:
-    """Refuse YAML that nests deeply, holds itself, or grows by its aliases."""
-    sizes: dict[int, int] = {}
-
-    def count(node: yaml.Node, above: tuple[int, ...]) -> int:
-        if id(node) in above or len(above) > _MOST_NESTED:
-            raise _Refused(f"it nests deeper than {_MOST_NESTED} levels; sections need 12")
-        if id(node) not in sizes and not isinstance(node, yaml.ScalarNode):
-            here, parts = (*above, id(node)), node.value
-            if isinstance(node, yaml.MappingNode):
-                parts = [part for pair in parts for part in pair]
-            sizes[id(node)] = 1 + sum(count(part, here) for part in parts)
-        size = sizes.get(id(node), 1)
-        if size > _MOST_VALUES:
-            raise _Refused(f"it has more than {_MOST_VALUES} values, by its aliases (*name)")
-        return size
-
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None:
-            count(root, ())
-    except RecursionError:
-        raise _Refused(f"it nests deeper than {_MOST_NESTED} levels; sections need 12") from None
-
-
-def _read_yaml(path: Path, name: str) -> DictConfig:
-    if not path.is_file():
-        raise ValueError(f"--base {path}: no such file")
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{name}: larger than {_MOST_BYTES} bytes, so it is no configuration")
-        text = path.read_text(encoding="utf-8")
-        _check_nesting(text)
-        loaded = OmegaConf.load(io.StringIO(text))
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}" if where else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"{name}{line}: not valid YAML: {what}") from None
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{name}: {error.full_key}: {str(error).splitlines()[0]}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{name}: not a text file") from None
-    except OSError as error:  # also where the whole file is one number
-        raise ValueError(f"{name}: cannot be read: {error}") from None
-    except _Refused as error:
-        raise ValueError(f"{name}: {error}") from None
-    except (ValueError, ArithmeticError, AttributeError, TypeError) as error:  # dates, say
-        if str(error).startswith(f"{name}: "):
-            raise
-        raise ValueError(one_line(f"{name}: a value cannot be read: {error}")) from None
-    if isinstance(loaded, ListConfig):
-        raise ValueError(f"{name}: holds a list; sections {', '.join(SECTIONS)} are expected")
-    return loaded
 
 
 def _file_names(paths: Sequence[str | Path]) -> list[str]:
@@ -174,14 +117,15 @@ def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
     try:
         # a comment or a second line would get lost
         is_text = not text or text.startswith("#") or " #" in text or "\n" in text
-        _check_nesting("" if is_text else text)
+        check_nesting("" if is_text else text)
         value = text if is_text else OmegaConf.create(f"value: {text}")._get_node("value")
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text
-    except (_Refused, ValueError, ArithmeticError, AttributeError, TypeError) as error:
+    except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {error}")) from None
     try:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
+        check_interpolations(merged)
     except _OMEGACONF_ERRORS as error:  # what OmegaConf raises for keys that it cannot read
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {what}")) from None

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from cogfast.config import Config, data_arguments
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
@@ -112,8 +110,10 @@ def warn_of_other_positions(
     model: TransformerConfig, sizes: Sequence[LatentSize], manifest: dict[str, Any]
 ) -> None:
     """Say so where videos of these sizes have other positions than the run of `manifest` had."""
-    run = OmegaConf.create(manifest.get("config") or {})
-    trained = OmegaConf.select(run, f"{_POSITION}.positions") or "integer"
+    trained: Any = manifest.get("config")
+    for part in (*_POSITION.split("."), "positions"):
+        trained = trained.get(part) if isinstance(trained, dict) else None
+    trained = "pipeline" if trained == "pipeline" else "integer"
     as_trained = dataclasses.replace(model, rotary_positions=trained)
     both = (model, as_trained)
     if len({has_pipeline_positions(one, sizes) for one in both}) > 1:

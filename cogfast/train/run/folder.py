@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from cogfast.config import Config
 from cogfast.files import set_aside
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -145,8 +144,8 @@ def _write_description(
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     first = folder / "training_config.yaml"
     try:
-        changed = _changed_keys(first.read_text(), config_text) if first.is_file() else []
-    except (ValueError, YAMLError, OmegaConfBaseException, RecursionError):
+        changed = _changed_keys(first, config_text) if first.is_file() else []
+    except ValueError:
         logger.warning("%s is damaged: it is now %s", first, set_aside(first).name)
         changed = []
     if changed:
@@ -160,9 +159,10 @@ def _write_description(
         (folder / f"changes{mark}.diff").write_text(changes + "\n")
 
 
-def _changed_keys(before: str, after: str) -> list[str]:
-    """`key: value -> value` of every key that differs between two configurations."""
-    changes = _changes(*(OmegaConf.to_container(OmegaConf.create(t)) for t in (before, after)))
+def _changed_keys(before: Path, after: str) -> list[str]:
+    """`key: value -> value` of every key that differs between a run's file and a configuration."""
+    both = read_yaml(before, before.name, is_plain=True), OmegaConf.create(after)
+    changes = _changes(*(OmegaConf.to_container(sections) for sections in both))
     of_resume = ("args.resume", "args.accept_changes")
     return [text for key, text in changes.items() if key not in of_resume]
 

@@ -20,9 +20,7 @@ from cogfast.files import DamageError
 from cogfast.model.weights.formats.run_manifest import read_manifest, refusal, verify_files
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
-from cogfast.schema.json_files import read_limited
 
-_MOST_BYTES_OF_CONFIG = 1 << 20
 _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
 
 
@@ -214,18 +212,18 @@ def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
     path = checkpoint_dir.parent.parent / "training_config.yaml"
     if not path.is_file():
         return {}
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     from cogfast.schema.sat_classes import transformer_arguments  # its table is the factory's
+    from cogfast.schema.yaml_files import read_yaml
 
     fix = "copy it again, or name a checkpoint that was copied without it"
     try:
-        text = read_limited(path, _MOST_BYTES_OF_CONFIG, fix)
-        params = OmegaConf.create(text.decode()).model.network_config.params
-    except (UnicodeDecodeError, YAMLError, OmegaConfBaseException, AttributeError, RecursionError):
+        params = read_yaml(path, str(path), is_plain=True).model.network_config.params
+    except (OmegaConfBaseException, AttributeError):
         raise ValueError(f"{path}: damaged, it has no network; {fix}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {fix}") from None
     return transformer_arguments(params)
 
 
