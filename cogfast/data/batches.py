@@ -1,7 +1,8 @@
 """Stop 3 of nine: micro-batches of one data-parallel rank, in the global order, read by workers.
 
-The order alone says what a slot reads, so neither the number of ranks or workers nor a restart
-changes a batch. A bad sample is replaced within its slot and reported; only too many end the run.
+The order alone decides what a slot reads, so a batch does not depend on the number of ranks or
+workers, or on restarts. A bad sample is reported and replaced within its slot. The run ends only
+if too many samples are bad.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _MIDDLE = 127.5  # uint8 0..255 -> [-1, 1]
 
 
 class BatchLoader:
-    """Endless (or `num_steps` long) iterator over the micro-batches of one data-parallel rank.
+    """Iterator over the micro-batches of one data-parallel rank, endless or `num_steps` long.
 
-    A step has `accumulation` micro-batches; item i of number a on rank r fills slot
-    a * (micro_batch * dp_size) + r * micro_batch + i of the global batch. Each is
+    A step has `accumulation` micro-batches. Item i of micro-batch a on rank r fills slot
+    a * (micro_batch * dp_size) + r * micro_batch + i of the global batch. A micro-batch is
     {"mp4": uint8 [B, F, 3, H, W], "txt": [str], "fps": [B], "num_frames": [B], "paths": [str]}, or
-    what the data set's items hold (tensors stacked, strings listed), plus
-    {"step": int, "slots": [int], "bad": [(path, reason)] passed over for this micro-batch}.
+    the keys of the data set's items (tensors stacked, strings listed), plus
+    {"step": int, "slots": [int], "bad": [(path, reason)] of the samples replaced in it}.
 
-    start_step: where a resumed run goes on. num_workers=0 reads in this process; where DALI
-    reads, all of them are threads of it, and the videos lie on its device; a latent cache is read
-    by threads, too. timeout: seconds that reading one sample may take, 0 for ever.
+    start_step: first step of a resumed run. num_workers: reading processes, 0 to read in this
+    process. With DALI or a latent cache they are threads, and DALI's videos lie on its device.
+    timeout: seconds that reading one sample may take, 0 for no limit.
     bad_samples_path: see BadSampleLog.
     """
 
@@ -104,8 +105,9 @@ class BatchLoader:
         expected = next(self._expected)
         step, slots = expected
         if isinstance(self._dataset, CachedVideos):
+            # Wait here, not in a reading thread, so that the wait is logged.
             for slot in slots:
-                self._dataset.wait(self._order.index(step, slot), is_told=True)
+                self._dataset.wait(self._order.index(step, slot), is_logged=True)
         try:
             batch = next(self._batches)
         except RuntimeError:
@@ -116,7 +118,7 @@ class BatchLoader:
         return batch
 
     def _account(self, batch: Batch) -> None:
-        """Count and report what was bad or padded, and stop where it is too much."""
+        """Count and report bad and padded samples; raise if too many are bad."""
         for index in batch.pop("tried"):
             self._tried[index] = 1
         for path, reason in batch["bad"]:
@@ -128,13 +130,13 @@ class BatchLoader:
                     path, reason = batch["bad"][-1]
                     raise ValueError(
                         f"step {batch['step']}: no readable sample in {len(batch['bad'])} tried; "
-                        f"mend the files under args.train_data; last: {path}: {reason}"
+                        f"repair the files under args.train_data; last: {path}: {reason}"
                     )
             except ValueError:
                 self.close()
                 raise
         if "num_padded" in batch:
-            # Not by torch: its ops let go of the interpreter, and reading threads would hold us up.
+            # Counted in Python: a torch op releases the GIL, and reading threads would delay us.
             self.num_padded += sum(n > 0 for n in batch.pop("num_padded").tolist())
 
     def close(self) -> None:
@@ -153,9 +155,9 @@ class BatchLoader:
 def to_device(
     batch: Batch, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Batch:
-    """The batch with its tensors on `device`; "mp4" becomes [B, F, 3, H, W] `dtype` in [-1, 1].
+    """Move the tensors of a batch to `device`; "mp4" becomes [B, F, 3, H, W] `dtype` in [-1, 1].
 
-    The bytes travel as uint8 and become numbers on the device, in float32 before `dtype`.
+    Videos are copied as uint8 and scaled on the device, in float32, before the cast to `dtype`.
     Other tensors (latents, embeddings) keep their dtype.
     """
     out = {}
@@ -171,7 +173,7 @@ def to_device(
 
 
 class TooSlow(BadSample):
-    """Reading the sample took longer than it may."""
+    """Raised if reading a sample took longer than the timeout."""
 
 
 class _Slots:
@@ -205,11 +207,11 @@ class _MicroBatches(Reads):
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
-        # {sample: reason}; they are not tried again, since each costs a thread
+        # {sample: reason}. They are not tried again: each try leaves a hanging thread behind.
         self._timed_out: dict[int, str] = {}
 
-    def of_a_thread(self) -> Callable[[tuple[int, list[int]]], Batch]:
-        """With an order of its own: it keeps what threads would get mixed up."""
+    def for_thread(self) -> Callable[[tuple[int, list[int]]], Batch]:
+        # GlobalOrder caches permutations and is not thread-safe, so each thread gets a copy.
         own = copy.copy(self)
         own._order = copy.deepcopy(self._order)
         return own.__getitem__
@@ -237,7 +239,10 @@ class _MicroBatches(Reads):
     def _fill(
         self, step: int, slot: int, bad: list[tuple[str, str]], tried: list[int]
     ) -> dict | None:
-        """The first readable candidate of a slot; None where there is none."""
+        """Read the first readable candidate of a slot; None if all are bad.
+
+        Appends to `bad` and `tried`.
+        """
         for attempt in range(min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
             index = self._order.index(step, slot, attempt)
             tried.append(index)
@@ -258,11 +263,11 @@ class _MicroBatches(Reads):
 
 
 def read_sample(dataset: Dataset, index: int, timeout: float) -> dict:
-    """The sample; TooSlow where it takes more than `timeout` seconds, 0: however long."""
+    """Read a sample; raise TooSlow after `timeout` seconds (0: no limit)."""
     if timeout == 0:
         return dataset[index]
-    # A thread, since no signal interrupts a decoder that hangs in its own code. It is left
-    # behind then; as a daemon it does not keep the process from ending.
+    # No signal interrupts a decoder that hangs in native code, so a thread reads. A hanging
+    # thread is abandoned; it is a daemon, so it does not keep the process from ending.
     result: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_put_item, args=(dataset, index, result), daemon=True).start()
     try:
@@ -275,23 +280,25 @@ def read_sample(dataset: Dataset, index: int, timeout: float) -> dict:
     try:
         raise error
     finally:
-        del error  # else its traceback, which holds this frame, would keep it alive
+        # The traceback holds this frame, which holds the error: break the reference cycle.
+        del error
 
 
 def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:
     try:
         result.put((dataset[index], None))
+    # The caller raises it; an exception that leaves a thread would only be printed.
     except BaseException as error:
         result.put((None, error))
 
 
 def _name_of(dataset: Dataset, index: int) -> str:
-    """The sample's file where the data set can say it, as ours do; users' own need not."""
+    """The sample's name in logs; a user's own data set may have no `name` method."""
     return dataset.name(index) if isinstance(dataset, CaptionedVideos) else f"sample {index}"
 
 
 def _collate(items: list[dict]) -> Batch:
-    """Items with the same keys as one batch: tensors stacked, numbers as a tensor, strings listed."""
+    """Collate items with the same keys: tensors stacked, numbers as a tensor, strings listed."""
     keys = list(items[0])
     for item in items[1:]:
         if list(item) != keys:

@@ -1,10 +1,10 @@
-"""Which bucket each clip of a data set gets, and the table of what is in them.
+"""Assigns each clip of a data set to a bucket, and prints the table of bucket sizes.
 
-A bucket is a size [frames, rows, columns]. A clip gets the one that loses least of it: the product of
-the share of its time that is shown, the share of its picture that the crop leaves and the share of
-its sharpness (the scale, where it is below 1) is largest; among equals that of the fewest pixels.
-Buckets that the clip is too short for are out, unless data.params.short_clips=pad and it is too short
-for all: then the one that repeats the fewest frames.
+A bucket is a size [frames, rows, columns]. A clip gets the bucket that keeps most of it. The score is
+the product of three shares: of the clip's duration, of its picture after the crop, and of its
+sharpness (the scale factor, if below 1). Ties go to the bucket with the fewest pixels. Buckets longer
+than the clip are excluded; if all are and data.params.short_clips=pad, the clip gets the bucket that
+repeats the fewest frames.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from cogfast.data.video.clip import Span, frames_within, select_frames
 from cogfast.data.video.settings import Bucket, ClipSettings
 from cogfast.schema.values import printable
 
-_SLOW = 0.95  # of data.params.fps; 7.99 for 8 is the same
+_SLOW = 0.95  # fraction of data.params.fps; 7.99 fps still counts as 8
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """buckets: int16 [n], each sample's of the settings' sizes, -1 where it can be in none; reasons:
-    {sample: why} of these. slow: samples of videos with fewer frames per second than asked for, where
-    frames are chosen by their times."""
+    """The bucket of every sample.
+
+    buckets: int16 [n], indices into the settings' sizes, -1 for samples that fit none. reasons:
+    {sample: why it fits none}. slow: samples whose video has a lower frame rate than configured, so
+    that frame_selection=timestamp repeats frames.
+    """
 
     buckets: np.ndarray
     reasons: Mapping[int, str]
@@ -38,18 +41,18 @@ class Survey:
 
 
 def survey(dataset: CaptionedVideos) -> Survey:
-    """Look at the headers of all videos of a data set."""
+    """Read the headers of all videos of a data set and choose a bucket for each sample."""
     clips, sizes = dataset.clips, dataset.settings.sizes
     reasons: dict[int, str] = {}
     buckets = np.full(len(clips), -1, dtype=np.int16)
-    seen: dict[tuple, int | str] = {}  # many clips are alike
+    seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
     slow = []
     for i, header in enumerate(read_headers(clips)):
         if header.reason:
             reasons[i] = header.reason
             continue
         span = None if clips.spans is None else tuple(clips.spans[i].tolist())
-        settings = dataset.settings_of_rate(i)
+        settings = dataset.settings_at_own_rate(i)
         key = (header, span, settings.fps)
         if key not in seen:
             seen[key] = choose(header, settings, sizes, span)
@@ -65,21 +68,24 @@ def survey(dataset: CaptionedVideos) -> Survey:
 def choose(
     header: Header, settings: ClipSettings, sizes: tuple[Bucket, ...], span: Span | None = None
 ) -> int | str:
-    """The number of a video's bucket, or why it can be in none."""
+    """Return the index in `sizes` of a video's bucket, or the reason why none fits."""
+    # The header has no frame times; a constant frame rate is close enough to choose a size.
     times = np.arange(header.num_frames) / header.fps
     try:
         times = times[frames_within(times, span)]
     except ValueError as error:
         return str(error)
     best, reason = None, ""
+    # Shortest bucket first: the reason for a clip that is too short names the least it needs.
     for number, size in sorted(enumerate(sizes), key=lambda pair: pair[1]):
         try:
-            selection = select_frames(times, header.fps, settings.of(size))
+            selection = select_frames(times, header.fps, settings.for_bucket(size))
         except ValueError as error:
-            reason = reason or str(error)  # the shortest bucket's
+            reason = reason or str(error)
             continue
         available = len(times) / header.fps * settings.fps  # frames at the clip's rate
         kept = kept_share(header.height, header.width, size) * min(1, size.num_frames / available)
+        # Rounding makes scores that differ by float noise a tie, decided by the pixel count.
         rank = (selection.num_padded, -round(kept, 9), size.num_frames * size.height * size.width)
         if best is None or rank < best[0]:
             best = rank, number
@@ -87,21 +93,21 @@ def choose(
 
 
 def kept_share(height: int, width: int, size: Bucket) -> float:
-    """What scaling and cropping to a bucket leave of a frame's picture and sharpness, 0 to 1."""
+    """The share of a frame's picture and sharpness that scaling and cropping keep, 0 to 1."""
     scale = max(size.height / height, size.width / width)
     shown = (size.height / scale) * (size.width / scale) / (height * width)
     return shown * min(1.0, scale)
 
 
 def in_buckets(dataset: CaptionedVideos, found: Survey) -> CaptionedVideos:
-    """The data set with each clip in its bucket, where the settings name buckets."""
+    """Return the data set with its buckets assigned, if the settings configure buckets."""
     if dataset.settings.buckets is None:
         return dataset
     return dataset.with_clips(replace(dataset.clips, buckets=found.buckets))
 
 
 def table(dataset: CaptionedVideos, found: Survey, global_batch: int) -> str:
-    """Lines: bucket, clips; what is left out, and why, with an example of each reason."""
+    """Format the number of clips per bucket and left out, with an example of each reason."""
     sizes = dataset.settings.sizes
     counts = Counter(found.buckets.tolist())
     rows = ["buckets (frames x rows x columns): clips"]
@@ -113,6 +119,7 @@ def table(dataset: CaptionedVideos, found: Survey, global_batch: int) -> str:
         rows.append(f"  {size!s:<16} {counts[number]:>9}{note}")
     if found.reasons:
         rows.append(f"  {'left out':<16} {len(found.reasons):>9}")
+    # Reasons that differ only in their numbers are one kind.
     kinds: dict[str, list[int]] = {}
     for sample, reason in found.reasons.items():
         kinds.setdefault(_NUMBER.sub("N", reason), []).append(sample)

@@ -1,9 +1,9 @@
-"""Data sets of video files with captions: SAT's folders, lists, manifests and tar shards.
+"""Data sets of captioned videos: SAT's folders, lists, manifests and tar shards.
 
-All give the same sample, {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames", "path",
-"num_padded"}, with "images" uint8 [3, H, W] where the source names a first frame of its own, and
-raise BadSample for a file that cannot be used. The files are found, and the captions read, once at
-the start.
+Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames",
+"path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame. Each
+raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
+the constructor.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from cogfast.data.sources.folders import (
     find_videos,
     first_line,
     label_of,
-    left_over,
     named,
     refuse_gaps,
     refuse_samples,
     sat_label,
     text_lines,
+    unread_files,
 )
 from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.sources.tar_shards import list_shard, read_member, shards_of
@@ -70,9 +70,9 @@ class Sample(TypedDict):
 
 
 class CaptionedVideos(Dataset):
-    """Video files with one caption each; `settings` says what a file becomes.
+    """Video files with one caption each, read as `settings` says.
 
-    source_sizes: samples of each of the sources, which the clips name one after the other.
+    source_sizes: number of samples per source; `clips` lists the sources one after the other.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class CaptionedVideos(Dataset):
         self.clips = clips
         self.settings = settings
         self.source_sizes = tuple(source_sizes)
-        # Whether some samples bring the image of image-to-video, not all their first frames.
+        # True if at least one sample has its own conditioning image for image-to-video.
         has_members = clips.places is not None and bool((clips.places[:, 2] >= 0).any())
         self.has_images = clips.images is not None or has_members
         self._kept: dict[int, Sample] = {}
-        self._room = settings.keep_decoded_mib * 2**20  # bytes
+        self._budget = settings.keep_decoded_mib * 2**20  # bytes left for self._kept
 
     @property
     def paths(self) -> PackedStrings:
@@ -96,7 +96,8 @@ class CaptionedVideos(Dataset):
         return self.clips.captions
 
     def with_clips(self, clips: ClipList) -> CaptionedVideos:
-        """The same data set with other columns, or with a part of the samples."""
+        """Return this data set with `clips` as its samples."""
+        # A subset no longer lists the sources as consecutive ranges.
         sizes = self.source_sizes if len(clips) == len(self) else ()
         return CaptionedVideos(clips, self.settings, sizes)
 
@@ -104,11 +105,11 @@ class CaptionedVideos(Dataset):
         return self.with_clips(self.clips.take(indices))
 
     def with_source_weights(self, weights: Sequence[float]) -> CaptionedVideos:
-        """Each sample's weight times that of its source."""
+        """Multiply each sample's weight by that of its source."""
         return self.with_clips(self.clips.with_weights(np.repeat(weights, self.source_sizes)))
 
     def order(self, seed: int, global_batch: int) -> GlobalOrder:
-        """In which the samples are read, by their weights and buckets."""
+        """The reading order of the samples, given their weights and buckets."""
         clips = self.clips
         total = len(clips) if clips.weights is None else float(clips.weights.sum())
         if len(clips) and not 0 < total < _LONGEST_EPOCH:
@@ -120,7 +121,7 @@ class CaptionedVideos(Dataset):
         return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets)
 
     def name(self, index: int) -> str:
-        """What the sample is called where it is told of: its file, and which part of it."""
+        """The sample's name in logs: its file, plus `#t=start,end` for a part of it."""
         file = self.clips.files[index]
         if self.clips.spans is None or np.isnan(self.clips.spans[index]).all():
             return file
@@ -128,13 +129,13 @@ class CaptionedVideos(Dataset):
         return f"{file}#t={start},{end}"  # as W3C's media fragments
 
     def settings_of(self, index: int) -> ClipSettings:
-        """What the sample becomes: its bucket's size, its own rate."""
+        """The sample's settings: the size of its bucket and, if it has one, its own frame rate."""
         sizes, clips = self.settings.sizes, self.clips
         bucket = sizes[0 if clips.buckets is None else int(clips.buckets[index])]
-        return self.settings_of_rate(index).of(bucket)
+        return self.settings_at_own_rate(index).for_bucket(bucket)
 
-    def settings_of_rate(self, index: int) -> ClipSettings:
-        """The settings with the sample's own rate, where it has one."""
+    def settings_at_own_rate(self, index: int) -> ClipSettings:
+        """The common settings with the sample's own frame rate, if it has one."""
         fps = np.nan if self.clips.fps is None else self.clips.fps[index]
         return self.settings if np.isnan(fps) else replace(self.settings, fps=float(fps))
 
@@ -143,14 +144,16 @@ class CaptionedVideos(Dataset):
 
     def __getitem__(self, index: int) -> Sample:
         if index in self._kept:
+            # A copy, so that a caller that adds keys does not change the kept sample.
             return self._kept[index].copy()
         try:
             with on_readers_device(self.settings.video_backend):
                 sample = self._read(index)
         except BadSample as error:
+            # Readers know only the file; logs also need the part of it.
             raise BadSample(self.name(index), error.reason) from None
-        if sample["video"].nbytes <= self._room:
-            self._room -= sample["video"].nbytes
+        if sample["video"].nbytes <= self._budget:
+            self._budget -= sample["video"].nbytes
             self._kept[index] = sample.copy()
         return sample
 
@@ -161,6 +164,7 @@ class CaptionedVideos(Dataset):
         if not self._is_in_shard(index):
             clip, selection = read_clip(file, settings, span)
         else:
+            # Video libraries take paths, so the member's bytes get a temporary one.
             data = read_member(file, *clips.places[index, :2])
             with named_bytes(data, os.path.splitext(file)[1]) as path:
                 clip, selection = read_clip(path, settings, span)
@@ -181,7 +185,7 @@ class CaptionedVideos(Dataset):
         return self.clips.places is not None and self.clips.places[index, 0] >= 0
 
     def _image(self, index: int, size: tuple[int, int], first_frame: Tensor) -> Tensor:
-        """Uint8 [3, rows, columns]."""
+        """The conditioning image, uint8 [3, rows, columns]; the first frame if there is no other."""
         clips = self.clips
         if self._is_in_shard(index) and clips.places[index, 2] >= 0:
             file = clips.files[index]
@@ -191,7 +195,7 @@ class CaptionedVideos(Dataset):
 
 
 class ListedVideos(CaptionedVideos, ABC):
-    """Samples that `find` lists, a list for each source of data_dir."""
+    """Base class of data sets that list their samples with `find`, one list per source."""
 
     def __init__(
         self,
@@ -223,14 +227,14 @@ class ListedVideos(CaptionedVideos, ABC):
 
     @abstractmethod
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        """The samples of each source of data_dir."""
+        """List the samples of each source of `data_dir`."""
 
 
 class VideoFolder(ListedVideos):
-    """SAT's layout: <dir>/**/videos/x.mp4 with its caption, one line, in <dir>/**/labels/x.txt.
+    """SAT's layout: <dir>/**/videos/x.mp4 with a one-line caption in <dir>/**/labels/x.txt.
 
-    As sat/data_video.SFTDataset finds them: every .mp4 (.MP4 too) below `data_dir`, whose label is
-    named by putting labels for videos and .txt for .mp4 in its path (so x.txt beside x.mp4 works).
+    Follows sat/data_video.SFTDataset: takes every .mp4 or .MP4 below `data_dir`. The path of its
+    label has "labels" in place of "videos" and .txt in place of .mp4 (so x.txt beside x.mp4 works).
     """
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
@@ -238,7 +242,7 @@ class VideoFolder(ListedVideos):
         for folder in data_folders(data_dir):
             found = list(find_videos(folder))
             if not found:
-                text = ", but ".join(["no .mp4 file in it", *left_over(folder)])
+                text = ", but ".join(["no .mp4 file in it", *unread_files(folder)])
                 raise ValueError(f"data_dir={folder}: {text}")
             captions, labels, longer = [], set(), []
             for path in found:
@@ -246,6 +250,7 @@ class VideoFolder(ListedVideos):
                 caption, has_more = ("", False) if label is None else first_line(label)
                 captions.append(caption)
                 labels.add(str(label))
+                # SAT reads the first line only; a longer file may be meant otherwise.
                 if has_more:
                     longer.append(str(label))
                 if label is None:
@@ -253,10 +258,10 @@ class VideoFolder(ListedVideos):
                 elif not captions[-1]:
                     empty.append(str(label))
             lists.append(ClipList(files=PackedStrings(found), captions=PackedStrings(captions)))
-            for text in left_over(folder, labels):
+            for text in unread_files(folder, labels):
                 logger.warning("data_dir=%s: %s", folder, text)
             if longer:
-                text = "data_dir=%s: of %d label files the first line is the caption, not more (%s)"
+                text = "data_dir=%s: %d label files have several lines; only the first is read (%s)"
                 logger.warning(text, folder, len(longer), named(longer))
         if not allow_empty_captions:
             number = sum(map(len, lists))
@@ -267,17 +272,18 @@ class VideoFolder(ListedVideos):
 
 
 class VideoManifest(ListedVideos):
-    """Samples that .csv or .jsonl files list (manifest.py says how)."""
+    """Samples listed in .csv or .jsonl files, in the format that manifest.py describes."""
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [read_manifest(Path(file), allow_empty_captions) for file in data_sources(data_dir)]
 
 
 class VideoList(ListedVideos):
-    """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, a line each a sample.
+    """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, one sample per line.
 
-    Paths in videos.txt are relative to it; blank lines count in neither file, but for empty
-    captions where they are allowed. image_column: images.txt, say, with the first frame of each.
+    Paths in videos.txt are relative to that file. Blank lines are skipped in both files, except
+    for empty captions where these are allowed. image_column: file with the path of each sample's
+    first frame, such as images.txt.
     """
 
     def __init__(
@@ -335,7 +341,8 @@ class VideoList(ListedVideos):
         videos, captions = lines["video_column"], lines["caption_column"]
         if not videos:
             raise ValueError(f"{files['video_column']}: no video in it")
-        if allow_empty_captions:  # text_lines leaves out those at the end
+        # text_lines drops blank lines at the end, which may be empty captions.
+        if allow_empty_captions:
             captions += [""] * (len(videos) - len(captions))
         for key, what in (("caption_column", "caption"), ("image_column", "image")):
             if key in lines and len(lines[key]) != len(videos):
@@ -352,11 +359,12 @@ class VideoList(ListedVideos):
 
 
 class VideoShards(ListedVideos):
-    """Samples in tar files (tar_shards.py says how).
+    """Samples in tar files, in the format that tar_shards.py describes.
 
-    data_dir: folders of .tar files, or their names, with a-{000..099}.tar for many and a scheme
-    such as s3:// for what fsspec opens; as in SAT, ";A,B*2" means the folders A and, twice, B.
-    caption_key: SAT's txt_key. image_key: the kind of the members that hold the first frame, png say.
+    data_dir: folders of .tar files, or names of .tar files; a-{000..099}.tar names many, and names
+    with a scheme such as s3:// are opened by fsspec. As in SAT, ";A,B*2" means folder A once and
+    folder B twice. caption_key: SAT's txt_key. image_key: file extension of the members that hold
+    the first frames, such as png.
     """
 
     def __init__(
@@ -409,7 +417,7 @@ class VideoShards(ListedVideos):
 
 
 def _folders(source: str) -> list[str]:
-    """SAT's pattern;A,B*2 -> pattern, A, B, B."""
+    """Expand SAT's notation: pattern;A,B*2 -> pattern, A, B, B."""
     pattern, semicolon, folders = source.partition(";")
     names = [pattern] if pattern else []
     for folder in folders.split(",") if semicolon else []:

@@ -1,4 +1,7 @@
-"""Which sample each slot of the global batch reads, whatever the ranks, workers or restarts."""
+"""The global reading order: which sample each slot of each step's global batch reads.
+
+It does not depend on the number of ranks or workers, or on restarts.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ import numpy as np
 
 from cogfast.slot_random import random_bits, random_unit
 
-_EPOCHS_KEPT = 3  # permutations in memory; a step touches more only where the data set is tiny
-_GOLDEN = (math.sqrt(5) - 1) / 2
+_EPOCHS_KEPT = 3  # permutations in memory; one step needs more only if the data set is tiny
+_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread most evenly modulo 1
 
 
 class ShuffledSamples:
-    """Some samples in an endless sequence over epochs; an epoch depends on (seed, epoch) alone.
+    """An endless sequence of samples over epochs; each epoch depends on (seed, epoch) alone.
 
-    samples: their numbers, int64 [n]. weights: float64 [n], how often an epoch reads each: with 2.5
-    twice or three times, and over many epochs 2.5 times on average; None: once. The length of an
-    epoch is their sum, rounded. key: tells sequences of one seed apart.
+    samples: their numbers, int64 [n]. weights: float64 [n], how often an epoch reads each, on
+    average over many epochs; 2.5 means two or three times. None means once. The length of an epoch
+    is their rounded sum. key: distinguishes sequences with the same seed.
     """
 
     def __init__(
@@ -30,9 +33,9 @@ class ShuffledSamples:
         self._edges: np.ndarray | None = None
         if weights is not None:
             self.length = max(1, round(float(weights.sum())))
-            # In an order that has nothing to do with that of the files, each sample has an interval
-            # of its weight's length; an epoch reads it once for every whole number within, after
-            # all have moved on by the golden section: none waits longer than need be.
+            # Systematic sampling: intervals as long as the weights lie side by side, in random
+            # order. An epoch reads a sample once for every integer in its interval. Between epochs
+            # all intervals move by the golden section, which spaces a sample's turns evenly.
             self._places = np.argsort(_random_keys(len(samples), seed, "weights", *key))
             edges = np.cumsum(weights[self._places])
             if self.length != edges[-1]:
@@ -42,10 +45,10 @@ class ShuffledSamples:
         self._epochs: dict[int, np.ndarray] = {}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_epochs": {}}  # workers make their own
+        return {**self.__dict__, "_epochs": {}}  # large, and workers compute their own
 
     def at(self, epoch: int, entry: int) -> int:
-        """The sample that stands at `entry`, 0 <= entry < length, in an epoch."""
+        """The sample at position `entry` of an epoch, 0 <= entry < length."""
         if epoch not in self._epochs:
             while len(self._epochs) >= _EPOCHS_KEPT:
                 del self._epochs[min(self._epochs)]
@@ -57,6 +60,7 @@ class ShuffledSamples:
         order = np.argsort(keys, kind="stable")
         if self._edges is None:
             return self.samples[order]
+        # Kept away from 0 and 1, where rounding could make the counts differ from the length.
         moved = (random_unit(self.seed, "weights") + epoch * _GOLDEN) % 1
         counts = np.diff(np.floor(self._edges - min(max(moved, 1e-6), 1 - 1e-6)))
         return np.repeat(self.samples[self._places], counts.astype(np.int64))[order]
@@ -66,13 +70,13 @@ class GlobalOrder:
     """An endless shuffled sequence over epochs, cut into steps of `global_batch` slots.
 
     Position p = step * global_batch + slot reads entry p % n of the permutation of epoch p // n,
-    which depends on (seed, epoch) alone. Epochs follow each other without a gap, also within a
+    which depends on (seed, epoch) alone. Epochs follow each other without a gap, even within a
     step, so no sample is dropped and data sets smaller than the batch work.
 
-    buckets: int [num_samples], the bucket of each sample, below 0 for those that are left out. All
-    slots of a step read from one bucket, whose samples have an endless sequence of their own; an
-    epoch has as many steps of each as it takes to have read all of it once more, the last of them
-    filled up from its next round, and they come shuffled. weights: as in ShuffledSamples.
+    buckets: int [num_samples], the bucket of each sample, negative for samples left out. All slots
+    of a step read from one bucket, and each bucket has its own endless sequence. An epoch has as
+    many steps of a bucket as are needed to read all of it once more; the last of them continues
+    with the bucket's next epoch. The steps of an epoch are shuffled. weights: see ShuffledSamples.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class GlobalOrder:
         self.seed = seed
         self.global_batch = global_batch
         groups = np.zeros(num_samples, np.int64) if buckets is None else np.asarray(buckets)
+        # Samples of weight 0 are left out like those in no bucket.
         if weights is not None:
             groups = np.where(weights > 0, groups, -1)
         self.buckets = [int(b) for b in np.unique(groups) if b >= 0]
@@ -97,6 +102,7 @@ class GlobalOrder:
         for bucket in self.buckets:
             samples = np.flatnonzero(groups == bucket)
             parts = None if weights is None else np.asarray(weights, np.float64)[samples]
+            # A single bucket reads in the same order as a data set without buckets.
             key = () if len(self.buckets) == 1 else (bucket,)
             self._sequences.append(ShuffledSamples(seed, samples, parts, key))
         self._lengths = np.array([sequence.length for sequence in self._sequences])
@@ -112,7 +118,7 @@ class GlobalOrder:
 
     @property
     def fingerprint(self) -> str:
-        """The same for orders that read the same samples, by their numbers, one after the other."""
+        """A hash that is equal for orders that read the same sample numbers in the same sequence."""
         digest = hashlib.blake2b(digest_size=8)
         for sequence in self._sequences:
             digest.update(sequence.samples.astype(np.int64).tobytes())
@@ -123,7 +129,8 @@ class GlobalOrder:
 
     def epoch(self, step: int) -> int:
         """The epoch that the first slot of `step` belongs to."""
-        epoch = step * self.global_batch // self.epoch_size  # where no bucket's step is filled up
+        # A first guess: steps that are filled up from the next epoch make the true one earlier.
+        epoch = step * self.global_batch // self.epoch_size
         while self.num_steps(epoch) > step:
             epoch -= 1
         while self.num_steps(epoch + 1) <= step:
@@ -131,7 +138,7 @@ class GlobalOrder:
         return epoch
 
     def num_steps(self, epochs: float) -> int:
-        """Steps after which every sample was read `epochs` times."""
+        """The number of steps after which every sample has been read `epochs` times."""
         return sum(self._steps_of(epochs))
 
     def bucket(self, step: int) -> int:
@@ -144,15 +151,16 @@ class GlobalOrder:
         return position + slot < self._lengths[number]
 
     def num_candidates(self, step: int) -> int:
-        """Attempts of `index` that name every sample that can stand in for one of `step`."""
+        """The number of attempts of `index` that cover all possible replacements in `step`."""
         sequence = self._sequences[self._place(step)[0]]
         return sequence.length + (0 if sequence._edges is None else len(sequence.samples))
 
     def index(self, step: int, slot: int, attempt: int = 0) -> int:
-        """The sample that `slot` of `step` reads; attempt > 0: its replacement where it is bad.
+        """The sample that `slot` of `step` reads. attempt: 1, 2, ... for its replacements if bad.
 
-        Attempts walk the epoch's permutation in a stride of their own, so that neighbours do not all
-        take over the same one. With weights an epoch need not read all: those of the bucket follow.
+        Attempts walk the epoch's permutation with a stride that depends on the slot, so that
+        neighbouring slots do not all get the same replacement. After the epoch's samples follow all
+        samples of the bucket, because with weights an epoch need not contain each.
         """
         assert 0 <= slot < self.global_batch and attempt >= 0, f"{slot=} {attempt=}"
         number, position = self._place(step)
@@ -163,17 +171,18 @@ class GlobalOrder:
             return int(sequence.samples[attempt - n])
         if attempt:
             stride = 1 + random_bits(self.seed, "replacement", step, slot) % max(1, n - 1)
+            # A stride coprime to n visits every entry.
             while math.gcd(stride, n) != 1:
                 stride += 1
             entry = (entry + attempt * stride) % n
         return sequence.at(epoch, entry)
 
     def _steps_of(self, epochs: float) -> list[int]:
-        """Each bucket's steps after which its samples were read `epochs` times."""
+        """For each bucket, the number of steps after which it has been read `epochs` times."""
         return [math.ceil(epochs * int(n) / self.global_batch) for n in self._lengths]
 
     def _place(self, step: int) -> tuple[int, int]:
-        """The sequence that a step reads, and the position of its first slot in it."""
+        """The number of the sequence that a step reads, and the position of its first slot in it."""
         if len(self._sequences) == 1:
             return 0, step * self.global_batch
         epoch = self.epoch(step)
@@ -182,7 +191,7 @@ class GlobalOrder:
         return int(numbers[card]), int(rounds[card]) * self.global_batch
 
     def _shuffled_steps(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Each step of an epoch: which sequence it reads, and how many steps that had before."""
+        """For each step of an epoch: the sequence it reads, and that sequence's earlier steps."""
         before, after = self._steps_of(epoch), self._steps_of(epoch + 1)
         counts = [b - a for a, b in zip(before, after, strict=True)]
         numbers = np.repeat(np.arange(len(counts)), counts)
@@ -195,13 +204,13 @@ class GlobalOrder:
 
 
 def _random_keys(number: int, *key: int | str) -> np.ndarray:
-    """uint64 [number] that depend on `key` alone."""
+    """Random uint64 [number] that depend on `key` alone."""
     start = random_bits(*key)
     return _mix(np.arange(number, dtype=np.uint64) + np.uint64(start))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function: random 64-bit keys that no library version changes."""
+    """Apply splitmix64's output function; unlike NumPy's generators it never changes."""
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -209,7 +209,7 @@ def test_missing_and_empty_folders(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir=\[\]: name a folder in args.train_data"):
         VideoFolder([], **CLIP)
     (tmp_path / "x.avi").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 of .avi.*x.avi.*convert"):
+    with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 .avi.*x.avi.*convert"):
         VideoFolder(tmp_path, **CLIP)
 
 
@@ -224,14 +224,15 @@ def test_what_a_folder_holds_besides_is_told(tmp_path, caplog):
     lines = [record.message.partition(": ")[2] for record in caplog.records]
     videos, labels = f"{tmp_path}/videos", f"{tmp_path}/labels"
     assert lines == [
-        f"1 of .avi, .mov, .mkv, .webm are not read ({videos}/01.MOV); convert them",
+        f"1 .avi, .mov, .mkv, .webm files are not read ({videos}/01.MOV); convert them",
         f"1 label files have no .mp4 file ({labels}/01.txt)",
-        f"of 1 label files the first line is the caption, not more ({labels}/02.txt)",
+        f"1 label files have several lines; only the first is read ({labels}/02.txt)",
     ]
     caplog.clear()
     assert len(VideoFolder([tmp_path, tmp_path], **CLIP)) == 6
     assert (
-        caplog.messages[0] == f"named more than once, so that its samples come as often: {tmp_path}"
+        caplog.messages[0]
+        == f"data folder listed more than once; its samples are repeated: {tmp_path}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The samples of a latent cache in the place of their videos, in the same order."""
+"""A data set that reads samples from a latent cache in place of their videos, in the same order."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from cogfast.schema.values import fits
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.5  # seconds between looks for a shard
-_TOLD_AFTER, _TOLD_EVERY = 5.0, 60.0  # seconds of waiting until it is told, and again
+_POLL = 0.5  # seconds between checks for a shard
+_LOG_AFTER, _LOG_EVERY = 5.0, 60.0  # seconds of waiting before the first and each further log line
 _KINDS = ("video", "text")
-_TENSORS = {"video": ("mean",), "text": ("embedding",)}  # that a row must have
-_ABOUT = {"video": ("fps", "num_frames", "num_padded"), "text": ()}  # numbers, likewise
-_STORED = {  # {key of an item: tensor of a row}, where the row has it
+# What each row must have: tensors, and numbers beside them.
+_TENSORS = {"video": ("mean",), "text": ("embedding",)}
+_ABOUT = {"video": ("fps", "num_frames", "num_padded"), "text": ()}
+# {key of an item: tensor of a row}; rows need not have all of them.
+_STORED = {
     "latent_mean": "mean",
     "latent_logvar": "logvar",
     "images": "first_frame",
@@ -40,27 +42,27 @@ _STORED = {  # {key of an item: tensor of a row}, where the row has it
 
 
 class CachedVideos(CaptionedVideos):
-    """What `cogfast cache` made of a data set of video files, sample by sample.
+    """The samples of a data set of video files, as encoded by `cogfast cache`.
 
-    An item is {"latent_mean" [C, T, h, w], "latent_logvar" (where the first stage has one), "images"
-    uint8 [3, H, W] (the first frame, where it was kept), or "noised_image_mean" [N, C, 1, h, w] and
-    "noised_image_logvar" in its place, "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
-    "num_padded"}. One whose shard is not written yet is waited for.
+    An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
+    uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
+    "noised_image_logvar", "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
+    "num_padded"}. Reading an item waits until its shards are written.
 
-    videos: the data set in whose place this one comes. specs: {"video", "text"}, what the entries
-    must have been made with.
+    videos: the data set that this one replaces. specs: {"video", "text"}, the specs that the
+    entries must have been made with.
     """
 
     def __init__(self, folder: Path, videos: CaptionedVideos, specs: dict[str, Spec]) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
         self.folder, self.specs = folder, specs
         if videos.settings.buckets is not None and videos.clips.buckets is None:
-            return  # what becomes of its clips is not known yet: `with_clips` brings it
+            return  # buckets are not assigned yet; `with_clips` assigns them
         self.used = used_samples(self)
-        index, keys, num_changed = self._look()
-        # Arrays: what a forked worker reads of them is not copied.
+        index, keys, num_changed = self._load_index()
+        # Arrays, because reading a Python object in a forked worker copies its memory page.
         self._files: dict[str, list[str]] = {}
-        self._places: dict[str, np.ndarray] = {}  # kind: [n, 2] file and row, -1 where it has none
+        self._places: dict[str, np.ndarray] = {}  # {kind: [n, 2]}: file and row, -1 if not cached
         for kind in _KINDS:
             places = index.places(kind, specs[kind])
             files = {file: i for i, file in enumerate(dict.fromkeys(f for f, _ in places.values()))}
@@ -91,7 +93,7 @@ class CachedVideos(CaptionedVideos):
         }
 
     def first_frame(self, index: int) -> Tensor:
-        """Uint8 [3, H, W]: what the image of a sample's noised ones is, read from its files."""
+        """Read a sample's conditioning image from its source files, uint8 [3, H, W]."""
         sample = super().__getitem__(index)
         return sample["images"] if self.has_images else sample["video"][0]
 
@@ -105,6 +107,7 @@ class CachedVideos(CaptionedVideos):
         except (OSError, SafetensorError, ValueError, IndexError) as error:
             text = f"{file} is damaged ({error}); delete it and run `cogfast cache` again"
             raise BadSample(self.name(index), text) from None
+        # `cogfast cache` stores the reason in place of tensors for samples it could not encode.
         if "bad" in about:
             raise BadSample(self.name(index), str(about["bad"])[:300])
         missing = [name for name in _TENSORS[kind] if name not in tensors]
@@ -116,31 +119,34 @@ class CachedVideos(CaptionedVideos):
             raise BadSample(self.name(index), text)
         return tensors, about
 
-    def wait(self, index: int, is_told: bool = False) -> None:
-        """Return when the sample's shards are there; RuntimeError where nobody makes them."""
+    def wait(self, index: int, is_logged: bool = False) -> None:
+        """Wait until the sample's shards exist; RuntimeError if no process is writing them."""
         for kind in _KINDS:
             number = int(self._places[kind][index][0])
             if not self._is_there[kind][number]:
-                self._wait_for(kind, number, index, is_told)
+                self._wait_for(kind, number, index, is_logged)
                 self._is_there[kind][number] = True
 
-    def _wait_for(self, kind: str, number: int, index: int, is_told: bool) -> None:
+    def _wait_for(self, kind: str, number: int, index: int, is_logged: bool) -> None:
         file = self.folder / self._files[kind][number]
-        start, next_line = time.monotonic(), _TOLD_AFTER
+        start, next_line = time.monotonic(), _LOG_AFTER
         while not file.exists():
-            # In this order: a writer that has just ended has made its files before.
+            # Check for the writer first: one that ended just now had written its files before.
             if not is_being_written(self.folder) and not file.exists():
                 raise RuntimeError(
-                    f"args.latent_cache={self.folder}: {file.name}, for {self.name(index)}, is not "
-                    "there, and no `cogfast cache` is making it; run it again, it goes on"
+                    f"args.latent_cache={self.folder}: {file.name}, for {self.name(index)}, is "
+                    "missing, and no `cogfast cache` is writing it; run it again, it resumes"
                 )
             waited = time.monotonic() - start
-            if is_told and waited >= next_line:
-                next_line += _TOLD_EVERY
+            if is_logged and waited >= next_line:
+                next_line += _LOG_EVERY
                 logger.info(
-                    "waiting for `cogfast cache`: %s, for %s, since %.0f s (%d of %d such files "
-                    "are there)",
-                    *(file.name, self.name(index), waited, self._count(kind)),
+                    "waiting for `cogfast cache`: %s, for %s, for %.0f s (%d of %d such files "
+                    "are written)",
+                    file.name,
+                    self.name(index),
+                    waited,
+                    self._count(kind),
                     len(self._files[kind]),
                 )
             time.sleep(_POLL)
@@ -148,17 +154,17 @@ class CachedVideos(CaptionedVideos):
     def _count(self, kind: str) -> int:
         return sum((self.folder / file).exists() for file in self._files[kind])
 
-    def _look(self) -> tuple[CacheIndex, dict[str, list[str]], int]:
-        """The index, the keys of the samples, and how many videos are not those that were hashed.
+    def _load_index(self) -> tuple[CacheIndex, dict[str, list[str]], int]:
+        """Return the index, the samples' keys, and how many videos changed since they were hashed.
 
-        A writer that is at work completes the index before it encodes.
+        Waits until a running writer has completed the index, which it does before it encodes.
         """
-        files, is_told = source_files(self, self.used), False
+        files, is_logged = source_files(self, self.used), False
         texts = [hash_text(caption) for caption in self.captions]
         while True:
             is_written = is_being_written(self.folder)
             index, sources = CacheIndex.read(self.folder), Sources(self.folder)
-            # What could not be read is a bad sample of the cache.
+            # Files that the writer could not read are bad samples of the cache, not changed ones.
             changed = [f for f in sources.changed(files) if not sources.was_unreadable(f)]
             keys = {"video": _keys(self, sources, set(changed)), "text": texts}
             is_whole = all(
@@ -167,13 +173,13 @@ class CachedVideos(CaptionedVideos):
             )
             if is_whole or not is_written:
                 return index, keys, len(changed)
-            if not is_told:
-                logger.info("waiting for `cogfast cache` to look through the videos")
-                is_told = True
+            if not is_logged:
+                logger.info("waiting for `cogfast cache` to hash the videos")
+                is_logged = True
             time.sleep(_POLL)
 
     def _check(self, index: CacheIndex, num_changed: int) -> None:
-        """ValueError where samples have no place in the cache, or nobody makes what is missing."""
+        """Raise ValueError if samples are not in the index, or are missing without a writer."""
         total = len(self.used)
         files = {kind: at[self.used, 0] for kind, at in self._places.items()}
         usable = sum((files["video"] >= 0) & (files["text"] >= 0))
@@ -181,7 +187,7 @@ class CachedVideos(CaptionedVideos):
             differences = [index.difference(kind, self.specs[kind]) for kind in _KINDS]
             why = "; ".join(text for text in dict.fromkeys(differences) if text)
             if not index.shards:
-                why = "no cache there"
+                why = "no cache in this folder"
             elif not why:
                 changed = f"{num_changed} videos changed or moved since caching"
                 why = changed if num_changed else "new captions"
@@ -194,14 +200,14 @@ class CachedVideos(CaptionedVideos):
         if missing and not is_being_written(self.folder):
             raise ValueError(
                 f"args.latent_cache={self.folder}: {missing} of {total} samples are not encoded, and "
-                "no `cogfast cache` is at work there; run it again, it goes on"
+                "no `cogfast cache` is running; run it again, it resumes"
             )
         if missing:
             logger.info("%d of %d samples are still being encoded", missing, total)
 
 
 def _keys(videos: CaptionedVideos, sources: Sources, changed: set[str]) -> list[str]:
-    """Of all samples; nothing for those of a file that is not the one that was hashed."""
+    """Cache key of every sample; "" where the file changed since it was hashed."""
     keys = [""] * len(videos)
     for index in used_samples(videos):
         if changed.isdisjoint(source_files(videos, [index])):
@@ -210,7 +216,7 @@ def _keys(videos: CaptionedVideos, sources: Sources, changed: set[str]) -> list[
 
 
 def used_samples(videos: CaptionedVideos) -> list[int]:
-    """The samples that training may ask for: those of some weight, in a bucket."""
+    """The samples that training can ask for: weight above 0, and assigned to a bucket."""
     clips = videos.clips
     is_used = np.ones(len(videos), dtype=bool)
     if clips.weights is not None:
@@ -221,7 +227,7 @@ def used_samples(videos: CaptionedVideos) -> list[int]:
 
 
 def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """{file: offset and bytes of a member of a tar shard, or nothing} that samples are made of."""
+    """The files that samples are read from: {file: (offset, bytes) in a tar shard, else ()}."""
     clips, found = videos.clips, {}
     for index in indices:
         at = [-1] * 4 if clips.places is None else clips.places[index].tolist()
@@ -233,20 +239,22 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> dict[str, t
 
 
 def _image_of(clips: ClipList, index: int) -> str | None:
-    """The file, or member of a tar shard, that is the sample's image."""
+    """The sample's conditioning image, a file or a member of a tar shard; None if it has none."""
     if clips.places is not None and min(clips.places[index, [0, 2]]) >= 0:
         return clips.files[index] + "::image"
     return None if clips.images is None else clips.images[index] or None
 
 
 def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
-    """The content of the sample's file, and what else decides what it becomes."""
+    """The cache key of a sample: a hash of its file's content and of its own settings."""
     clips, settings, common = videos.clips, videos.settings_of(index), videos.settings
     content = sources.recorded(clips.files[index])
+    # Settings common to all samples are in the spec; only deviations from them are hashed here.
     own: dict[str, object] = {}
     if clips.spans is not None and not np.isnan(clips.spans[index]).all():
         own["span"] = [str(second) for second in clips.spans[index]]
     for name in ("fps", "max_num_frames", "video_size"):
+        # With buckets the common size is only what evaluations sample, so it is not in the spec.
         is_buckets = common.buckets is not None and name != "fps"
         if is_buckets or getattr(settings, name) != getattr(common, name):
             own[name] = str(getattr(settings, name))

@@ -1,19 +1,12 @@
-"""A folder of encoded samples: what is in it, how it is written, and who writes it now.
+"""The latent cache, a folder of encoded samples: its format, index, shards and writer lock.
 
-    index.jsonl               a header with the specs (what entries were made with), then a line per
-                              shard: {"file", "spec", "keys"}; it names a shard before it is there
-    video-00000.safetensors   "<row>.mean", "<row>.logvar" [C, T, h, w] of the row-th key, the content
-                              hash of a video file (and of what else is its own: the part, the size,
-                              the rate, the image); for image-to-video "<row>.first_frame" [3, H, W],
-                              or "<row>.noised_image_mean", "..._logvar" [N, C, 1, h, w] in its place
-    text-00000.safetensors    "<row>.embedding" [L, E] of the row-th key, the hash of a caption
-    sources.json              {file: [bytes, time of change, content hash]}, so that only files whose
-                              first two are other ones are read again
-    bad_samples.jsonl         what could not be encoded, with the reason
-    writer                    there while `cogfast cache` works; touched again and again
-
-A shard's head has a checksum of each row. A shard has its name once it is complete. Its bytes follow
-from the index and the sources alone: who writes it and what was interrupted leave no trace.
+index.jsonl              a header with the specs, then {"file", "spec", "keys"} for every shard
+video-00000.safetensors  "<row>.mean", "<row>.logvar" [C, T, h, w], and for image-to-video
+                         "<row>.first_frame" or "<row>.noised_image_mean" and "..._logvar"
+text-00000.safetensors   "<row>.embedding" [L, E]
+sources.json             {file: [bytes, mtime, content hash]}
+bad_samples.jsonl        samples that could not be encoded, with the reason
+writer                   lock file, touched regularly while `cogfast cache` runs
 """
 
 from __future__ import annotations
@@ -46,24 +39,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The index lists a shard before it is written. A shard gets its name once it is complete, and holds
+# a checksum of each row. Its bytes depend on the index and the sources alone, not on which rank
+# wrote it or what was interrupted.
 FORMAT = "cogfast-latents-2"
-# Samples of a shard: files stay few, while a killed rank loses little and training can go on with
-# what is there. Captions are quick to encode.
+# Samples per shard: large enough for few files, small enough that a killed rank loses little and
+# training can start early. Captions are quick to encode.
 SHARD_SAMPLES = {"video": 8, "text": 32}
-SILENCE = 60.0  # seconds after which a writer that touches nothing is gone
-_SHARDS_KEPT_OPEN = 64  # by a process that reads; opening takes longer than reading a small row
-_WRITTEN_THROUGH = ("writer", "bad_samples.jsonl")  # all others are replaced by whole files
-_BEAT = 5.0  # seconds between two touches
+SILENCE = 60.0  # seconds without a touch after which a writer counts as dead
+_SHARDS_KEPT_OPEN = 64  # per reading process; opening takes longer than reading a small row
+# Files that are written in place; all other files are replaced whole.
+_WRITTEN_IN_PLACE = ("writer", "bad_samples.jsonl")
+_BEAT = 5.0  # seconds between two touches of the lock file
 
 _SHARD = re.compile(r"(video|text)-\d{5,12}\.safetensors")
 _HEADER = {"format": str, "specs": NotRequired[dict[str, dict[str, Any]]]}
 
-Spec = dict[str, object]  # what entries depend on besides their source: {name: plain value}
+# What entries depend on besides their source file, such as weights and dtype: {name: plain value}.
+Spec = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """file: its name, which starts with its kind. keys: of its rows, in order."""
+    """A line of the index. file: name, which starts with the kind. keys: one per row, in order.
+
+    The key of a video row is the content hash of the file and of the sample's own settings; the
+    key of a text row is the hash of the caption.
+    """
 
     file: str
     spec: str  # id of the spec
@@ -71,8 +73,8 @@ class Shard:
 
     @classmethod
     def parse(cls, line: str, specs: Mapping[str, Spec]) -> Shard:
-        """The shard of a line of the index; ValueError where it is none, or names another file."""
-        # Not by json_files: a large cache has 100,000 lines, which that would read for a minute.
+        """Parse a line of the index; ValueError if it is malformed or names no shard file."""
+        # json_files would take a minute for the 100,000 lines of a large cache.
         try:
             row = json.loads(line)
             file, spec, keys = row["file"], row["spec"], row["keys"]
@@ -81,7 +83,9 @@ class Shard:
                 return cls(file, spec, keys)
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
-        raise ValueError(f"{brief(line)} is not a shard, video-00000.safetensors say, of its specs")
+        raise ValueError(
+            f"{brief(line)} is not a shard such as video-00000.safetensors of its specs"
+        )
 
     @property
     def kind(self) -> str:
@@ -90,14 +94,14 @@ class Shard:
 
 @dataclass(slots=True)
 class CacheIndex:
-    """Which shard holds what. specs: {id: spec}."""
+    """The index of a cache: the shard and row of every entry. specs: {id: spec}."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     shards: list[Shard] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> CacheIndex:
-        """The index of a cache; an empty one where there is none."""
+        """Read the index of a cache; returns an empty one if there is none."""
         file = folder / "index.jsonl"
         try:
             if not file.is_file():
@@ -113,8 +117,8 @@ class CacheIndex:
         except ValueError as error:
             found = f"nothing readable ({brief(str(error))})"
         raise ValueError(
-            f"{file} holds {found[:200]}, not {FORMAT}; remove the folder, whose shards are of no use without "
-            "it, or name another"
+            f"{file} holds {found[:200]}, not {FORMAT}; remove the folder, whose shards cannot be used "
+            "without it, or name another"
         )
 
     def write(self, folder: Path) -> None:
@@ -124,11 +128,10 @@ class CacheIndex:
         write_text(folder / "index.jsonl", text)
 
     def plan(self, kind: str, spec: Spec, keys: Iterable[str], folder: Path) -> list[Shard]:
-        """Give every key a place, those that have none in shards of their own; returns the shards
-        that hold any of `keys`.
+        """Assign keys without an entry to new shards; returns the shards that hold any of `keys`.
 
-        A planned shard that is not there yet stays only if all of its keys are still wanted: else
-        it could never be made.
+        Drops planned shards that are not written yet and have a key that is no longer wanted: they
+        could never be completed.
         """
         wanted = list(dict.fromkeys(keys))
         known, name = set(wanted), spec_id(spec)
@@ -142,7 +145,8 @@ class CacheIndex:
         ]
         placed = {key for shard in self._of(kind, name) for key in shard.keys}
         new = [key for key in wanted if key not in placed]
-        # Behind all files, too: those of an index that was lost hold nobody knows what.
+        # Continue after the highest file number on disk: shards of a lost index must not be
+        # overwritten or reused.
         files = [s.file for s in self.shards if s.kind == kind]
         files += [path.name for path in folder.glob(f"{kind}-*") if _SHARD.fullmatch(path.name)]
         numbers = (int(file.split("-")[1].split(".")[0]) for file in files)
@@ -154,7 +158,7 @@ class CacheIndex:
         return [shard for shard in self._of(kind, name) if not known.isdisjoint(shard.keys)]
 
     def places(self, kind: str, spec: Spec) -> dict[str, tuple[str, int]]:
-        """{key: (file, row)} of the entries made with `spec`."""
+        """Map the keys of all entries made with `spec` to (file, row)."""
         shards = self._of(kind, spec_id(spec))
         return {key: (s.file, row) for s in shards for row, key in enumerate(s.keys)}
 
@@ -162,7 +166,7 @@ class CacheIndex:
         return [s for s in self.shards if (s.kind, s.spec) == (kind, spec)]
 
     def difference(self, kind: str, spec: Spec) -> str | None:
-        """How the cache's newest entries of the kind were made otherwise; None: they were not."""
+        """Describe how `spec` differs from that of the newest entries; None if entries match."""
         names = [shard.spec for shard in self.shards if shard.kind == kind]
         if not names or spec_id(spec) in names:
             return None
@@ -179,7 +183,7 @@ def spec_id(spec: Spec) -> str:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mapping]) -> None:
-    """rows: what else there is to say of each, plain values; {"bad": reason}: it has no tensors."""
+    """Write a shard. rows: plain values about each row; {"bad": reason} for one without tensors."""
     from safetensors.torch import save
 
     own: list[dict[str, Tensor]] = [{} for _ in rows]
@@ -189,24 +193,26 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mappin
     marked = [
         {**row, "crc32": _checksum(path, parts)} for row, parts in zip(rows, own, strict=True)
     ]
-    # One entry: the order of several is not fixed.
+    # safetensors does not fix the order of metadata entries, so all rows share one.
     content = save(dict(tensors), metadata={"rows": json.dumps(marked)})
     write_whole(path, lambda draft: draft.write_bytes(content))
 
 
 def read_row(path: Path, row: int) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a row, by what stands after the dot, and what else is said of it; ValueError
-    where they are not those that were written under that name."""
+    """Read a row: {name: tensor} and the plain values stored about it.
+
+    Raises ValueError if the checksum does not match.
+    """
     found = os.stat(path)
     file, names, rows = _opened(path, found.st_size, found.st_mtime_ns)
     tensors = {name: file.get_tensor(f"{row}.{name}") for name in names[row]}
     if rows[row].get("crc32") != _checksum(path, tensors):
-        raise ValueError("its checksum is another one")
+        raise ValueError("checksum mismatch")
     return tensors, rows[row]
 
 
 def _checksum(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Of a row's bytes, and of the shard's name, so that no shard passes for another."""
+    """The CRC-32 of a row's bytes and of the shard's name, which detects renamed shards."""
     found = zlib.crc32(path.name.encode())
     for name in sorted(tensors):
         content = tensors[name].contiguous().flatten().view(torch.uint8)
@@ -215,8 +221,11 @@ def _checksum(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 @lru_cache(maxsize=_SHARDS_KEPT_OPEN)
-def _opened(path: Path, size: int, time_of_change: int) -> tuple:
-    """An open shard, the names of each row's tensors, and what it says of them."""
+def _opened(path: Path, size: int, mtime_ns: int) -> tuple:
+    """Open a shard: the file, the names of each row's tensors, and the rows' plain values.
+
+    size, mtime_ns: part of the key of lru_cache, so that a changed file is opened again.
+    """
     from safetensors import safe_open
 
     file = safe_open(path, framework="pt")
@@ -229,13 +238,13 @@ def _opened(path: Path, size: int, time_of_change: int) -> tuple:
 
 
 def _rows_in(file: safe_open) -> list[dict]:
-    """What an open shard says of its rows; ValueError where it does not."""
+    """The plain values of an open shard's rows; ValueError if the metadata has none."""
     text = (file.metadata() or {}).get("rows", "null")
     return parse_json(text, list[dict[str, Any]], "its rows")
 
 
 def rows_of(path: Path) -> list[dict]:
-    """What a shard says of its rows."""
+    """Read the plain values of a shard's rows."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -243,7 +252,7 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def is_complete(folder: Path, shard: Shard) -> bool:
-    """Whether a shard is there, as long as its head says, and with a row for every key."""
+    """Whether a shard exists, is not truncated, and has a row for every key."""
     from safetensors import SafetensorError
 
     try:
@@ -253,22 +262,23 @@ def is_complete(folder: Path, shard: Shard) -> bool:
 
 
 class Writer:
-    """Within `with`: nobody else writes the cache, and who reads it sees that somebody does."""
+    """Context manager that locks a cache for writing and shows readers that it is being written."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "writer"
         self._is_over = threading.Event()
 
     def __enter__(self) -> Writer:
-        for name in _WRITTEN_THROUGH:
+        for name in _WRITTEN_IN_PLACE:
+            # A cache may come from elsewhere: writing through its links could damage any file.
             if (self.path.parent / name).is_symlink():
                 raise ValueError(
-                    f"args.latent_cache={self.path.parent}: {name} is a link, and what it names would "
-                    "be written; remove it"
+                    f"args.latent_cache={self.path.parent}: {name} is a link, and its target would be "
+                    "written; remove it"
                 )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+")  # noqa: SIM115 - as long as we write
+            self._file = open(self.path, "a+")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
             raise ValueError(
                 f"args.latent_cache={self.path.parent}: cannot be written ({error.strerror}); "
@@ -282,7 +292,7 @@ class Writer:
                 f"args.latent_cache={self.path.parent}: another `cogfast cache` "
                 f"({self._file.read().strip()}) is writing it; wait for it or end it"
             ) from None
-        except OSError as error:  # of a file system without locks
+        except OSError as error:  # the file system has no locks
             logger.warning("%s cannot be locked (%s)", self.path, error.strerror)
         try:
             self._file.truncate(0)
@@ -296,7 +306,7 @@ class Writer:
 
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT):
-            with suppress(OSError):  # readers then wait less long for what is being encoded
+            with suppress(OSError):  # without it readers only give up earlier
                 os.utime(self.path)
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,4 +1,4 @@
-"""What stands for the content of files and texts, and which files must be read to know it."""
+"""Content hashes of source files and captions, recomputed only for files that changed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from cogfast.files import write_text
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
-_UNREADABLE = "unreadable-"  # starts the hash of what cannot be read
+_UNREADABLE = "unreadable-"  # prefix of the hash of a file that cannot be read
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """What to say where a file of a cache cannot be read."""
+    """The error message for a file of a cache that cannot be read."""
     return f"args.latent_cache: {path} cannot be read ({error.strerror}); name a folder that can"
 
 
 def hash_text(text: str) -> str:
-    """What stands for a caption, or any other text."""
+    """Hash a caption or any other text."""
+    # surrogatepass: file names need not be valid UTF-8.
     encoded = text.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def hash_file(path: str, start: int = 0, num_bytes: int | None = None) -> str:
-    """What stands for a file, or a part of it: its content, or its name where it cannot be read."""
+    """Hash the content of a file or of a part of it; if it cannot be read, hash its name."""
     digest = hashlib.blake2b(digest_size=16)
     left = math.inf if num_bytes is None else num_bytes
     try:
@@ -49,7 +50,7 @@ def hash_file(path: str, start: int = 0, num_bytes: int | None = None) -> str:
 
 
 class Sources:
-    """Content hashes of files, read again only where size or time of change are other ones."""
+    """Content hashes of files, recomputed only when size or mtime changed."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "sources.json"
@@ -59,13 +60,13 @@ class Sources:
             raise ValueError(unreadable(self.file, error)) from None
         except (ValueError, RecursionError):
             known = {}
-        # Of what is not as it was written the files are read again.
+        # Ignore malformed rows; their files are hashed again.
         rows = known.items() if isinstance(known, dict) else ()
         self.known = {name: row for name, row in rows if _is_row(row)}
 
     def changed(self, paths: Iterable[str]) -> list[str]:
-        """Those that are new, or look changed, since they were hashed."""
-        stamp = cache(_stamp)  # the members of a tar shard have one
+        """The paths that are new, or whose size or mtime changed since they were hashed."""
+        stamp = cache(_stamp)  # many members of a tar shard share its stamp
         return [
             path
             for path in paths
@@ -76,14 +77,14 @@ class Sources:
     def hash(
         self, paths: Sequence[str], parts: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, list]:
-        """{name: [bytes, time of change, content hash]} of the files, several at a time; of what
-        cannot be read the last alone.
+        """Hash files in parallel; returns {name: [bytes, mtime, content hash]}.
 
-        parts: {path: offset and bytes of a member of a tar shard, or nothing}.
+        The row of a file that cannot be read is [hash of its name]. parts: {path: (offset, bytes)}
+        of members of a tar shard, () or no entry for whole files.
         """
 
         def row(path: str) -> list:
-            # The stamp first: what changes while it is read looks changed the next time.
+            # Take the stamp first: a file that changes while it is read is then hashed again.
             stamp = _stamp(_file_of(path))
             content = hash_file(_file_of(path), *(parts or {}).get(path, ()))
             return [content] if content.startswith(_UNREADABLE) else [*stamp, content]
@@ -92,15 +93,15 @@ class Sources:
             return dict(zip(map(_name, paths), pool.map(row, paths), strict=True))
 
     def was_unreadable(self, path: str) -> bool:
-        """Whether it was, when it was last tried; `changed` names it, so that it is tried again."""
+        """Whether the last attempt to read the file failed; `changed` lists it for another try."""
         return self.known.get(_name(path), [""])[-1].startswith(_UNREADABLE)
 
     def recorded(self, path: str) -> str:
-        """The content hash of a file when it was last read."""
+        """The content hash of a file as of when it was last read."""
         return self.known[_name(path)][-1]
 
     def content(self, path: str) -> str:
-        """The content hash of a file; it is read where that must be."""
+        """The current content hash of a file, which is read if it is new or changed."""
         if self.changed([path]):
             self.known |= self.hash([path])
         return self.recorded(path)
@@ -119,14 +120,16 @@ def _name(path: str) -> str:
 
 
 def _file_of(path: str) -> str:
-    """Itself, or the tar shard of SHARD::MEMBER."""
+    """The file to read for a path: the tar shard of SHARD::MEMBER, else the path itself."""
     shard, mark, _ = path.partition("::")
     return shard if mark and not os.path.exists(path) else path
 
 
 def _stamp(file: str) -> list[int | str]:
-    """[bytes, time of change in nanoseconds], or a remote shard's version; nothing where the file
-    cannot be read, or for ever, as a pipe."""
+    """[bytes, mtime in nanoseconds] of a file, or [version] of a remote shard.
+
+    Returns [] for a file that cannot be read or is not a regular file; a pipe would block.
+    """
     store = Store(file)
     try:
         if store.is_remote:

@@ -1,4 +1,4 @@
-"""The samples of a data set as columns, which forked workers share and sources are joined from."""
+"""The samples of a data set as columns, whose memory forked workers share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class PackedStrings(Sequence[str]):
-    """Strings by index.
+    """An immutable sequence of strings in two arrays.
 
-    A plain list of a million paths grows in every forked worker: reading an element changes its
-    reference count, and so copies the memory page that it is on.
+    A list of a million paths would be copied into every forked worker: reading an element changes
+    its reference count, which copies the memory page that it is on.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -33,6 +33,7 @@ class PackedStrings(Sequence[str]):
 
 
 SPLITS = ("train", "valid", "test")
+# Values that stand for a missing column where sources with and without it are joined.
 _NONE = {"spans": np.nan, "fps": np.nan, "weights": 1.0, "splits": 0, "places": -1}
 
 
@@ -42,19 +43,20 @@ class ClipList:
 
     files: PackedStrings  # a video file, or a member of a tar shard as SHARD::MEMBER
     captions: PackedStrings
-    images: PackedStrings | None = None  # of image-to-video; "" where the first frame serves
-    spans: np.ndarray | None = None  # float64 [n, 2] seconds: start and end in the file; nan: none
+    images: PackedStrings | None = None  # for image-to-video; "": use the first frame
+    spans: np.ndarray | None = None  # float64 [n, 2] start and end in seconds; nan: no bound
     fps: np.ndarray | None = None  # float64 [n] frames per second of the clip; nan: the settings'
-    weights: np.ndarray | None = None  # float64 [n] times that an epoch reads it
-    splits: np.ndarray | None = None  # int8 [n], of SPLITS
-    places: np.ndarray | None = None  # int64 [n, 4]: offset, bytes in the shard; the image's; -1
-    buckets: np.ndarray | None = None  # int16 [n] of the settings' sizes; -1: in none
+    weights: np.ndarray | None = None  # float64 [n] how often an epoch reads the sample
+    splits: np.ndarray | None = None  # int8 [n], indices into SPLITS
+    # int64 [n, 4]: offset and bytes of the video in its shard, then of the image; -1: not in one
+    places: np.ndarray | None = None
+    buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out
 
     def __len__(self) -> int:
         return len(self.files)
 
     def take(self, indices: Sequence[int]) -> ClipList:
-        """The samples at `indices`, in that order."""
+        """Return the samples at `indices`, in that order."""
         columns = {}
         for name, column in _columns(self).items():
             if isinstance(column, PackedStrings):
@@ -64,18 +66,18 @@ class ClipList:
         return ClipList(**columns)
 
     def with_weights(self, weights: np.ndarray) -> ClipList:
-        """Each sample's weight times `weights` [n]."""
+        """Multiply each sample's weight by `weights` [n]."""
         return replace(self, weights=weights * (1.0 if self.weights is None else self.weights))
 
     def in_split(self, name: str) -> ClipList:
-        """The samples of a split; all are train where nothing says it."""
+        """Return the samples of a split; without a column of splits all samples are "train"."""
         if self.splits is None:
             return self if name == SPLITS[0] else self.take([])
         return self.take(np.flatnonzero(self.splits == SPLITS.index(name)))
 
 
 def join(lists: Sequence[ClipList]) -> ClipList:
-    """The samples of all lists, one after the other."""
+    """Concatenate lists of samples."""
     if len(lists) == 1:
         return lists[0]
     columns = {}
@@ -83,6 +85,7 @@ def join(lists: Sequence[ClipList]) -> ClipList:
         parts = [_columns(one)[field.name] for one in lists]
         if all(part is None for part in parts):
             continue
+        # Lists that lack a column get its default where another list has it.
         if any(isinstance(part, PackedStrings) for part in parts):
             filled = (
                 part if part is not None else [""] * len(one)

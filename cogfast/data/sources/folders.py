@@ -1,4 +1,4 @@
-"""Where the videos and captions of a data set lie."""
+"""Finds the videos and captions of a data set in folders and text files."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ logger = logging.getLogger(__name__)
 DataDir = str | Path | Sequence[str | Path]
 
 _NUM_NAMED = 5  # samples that an error lists
-_MOST_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
+_MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 
-# str.splitlines also splits at what captions may hold, U+2028 for one.
+# str.splitlines also splits at characters that captions may hold, such as U+2028.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
 
 
 def data_sources(data_dir: DataDir) -> list[str]:
-    """What data_dir names, at least one."""
+    """Return data_dir as a list of at least one source."""
     sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
     if not sources:
         raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
     names = [str(source) for source in sources]
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
-        logger.warning("named more than once, so that its samples come as often: %s", twice[0])
+        logger.warning("data folder listed more than once; its samples are repeated: %s", twice[0])
     return names
 
 
 def data_folders(data_dir: DataDir) -> list[Path]:
-    """The folders of data_dir, which must exist."""
+    """Return the folders of data_dir; ValueError if one does not exist."""
     dirs = data_sources(data_dir)
     for folder in dirs:
         if not Path(folder).is_dir():
@@ -46,9 +46,9 @@ def data_folders(data_dir: DataDir) -> list[Path]:
 
 
 def find_videos(folder: Path) -> Iterator[str]:
-    """Every .mp4 below `folder`, also behind links to folders, each folder once.
+    """Yield every .mp4 file below `folder`, sorted by name.
 
-    Sorted: os.walk's own order differs between machines.
+    Follows links to folders and visits each folder once.
     """
     for path in _find_files(folder):
         if path.lower().endswith(".mp4"):
@@ -58,13 +58,14 @@ def find_videos(folder: Path) -> Iterator[str]:
 def _find_files(folder: Path) -> Iterator[str]:
     seen = set()
     for root, dirs, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        # A link may lead back to a folder above it.
         place = os.path.realpath(root)
         if place in seen:
             dirs.clear()
             continue
         seen.add(place)
-        dirs.sort()
-        # ._x.mp4 is what macOS writes beside x.mp4 on other systems' disks
+        dirs.sort()  # os.walk's own order differs between machines
+        # macOS writes ._x.mp4 beside x.mp4 on disks of other systems.
         yield from (os.path.join(root, n) for n in sorted(files) if not n.startswith("._"))
 
 
@@ -72,9 +73,11 @@ def _refuse_folder(error: OSError) -> None:
     raise ValueError(f"data_dir: {error.filename} cannot be read ({error.strerror})") from None
 
 
-def left_over(folder: Path, labels: Collection[str] = ()) -> list[str]:
-    """What a folder seems to hold besides its .mp4 files: videos of other formats, and labels that
-    are not among those of its videos. A sentence each."""
+def unread_files(folder: Path, labels: Collection[str] = ()) -> list[str]:
+    """Describe files of a folder that look like data and are not read, one sentence per kind.
+
+    These are videos of other formats, and label files that are not in `labels`.
+    """
     files = list(_find_files(folder))
     others = [file for file in files if file.lower().endswith(_OTHER_VIDEOS)]
     orphans = [
@@ -85,23 +88,28 @@ def left_over(folder: Path, labels: Collection[str] = ()) -> list[str]:
     sentences = []
     if others:
         formats = ", ".join(_OTHER_VIDEOS)
-        sentences.append(f"{len(others)} of {formats} are not read ({named(others)}); convert them")
+        text = f"{len(others)} {formats} files are not read ({named(others)}); convert them"
+        sentences.append(text)
+    # Without `labels` the folder has no videos, which the caller reports.
     if orphans and labels:
         sentences.append(f"{len(orphans)} label files have no .mp4 file ({named(orphans)})")
     return sentences
 
 
 def sat_label(path: str) -> str:
-    """Where SAT looks for the caption of a video."""
+    """The path at which SAT looks for the caption of a video."""
     stem, _ = os.path.splitext(path)
     return (stem.replace(".mp4", ".txt") + ".txt").replace("videos", "labels")
 
 
 def label_of(path: str, folder: Path) -> Path | None:
-    """The label file of a video: SAT's name for it, else with only the last videos/ replaced."""
+    """Find the label file of a video; None if there is none.
+
+    Tries SAT's path first, then the path with only the last videos/ replaced.
+    """
     if os.path.exists(sat_label(path)):
         return Path(sat_label(path))
-    # SAT replaces the word anywhere, also in /my_videos/ above the data set.
+    # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.
     parts = list(Path(path).relative_to(folder).with_suffix(".txt").parts)
     if "videos" in parts[:-1]:
         parts[len(parts) - 2 - parts[-2::-1].index("videos")] = "labels"
@@ -112,9 +120,10 @@ def label_of(path: str, folder: Path) -> Path | None:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """UTF-8 text, a byte order mark left out; `name` says where it is from."""
+    """Decode UTF-8 text, with or without a byte order mark. name: its source, for the error."""
     try:
-        at, text = data.find(b"\0"), data.decode("utf-8-sig")  # other encodings have many zeros
+        # A zero byte means UTF-16 or UTF-32.
+        at, text = data.find(b"\0"), data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         at = error.start
     if at < 0:
@@ -126,18 +135,18 @@ def decoded(data: bytes, name: str) -> str:
 
 
 def check_caption_size(num_bytes: int, name: str) -> None:
-    """ValueError where a caption is more than anybody writes."""
-    if num_bytes > _MOST_CAPTION_BYTES:
+    """Raise ValueError if a caption is too long for a tokenizer."""
+    if num_bytes > _MAX_CAPTION_BYTES:
         raise ValueError(
-            f"{name}: {num_bytes} bytes; a caption has at most {_MOST_CAPTION_BYTES}, shorten it"
+            f"{name}: {num_bytes} bytes; a caption has at most {_MAX_CAPTION_BYTES}, shorten it"
         )
 
 
 def text_of(file: Path, is_caption: bool = False) -> str:
-    """The text of a UTF-8 file."""
+    """Read a UTF-8 file; ValueError if it cannot be read."""
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise OSError(errno.ESPIPE, "a pipe or device")  # reading would wait, or never end
+            raise OSError(errno.ESPIPE, "a pipe or device")  # reading it might never end
         if is_caption:
             check_caption_size(file.stat().st_size, str(file))
         data = file.read_bytes()
@@ -147,39 +156,42 @@ def text_of(file: Path, is_caption: bool = False) -> str:
 
 
 def first_line(file: Path) -> tuple[str, bool]:
-    """The first line of a file, or nothing, and whether there is more in it."""
+    """Return the first line of a file ("" if it is empty), and whether more text follows."""
     first, _, rest = _LINE_END.sub("\n", text_of(file, is_caption=True)).partition("\n")
     return first.strip(), bool(rest.strip())
 
 
 def text_lines(file: Path) -> list[str]:
-    """The lines of a file, blank ones included, but for those at its end."""
+    """Return the lines of a file, including blank ones except at its end."""
     text = text_of(file).rstrip()
     return [line.strip() for line in _LINE_END.split(text)] if text else []
 
 
 def refuse_gaps(files: Mapping[str, Path], lines: Mapping[str, Sequence[str]]) -> None:
-    """Blank lines count in no list; lists that have them in different places may be meant otherwise."""
+    """Raise ValueError if two lists have blank lines in different places.
+
+    Blank lines are skipped, which would then pair captions with the wrong videos.
+    """
     blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in lines.items()}
     for key, places in blank.items():
         if places and blank["video_column"] and places != blank["video_column"]:
             line = 1 + min(set(places) ^ set(blank["video_column"]))
             raise ValueError(
                 f"{files[key]} and {files['video_column']} have blank lines in different places, "
-                f"first in line {line}; remove them, so that each line is of one video"
+                f"first in line {line}; remove them, so that line numbers match"
             )
 
 
 def refuse_samples(
     names: Sequence[str], num_samples: int, what: str, fix: str = "add them"
 ) -> None:
-    """ValueError that counts samples with a fault and names the first; nothing where none has it."""
+    """Raise ValueError with the number of faulty samples and the first `names`, if there are any."""
     if names:
         raise ValueError(f"{len(names)}/{num_samples} {what}: {named(names)}; {fix}")
 
 
 def named(names: Sequence[str]) -> str:
-    """The first few of them."""
+    """The first few names, for a message."""
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 

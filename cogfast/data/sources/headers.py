@@ -1,7 +1,7 @@
-"""What the containers of a data set say: frames, rate, rows and columns of every video.
+"""Reads the container headers of a data set: frame count, frame rate and size of every video.
 
-Nothing is decoded. What was read is kept in an index (index_folder.py) under each file's name, size
-and time of its last change, so that only new and changed files are opened again.
+Nothing is decoded. Headers are saved in an index in the user's cache folder, under each file's
+name, size and mtime, so that only new and changed files are opened at the next start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.store import Store, index_file
 from cogfast.data.sources.tar_shards import MEMBER, Member
 from cogfast.data.video.file import (
-    MOST_FRAMES,
+    MAX_FRAMES,
     check_file,
     one_line,
     open_container,
@@ -30,12 +30,15 @@ from cogfast.data.video.file import (
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 16  # they wait for disks and networks
-_SECONDS = 10.0  # between lines of progress
+_NUM_THREADS = 16  # more than cores, because they wait for disks and networks
+_SECONDS = 10.0  # between log lines of progress
 
 
 class Header(NamedTuple):
-    """Of one video; reason: why it cannot be read, or "", without which the rest counts."""
+    """Header of one video.
+
+    reason: "" for a readable video, else why it is not; then the other fields are 0.
+    """
 
     num_frames: int = 0
     fps: float = 0.0
@@ -45,7 +48,7 @@ class Header(NamedTuple):
 
 
 def read_headers(clips: ClipList) -> list[Header]:
-    """One for each sample; those of a file are the same."""
+    """Return the header of every sample's file, from the index or from the file."""
     file = index_of(clips)
     known = _read_index(file)
     stamps = list(_stamps(clips))
@@ -64,7 +67,8 @@ def read_headers(clips: ClipList) -> list[Header]:
             start = last = time.monotonic()
             for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
                 found[name] = header
-                if not header.reason:  # the right to read a file may change, its stamp does not
+                # Files that failed are tried again: a change of permissions keeps the stamp.
+                if not header.reason:
                     index.add(name, stamps[wanted[name]], header)
                 if time.monotonic() - last > _SECONDS:
                     last = time.monotonic()
@@ -74,13 +78,13 @@ def read_headers(clips: ClipList) -> list[Header]:
 
 
 def index_of(clips: ClipList) -> Path:
-    """The index of all that lies in the folder that has all of them in it, now and later."""
+    """The path of the index, one for each deepest folder that holds all files of a data set."""
     folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
     return index_file("headers", [folder])
 
 
 def _stamps(clips: ClipList) -> Iterator[str | Header]:
-    """Of each sample's file, its size and time of change, or why they cannot be asked."""
+    """Yield each sample's stamp (size and mtime), or a Header with the reason if it has none."""
     versions: dict[str, str | Header] = {}
     for i, name in enumerate(clips.files):
         is_member = clips.places is not None and clips.places[i, 0] >= 0
@@ -91,6 +95,7 @@ def _stamps(clips: ClipList) -> Iterator[str | Header]:
             except OSError as error:
                 versions[store] = Header(reason=f"cannot be opened ({error.strerror or error})")
         version = versions[store]
+        # Members of a shard share its version; the offset tells them apart.
         is_text = is_member and isinstance(version, str)
         yield f"{version}-{clips.places[i, 0]}" if is_text else version
 
@@ -111,7 +116,7 @@ def _probe(clips: ClipList, index: int) -> Header:
 
 
 def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
-    """The header of a video file, or why it has none."""
+    """Read the header of an open video file or path; a Header with a reason if that fails."""
     import av
 
     if num_bytes == 0:
@@ -120,6 +125,7 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
         with open_container(source) as container:
             stream = video_stream("", container)
             rate = stream.average_rate or stream.guessed_rate
+            # Matroska gives the duration of the file only, and often no frame count.
             seconds = stream.duration and float(stream.duration * stream.time_base)
             if not seconds:
                 seconds = (container.duration or 0) / av.time_base
@@ -132,13 +138,16 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
         return Header(reason=f"not a readable video ({one_line(error)})")
     if not num_frames or not fps or not height or not width:
         return Header(reason="no frame in it")
-    if num_frames > MOST_FRAMES:
-        return Header(reason=f"{num_frames} frames, as it says; {MOST_FRAMES} at most are read")
+    if num_frames > MAX_FRAMES:
+        return Header(reason=f"header claims {num_frames} frames; at most {MAX_FRAMES} are read")
     return Header(num_frames, fps, height, width)
 
 
 def _read_index(file: Path) -> dict[str, tuple[str, Header]]:
-    """{name: (stamp, header)}; of a name the last line counts, torn lines are passed over."""
+    """Read the index: {name: (stamp, header)}.
+
+    The last line of a name counts. Torn lines are skipped.
+    """
     try:
         lines = file.read_bytes().splitlines()
     except OSError:
@@ -154,7 +163,7 @@ def _read_index(file: Path) -> dict[str, tuple[str, Header]]:
 
 
 class _Index:
-    """The index, open for lines behind its last; a disk that does not take them costs time alone."""
+    """The index, open for appending. If it cannot be written, the next start reads headers again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -165,17 +174,17 @@ class _Index:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__
         except OSError as error:
-            logger.warning("headers are not kept for the next start: %s", error)
+            logger.warning("video headers cannot be saved for the next start: %s", error)
         return self
 
     def add(self, name: str, stamp: str, header: Header) -> None:
         if self.file is None:
             return
-        line = json.dumps([name, stamp, *header]) + "\n"  # what is no UTF-8 as JSON's escapes
+        line = json.dumps([name, stamp, *header]) + "\n"  # names that are not UTF-8 are escaped
         try:
             self.file.write(line.encode())
         except OSError as error:
-            logger.warning("headers are not kept for the next start: %s", error)
+            logger.warning("video headers cannot be saved for the next start: %s", error)
             self.file = None
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,7 +1,7 @@
-"""A CSV or JSON-lines file that lists the samples of a data set, one per row.
+"""Manifests: CSV or JSON-lines files that list the samples of a data set, one per row.
 
-Columns: path and caption, and where wanted start and end (seconds), fps (frames per second of the
-clip, in place of data.params.fps), image (the first frame of image-to-video), weight (times that an
+Required columns: path and caption. Optional: start and end (seconds), fps (frames per second of the
+clip, in place of data.params.fps), image (first frame for image-to-video), weight (how often an
 epoch reads the sample) and split (train, valid or test). Paths are relative to the file.
 """
 
@@ -35,7 +35,7 @@ MANIFEST_ENDINGS = (".csv", ".jsonl")
 
 
 def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
-    """The samples that a manifest lists, in its order; ValueError names file and line of a fault."""
+    """Read the samples of a manifest, in its order; ValueError with file and line of a fault."""
     if not file.is_file() or file.suffix.lower() not in MANIFEST_ENDINGS:
         raise ValueError(
             f"data_dir={file}: {'' if file.exists() else 'no such file; '}args.train_data must name "
@@ -71,6 +71,7 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
         refuse_samples(empty, len(texts["path"]), what, ADD_CAPTIONS)
+    # Columns that no row uses are None, so that they cost no memory.
     spans = np.array([numbers["start"], numbers["end"]]).T
     fps, weights, numbered = (np.array(x) for x in (numbers["fps"], numbers["weight"], splits))
     return ClipList(
@@ -85,19 +86,20 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict]]:
-    """(line, {column: value}) of a manifest."""
+    """Yield (line number, {column: value}) for every row of a manifest."""
     text = text_of(file)
     if file.suffix.lower() == ".jsonl":
         others: set[str] = set()
-        for line, words in enumerate(text.split("\n"), 1):
-            if not words.strip():
+        for line, content in enumerate(text.split("\n"), 1):
+            if not content.strip():
                 continue
             try:
-                row = json.loads(words)
+                row = json.loads(content)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file}: line {line} is not JSON ({error}); mend it") from None
+                raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{file}: line {line} must be an object with path and caption")
+            # Each new key is checked once, not in every row.
             new = row.keys() - others
             if new:
                 _check_columns(file, line, new)
@@ -119,6 +121,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
                 "with commas between columns"
             )
         for row in reader:
+            # csv puts surplus values under None.
             if None in row:
                 raise ValueError(
                     f"{file}: line {reader.line_num} has more values than the header has columns; "
@@ -131,7 +134,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _check_columns(file: Path, line: int, names: set[str]) -> None:
-    """Columns that nobody reads are told; a misspelt one is refused."""
+    """Log columns that are not read; raise ValueError for one that looks misspelt."""
     unknown = sorted(name for name in names if name not in _COLUMNS)
     for name in unknown:
         near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
@@ -140,18 +143,18 @@ def _check_columns(file: Path, line: int, names: set[str]) -> None:
                 f"{file}: line {line}: unknown column {name[:80]!r}; did you mean {near[0]}?"
             )
     if unknown:
-        logger.info("%s: columns that are not read: %s", file, ", ".join(map(str, unknown)))
+        logger.info("%s: unused columns: %s", file, ", ".join(map(str, unknown)))
 
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str | None):
         raise ValueError(f"{what}={str(value)[:80]} must be text in quotes")
     text = (value or "").strip()
-    # JSON's escapes can spell halves of characters, which a tokenizer refuses; a file's name has
-    # them where it is no UTF-8.
+    # JSON escapes can spell single surrogates. A tokenizer refuses them, but the name of a file
+    # has them where it is not valid UTF-8.
     is_half = what.endswith("caption") and any("\ud800" <= c <= "\udfff" for c in text)
     if "\0" in text or is_half:
-        raise ValueError(f"{what}={text[:80]!r} holds a character that is no text; remove it")
+        raise ValueError(f"{what}={text[:80]!r} has an invalid character; remove it")
     return text
 
 
@@ -163,6 +166,7 @@ def _number(value: object, missing: float, what: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
+    # Rates and ends must be above 0: no video has a frame before its start.
     least = 0 if what.endswith(("start", "weight")) else 1e-9
     if not math.isfinite(number) or number < least or isinstance(value, bool):
         rule = "0 or more" if least == 0 else "above 0"

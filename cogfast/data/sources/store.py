@@ -1,4 +1,4 @@
-"""Where the bytes of a shard are: on a disk, or behind fsspec."""
+"""Access to a shard's bytes, on local disk or through fsspec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 
 def index_file(kind: str, names: Iterable[str]) -> Path:
-    """The file of an index of `names`, in the user's cache folder (XDG_CACHE_HOME, ~/.cache)."""
+    """The path of the index of `names` in the user's cache folder (XDG_CACHE_HOME or ~/.cache)."""
+    # surrogatepass: file names need not be valid UTF-8.
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b("\n".join(names).encode("utf-8", "surrogatepass"), digest_size=10)
     return Path(folder) / "cogfast" / f"{kind}-{digest.hexdigest()}.jsonl"
@@ -19,7 +20,7 @@ def index_file(kind: str, names: Iterable[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Where a shard's bytes are: on a disk, or behind fsspec where its name has a scheme."""
+    """A shard on local disk, or behind fsspec if its name has a scheme such as s3://."""
 
     url: str
 
@@ -34,7 +35,7 @@ class Store:
         return file_system.open(path, "rb")
 
     def version(self) -> str:
-        """Another one after the shard was written anew."""
+        """A version string that changes whenever the shard is rewritten."""
         if not self.is_remote:
             stat = Path(self.url).stat()
             return f"{stat.st_size}-{stat.st_mtime_ns}"
@@ -42,10 +43,10 @@ class Store:
         return str(file_system.ukey(path))
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset` on, fewer where the shard ends before."""
+        """Read `size` bytes from `offset`, or fewer if the shard ends before."""
         if not self.is_remote:
             with open(self.url, "rb") as file:
-                # As much memory as `size` is taken before it is seen that the file is shorter.
+                # Python allocates `size` bytes before it notices that the file is shorter.
                 left = os.fstat(file.fileno()).st_size - offset
                 file.seek(offset)
                 return file.read(max(0, min(size, left)))
@@ -53,7 +54,7 @@ class Store:
         return file_system.cat_file(path, start=offset, end=offset + size)
 
     def beside(self, name: str) -> bytes | None:
-        """A file in the shard's folder, or None."""
+        """Read a file in the shard's folder; None if there is none."""
         url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
         if "://" not in url and os.path.exists(url) and not os.path.isfile(url):
             raise ValueError(f"{url}: not a file but a folder, pipe or device; remove it")
@@ -69,5 +70,6 @@ def _file_system(url: str):
 
     try:
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a scheme that nothing installed knows
+    # No installed package handles the scheme.
+    except (ImportError, ValueError) as error:
         raise ValueError(f"data_dir={url}: {error}") from None

@@ -1,8 +1,8 @@
-"""Tar shards in webdataset's form, read by random access: an index of their members is made once.
+"""Tar shards in webdataset's format, read by random access through an index of their members.
 
-A sample is what members share up to the first dot of their name: x.mp4 (or avi, mov, mkv, webm),
-with its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"key": "x", "caption":
-...}), in x.json or in x.txt, the first that is there. Shards are local files or what fsspec opens.
+Members whose names are equal up to the first dot form a sample: x.mp4 (or avi, mov, mkv, webm) with
+its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"key": "x", "caption": ...}),
+in x.json or in x.txt, in this order. Shards are local files, or URLs that fsspec opens.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ logger = logging.getLogger(__name__)
 VIDEO_KINDS = ("mp4", "avi", "mov", "mkv", "webm")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
-_TO_SAT_KEY = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
+_SAT_KEY_SUFFIX = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
-MEMBER = "::"  # between a shard and what is in it
-_MOST_SHARDS = 10**6  # that a range names
-_MOST_BYTES = 2**30  # of a member, which is read whole
-_MOST_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
+MEMBER = "::"  # separates a shard's name from that of its member
+_MAX_SHARDS = 10**6  # that one range may name
+_MAX_BYTES = 2**30  # of a member, which is read into memory as a whole
+_MAX_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """a-{000..002}.tar -> a-000.tar, a-001.tar, a-002.tar; {x,y} names them one by one."""
+    """Expand a-{000..002}.tar to a-000.tar, a-001.tar, a-002.tar, and a-{x,y}.tar likewise."""
     found = _BRACES.search(pattern)
     if found is None:
         return [pattern]
     numbers = _RANGE.match(found[1])
     if numbers:
         first, last = numbers.groups()
+        # Checked before the names are made, which would fill the memory.
         names = range(int(first), int(last) + 1)
-        if len(names) > _MOST_SHARDS:
+        if len(names) > _MAX_SHARDS:
             raise ValueError(
-                f"data_dir={pattern[:80]}: {found[0][:40]} names {len(names)} shards; {_MOST_SHARDS} "
+                f"data_dir={pattern[:80]}: {found[0][:40]} names {len(names)} shards; {_MAX_SHARDS} "
                 "at most are read"
             )
         names = [f"{i:0{len(first)}d}" for i in names]
@@ -63,7 +64,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def shards_of(source: str) -> list[str]:
-    """The shards that a folder holds (.tar, also deeper) or a pattern names."""
+    """List the .tar files below a folder, or those that a pattern names."""
     if Path(source).is_dir():
         found = sorted(str(path) for path in Path(source).rglob("*.tar"))
         packed = [str(p) for p in Path(source).rglob("*.t*") if p.name.endswith(_COMPRESSED)]
@@ -79,7 +80,7 @@ def shards_of(source: str) -> list[str]:
 
 
 class Member(io.RawIOBase):
-    """A member of a shard, SHARD::NAME, as a file that is read here and there."""
+    """A member of a shard, SHARD::NAME, as a seekable file."""
 
     def __init__(self, file: str, offset: int, size: int) -> None:
         self._file, self._offset, self._size, self._at = file, offset, size, 0
@@ -109,9 +110,9 @@ class Member(io.RawIOBase):
 
 
 def read_member(file: str, offset: int, size: int) -> bytes:
-    """The bytes of a member, SHARD::NAME; BadSample where the shard does not give them."""
-    if size > _MOST_BYTES:
-        raise BadSample(file, f"a member of {size} bytes; {_MOST_BYTES} at most are read")
+    """Read the bytes of a member, SHARD::NAME; BadSample if they cannot be read."""
+    if size > _MAX_BYTES:
+        raise BadSample(file, f"a member of {size} bytes; {_MAX_BYTES} at most are read")
     try:
         data = Store(file.partition(MEMBER)[0]).read(offset, size)
     except OSError as error:
@@ -122,7 +123,10 @@ def read_member(file: str, offset: int, size: int) -> bytes:
 
 
 def list_shard(url: str, caption_key: str, image_key: str | None = None) -> ClipList:
-    """The samples of a shard, by key; caption "" where there is none."""
+    """List the samples of a shard in its order; the caption is "" if there is none.
+
+    The list is read from the index in the user's cache folder if the shard has not changed.
+    """
     if MEMBER in url:
         raise ValueError(f"data_dir={url[:200]}: a shard's name must not hold {MEMBER}; rename it")
     store = Store(url)
@@ -141,10 +145,12 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
             raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
         _keep_rows(file, version, *kept)
     rows, faults = kept
+    # Logged at every start, also when they come from the index.
     for fault in faults:
         logger.warning("%s %s", url, fault)
     files, captions, places, others = [], [], [], []
     for key, caption, members in rows:
+        # A sample with several videos is read from the first kind in VIDEO_KINDS.
         kind = next((k for k in VIDEO_KINDS if k in members), None)
         if kind is None:
             others.append(f"{key}: {', '.join(members)}")
@@ -153,7 +159,7 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         if image_key and image_key not in members:
             raise ValueError(
                 f"{url}: sample {key} has no {key}.{image_key}; data.params.image_key={image_key} "
-                "names what every sample has"
+                "must name a member that every sample has"
             )
         files.append(f"{url}{MEMBER}{key}.{kind}")
         captions.append(caption)
@@ -161,7 +167,7 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
     if not files:
         raise ValueError(f"{url}: no video in it ({', '.join(VIDEO_KINDS)})")
     if others:
-        text = "%s: %d samples have no video, a sample being what shares a name up to the first dot: %s"
+        text = "%s: %d samples (names up to the first dot) have no video and are not read: %s"
         logger.warning(text, url, len(others), named(others))
     return ClipList(
         files=PackedStrings(files),
@@ -174,35 +180,42 @@ Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offse
 
 
 def _rows(store: Store, caption_key: str) -> tuple[list[Row], list[str]]:
-    """The samples, and what is wrong with the shard, a line each."""
+    """Read a shard's samples and captions; returns them with one line per fault of the shard."""
     meta = _meta(store, caption_key)
     members, faults, is_whole = _members(store)
     rows = []
     for key, kinds in members.items():
         caption = ""
-        sat_key = _TO_SAT_KEY.sub("", key)
+        sat_key = _SAT_KEY_SUFFIX.sub("", key)
         if caption_key in kinds:
             caption = _member_text(store, key, caption_key, kinds)
         elif key in meta or sat_key in meta:
             caption = meta[key if key in meta else sat_key]
         elif "json" in kinds:
-            caption = _of_json(_member_text(store, key, "json", kinds), caption_key)
+            caption = _caption_in_json(_member_text(store, key, "json", kinds), caption_key)
         elif "txt" in kinds:
             caption = _member_text(store, key, "txt", kinds)
-        if any("\ud800" <= c <= "\udfff" for c in caption):  # by JSON's escapes
-            raise ValueError(f"{store.url}: the caption of {key!r} is no text; write it as UTF-8")
+        # JSON escapes can spell single surrogates, which a tokenizer refuses.
+        if any("\ud800" <= c <= "\udfff" for c in caption):
+            raise ValueError(
+                f"{store.url}: the caption of {key!r} is not valid text; write it as UTF-8"
+            )
+        # Captions are one line, as those of other layouts.
         rows.append((key, " ".join(caption.split()), kinds))
     if not is_whole:
         if len(rows) > 1 and not rows[-1][1]:
-            rows.pop()  # its caption may have stood behind the end
-        text = "ends early, after %d samples; what followed is lost: write the shard again"
+            rows.pop()  # its caption may have been in the lost part
+        text = "ends early, after %d samples; the rest is lost: write the shard again"
         faults.append(text % len(rows))
     return rows, faults
 
 
 def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str], bool]:
-    """{key: {kind: (offset, bytes)}} in the shard's order, incomplete ones included; what is wrong
-    with it; and whether it has its end."""
+    """Read the headers of a shard's members.
+
+    Returns {key: {kind: (offset, bytes)}} in the shard's order, including members that are cut off;
+    a line per fault; and whether the shard is complete.
+    """
     found: dict[str, dict[str, tuple[int, int]]] = {}
     twice = []
     with store.open() as file:
@@ -224,59 +237,61 @@ def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[
                     f"{store.url}: not a tar file, or a compressed one, which cannot be read by "
                     f"random access ({error}); unpack it with gzip -d"
                 ) from None
-    text = f"has {len(twice)} members twice, of which the later one is read: {named(twice)}"
+    text = f"has {len(twice)} members twice; the later one is read: {named(twice)}"
     return found, [text] if twice else [], is_whole
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
-    """folder/x.a.b -> (folder/x, ".", a.b)."""
+    """Split a member's name into key, dot and kind: folder/x.a.b -> (folder/x, ".", a.b)."""
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, dot, kind = last.partition(".")
     return folder + slash + stem, dot, kind.lower()
 
 
 def _is_meta(name: str) -> bool:
-    """webdataset's own entries, __x__, and what macOS adds."""
+    """Whether a member is webdataset's metadata (__x__) or a file that macOS adds (._x)."""
     first, last = name.partition("/")[0], name.rpartition("/")[2]
     return (first.startswith("__") and first.endswith("__")) or last.startswith("._")
 
 
 class _HeaderReads:
-    """What tarfile reads of a shard: headers, of which pax's may claim to be as long as the file."""
+    """A file for tarfile that limits the size of headers: a pax header may claim to be huge."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.seek, self.tell = file, file.seek, file.tell
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MOST_HEADER_BYTES:
+        if not 0 <= size <= _MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return self._file.read(size)
 
 
 def _headers(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Every member, and where it ends; ReadError at one whose header is damaged."""
+    """Yield every member with the offset of its end; ReadError at a damaged header."""
     tar, end = None, 0
     while True:
         try:
             tar = tar or tarfile.open(fileobj=_HeaderReads(file), mode="r:")  # noqa: SIM115
             member = tar.next()
-        # What tarfile raises for numbers and text that are none, and for headers of headers.
+        # tarfile raises these for invalid numbers and text, and for deeply nested pax headers.
         except (ValueError, OverflowError, RecursionError, LookupError, TypeError) as error:
             raise tarfile.ReadError(f"a damaged header ({error})") from None
         if member is None:
             return
-        if member.size < 0 or tar.offset <= end:  # a negative size would lead back
+        if member.size < 0 or tar.offset <= end:  # a negative size would loop forever
             raise tarfile.ReadError(f"a member of {member.size} bytes")
-        end, tar.members = tar.offset, []  # else tarfile keeps all of them
+        # tarfile would keep every member in memory.
+        end, tar.members = tar.offset, []
         yield member, end
 
 
 def _check_member(url: str, member: tarfile.TarInfo) -> None:
+    """Raise ValueError for names outside the folder, links and sparse files."""
     path, name = PurePosixPath(member.name), repr(member.name[:100])
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(
-            f"{url}: member {name} leaves the folder that it would be unpacked into; write the shard "
-            "again with names below it"
+            f"{url}: member {name} would be unpacked outside its folder; write the shard again with "
+            "relative names without .."
         )
     if member.issym() or member.islnk():
         raise ValueError(
@@ -285,13 +300,13 @@ def _check_member(url: str, member: tarfile.TarInfo) -> None:
         )
     if member.issparse():
         raise ValueError(
-            f"{url}: member {name} is sparse, its bytes are not stored as they are; write the shard "
-            "again without tar --sparse"
+            f"{url}: member {name} is a sparse file, which cannot be read by random access; write the "
+            "shard again without tar --sparse"
         )
 
 
 def _member_text(store: Store, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
-    """A caption; "" where the shard ended before it."""
+    """Read a caption; "" if the shard ends within it."""
     offset, size = kinds[kind]
     name = f"{store.url}{MEMBER}{key}.{kind}"
     check_caption_size(size, name)
@@ -300,7 +315,7 @@ def _member_text(store: Store, key: str, kind: str, kinds: dict[str, tuple[int, 
 
 
 def _meta(store: Store, caption_key: str) -> dict[str, str]:
-    """{key: caption} of the shard's .meta.jsonl, SAT's, where there is one."""
+    """Read {key: caption} from SAT's .meta.jsonl beside the shard; {} if there is none."""
     name = store.url.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
     data = store.beside(name)
     captions: dict[str, str] = {}
@@ -312,14 +327,15 @@ def _meta(store: Store, caption_key: str) -> dict[str, str]:
             key = str(row["key"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
-                f"{name} beside {store.url}: line {number} is not an object with a key; mend it"
+                f"{name} beside {store.url}: line {number} is not a JSON object with a key; fix it"
             ) from None
         if row.get(caption_key) is not None:
             captions[key] = str(row[caption_key])
     return captions
 
 
-def _of_json(text: str, caption_key: str) -> str:
+def _caption_in_json(text: str, caption_key: str) -> str:
+    """The caption in a sample's .json member; "" if there is none, or the member is damaged."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):
@@ -329,7 +345,7 @@ def _of_json(text: str, caption_key: str) -> str:
 
 
 def _kept_rows(file: Path, version: str) -> tuple[list[Row], list[str]] | None:
-    """What is kept of a shard, where that is of its present version."""
+    """Read a shard's index; None if there is none for the present version of the shard."""
     try:
         first, *lines = file.read_text(encoding="utf-8").split("\n")
         head = json.loads(first)
@@ -343,10 +359,11 @@ def _kept_rows(file: Path, version: str) -> tuple[list[Row], list[str]] | None:
 def _keep_rows(file: Path, version: str, rows: list[Row], faults: list[str]) -> None:
     head = json.dumps({"version": version, "samples": len(rows), "faults": faults})
     text = "\n".join([head, *(json.dumps(row) for row in rows)])
+    # Ranks index the same shard at the same time: each writes its own file and renames it.
     part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")
         part.replace(file)
     except OSError as error:
-        logger.warning("the index of a shard is not kept: %s", error)
+        logger.warning("the index of a shard cannot be saved: %s", error)

@@ -1,4 +1,4 @@
-"""One clip: its frames chosen, read, scaled and cropped; and the image of image-to-video."""
+"""Reads one clip: selects, decodes, scales and crops its frames. Also reads conditioning images."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from cogfast.data.video.transform import (
     select_frames_uniform,
 )
 
-# Not all that Pillow knows: for EPS it starts Ghostscript, which runs what the file says.
+# Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
 _PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
-Span = tuple[float, float]  # seconds from the first frame: a part of a video
+Span = tuple[float, float]  # start and end of a part of a video, seconds since its first frame
 
 
 def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Selection:
-    """The frames that make the clip of a video whose frames are shown at `times`, float64 seconds
-    [n], `fps` of them per second; ValueError, which says why, where it is too short."""
+    """Select the frames of a clip.
+
+    times: when the video's frames are shown, float64 seconds [n]. fps: the video's frame rate.
+    Raises ValueError if the video is too short and `settings` does not pad.
+    """
     num_frames, skip = settings.max_num_frames, settings.skip_frms_num
     if settings.frame_selection == "timestamp":
         selection = select_frames_timestamp(times, settings.fps, num_frames, int(skip))
@@ -43,7 +46,7 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
     else:
         selection = select_frames_uniform(len(times), num_frames)
     if selection.num_padded and settings.skips_short_clips:
-        # As the times say it, which need not be what the container says of the rate.
+        # Computed from the times, because the container's frame rate may be wrong.
         has = len(times) / fps if len(times) == 1 else np.ptp(times) * len(times) / (len(times) - 1)
         fps, need = len(times) / max(has, 1e-9), num_frames / settings.fps
         digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
@@ -55,25 +58,26 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
 
 
 def frames_within(times: np.ndarray, span: Span | None) -> slice:
-    """The frames, of those shown at `times`, that are in a part of the video; nan: no bound."""
+    """The range of frames of a part of a video. times: of all frames. span: nan means no bound."""
     if span is None:
         return slice(0, len(times))
     start, end = span
-    half = 0.5 * (times[-1] - times[0]) / max(1, len(times) - 1)  # of a frame: what rounding takes
+    # Half a frame of tolerance, since spans are often rounded.
+    half = 0.5 * (times[-1] - times[0]) / max(1, len(times) - 1)
     first = 0 if np.isnan(start) else int(np.searchsorted(times, start - half))
     last = len(times) if np.isnan(end) else int(np.searchsorted(times, end - half))
     if first >= last:
-        raise ValueError(f"no frame from {start:g} to {end:g} s, the video ends at {times[-1]:.2f}")
+        raise ValueError(f"no frame from {start:g} to {end:g} s; the video ends at {times[-1]:.2f}")
     return slice(first, last)
 
 
 def read_clip(
     path: str, settings: ClipSettings, span: Span | None = None
 ) -> tuple[Tensor, Selection]:
-    """The clip [F, 3, rows, columns] uint8 of a video file or of a part of it, and its selection.
+    """Read the clip [F, 3, rows, columns] uint8 of a video file or of a part of it.
 
-    It lies on the device of the process where DALI reads, decoded by it or, where it cannot, by
-    PyAV; to be called within on_readers_device.
+    With DALI the clip lies on the process's device; PyAV decodes the files that DALI cannot. Call
+    within on_readers_device.
     """
     dali = dali_of_this_process(settings.video_backend)
     video = None if dali is None else dali.open(path)
@@ -84,6 +88,7 @@ def read_clip(
     try:
         return _padded(dali.read(video, chosen, settings.video_size), selection), selection
     except DaliRefusal as refusal:
+        # If PyAV cannot read the file either, this raises, and the refusal does not count.
         clip, selection = _read_on_cpu(path, settings, span)
         dali.note_refusal(video, refusal)
         return clip.to(dali.device), selection
@@ -93,6 +98,7 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
     video = open_video(path, settings.cpu_reader)
     try:
         chosen, selection = _choose(video, settings, span)
+        # Scale each part before the next is decoded: full-size frames of a clip take much memory.
         parts = [
             resize_and_center_crop(part, settings.video_size)
             for part in video.parts(chosen.tolist())
@@ -105,7 +111,10 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
 def _choose(
     video: VideoReader | DaliVideo, settings: ClipSettings, span: Span | None
 ) -> tuple[np.ndarray, Selection]:
-    """The frames to decode, and the selection; padded frames are copied, not decoded."""
+    """Return the indices of the frames to decode, and the selection.
+
+    The indices leave out padding, which is copied from the last frame.
+    """
     try:
         part = frames_within(video.times, span)
         selection = select_frames(video.times[part], video.fps, settings)
@@ -122,7 +131,10 @@ def _padded(clip: Tensor, selection: Selection) -> Tensor:
 
 
 def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:
-    """A picture [3, rows, columns] uint8, from its file or its bytes, covered and cropped as clips."""
+    """Read a picture [3, rows, columns] uint8, scaled and cropped as clips are.
+
+    source: a path, or the content of the file. name: the sample's, for errors.
+    """
     if isinstance(source, str):
         check_file(source)
     try:
@@ -133,15 +145,17 @@ def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:
 
 
 def read_pixels(source: str | bytes) -> Tensor:
-    """All pixels of a picture, uint8 RGB [H, W, 3], turned as they are to be shown; ValueError, which
-    says why, where it cannot be read."""
+    """Read all pixels of a picture, uint8 RGB [H, W, 3], rotated for display.
+
+    Raises ValueError if the picture cannot be read.
+    """
     from PIL import Image, ImageOps
 
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(file, formats=_PICTURES) as image:
             return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB")))
-    # Pillow's readers raise many kinds for damaged files.
+    # Pillow's readers raise many types of exceptions for damaged files.
     except Exception as error:
         what = "" if isinstance(error, Image.UnidentifiedImageError) else f" ({one_line(error)})"
         kinds = ", ".join(_PICTURES[:-1]) + f" or {_PICTURES[-1]}"
@@ -150,7 +164,7 @@ def read_pixels(source: str | bytes) -> Tensor:
 
 @contextmanager
 def named_bytes(data: bytes, suffix: str) -> Iterator[str]:
-    """A path under which readers find `data` while the context lasts; in memory on Linux."""
+    """Context manager: a path at which libraries can open `data`. On Linux it stays in memory."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("clip" + suffix)
         try:

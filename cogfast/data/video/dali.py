@@ -1,10 +1,10 @@
-"""Clips decoded, scaled and cropped on the GPU by DALI, in the training process.
+"""Decodes, scales and crops clips on the GPU with DALI, in the training process.
 
-What a clip is, and which frames it has, is decided as for PyAV (clip_transform); a clip here is
-the same up to the rounding of colours. Each reading thread has a pipeline of its own, so that clips
-are decoded beside each other and a file that DALI gives up on costs no other: PyAV reads that one.
-DALI without a GPU decodes VP8, VP9 and MJPEG alone. Frames that change their size within a video are
-not told by its header: DALI may read them wrongly, where PyAV scales them to the first one's.
+The frames of a clip are selected as for PyAV (transform.py); its pixels are equal up to the rounding
+of colours. Each reading thread has its own pipeline, so that clips are decoded in parallel and a file
+that DALI cannot decode does not affect others; PyAV reads it. Without a GPU DALI decodes only VP8,
+VP9 and MJPEG. If the frame size changes within a video, which the header does not show, DALI may
+read it wrongly; PyAV scales all frames to the size of the first.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ logger = logging.getLogger(__name__)
 
 VideoBackend = Literal["auto", "dali", "decord", "pyav"]
 
-_MOST_BYTES = 2**29  # DALI takes whole files; PyAV seeks in longer ones
-# Red and blue in luma, by FFmpeg's number of the colour matrix. DALI takes all for the first.
+_MAX_BYTES = 2**29  # DALI loads whole files; PyAV, which seeks, reads longer ones
+# Weights of red and blue in luma, by FFmpeg's number of the colour matrix (BT.601, BT.709, BT.2020).
+# DALI assumes BT.601 for all videos.
 _LUMA = {5: (0.299, 0.114), 1: (0.2126, 0.0722), 9: (0.2627, 0.0593)}
-_FRAMES_AT_ONCE = 4  # in float32: those of a whole clip, of all threads, are many GiB
-_NUM_SUFFICIENT = 3  # good files of a kind that DALI refuses before it is no longer asked
+_FRAMES_AT_ONCE = 4  # recoloured in float32; whole clips in all threads would take many GiB
+_NUM_SUFFICIENT = 3  # refused valid files after which DALI is not tried for their kind again
 
 
-def _why_not() -> str | None:
-    """What DALI lacks for decoding on this machine's GPU; None where nothing."""
+def _reason_unavailable() -> str | None:
+    """Why DALI cannot decode on this machine's GPU; None if it can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
-    return _why_no_package() or _why_no_driver()
+    return _missing_package() or _missing_driver()
 
 
 @functools.cache
-def _why_no_package() -> str | None:
+def _missing_package() -> str | None:
+    """Why the Python package of DALI cannot be used; None if it can."""
     try:
         importlib.import_module("nvidia.dali")
     except ImportError as error:
@@ -57,47 +59,50 @@ def _why_no_package() -> str | None:
 
 
 @functools.cache
-def _why_no_driver() -> str | None:
+def _missing_driver() -> str | None:
+    """Why the driver's video decoder cannot be used; None if it can."""
     try:
         ctypes.CDLL("libnvcuvid.so.1")
     except OSError:
         return (
-            "the driver's decoder libnvcuvid.so.1 is not there; a container gets it with "
+            "the driver's decoder libnvcuvid.so.1 is missing; in a container set "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
         )
     return None
 
 
 def check_backend(backend: VideoBackend) -> None:
-    """ValueError where DALI is asked for and cannot run."""
+    """Raise ValueError if DALI is configured but cannot run."""
     if backend != "dali":
         return
-    reason = _why_no_package() or (_why_no_driver() if torch.cuda.is_available() else None)
+    reason = _missing_package() or (_missing_driver() if torch.cuda.is_available() else None)
     if reason is not None:
         raise ValueError(
-            f"data.params.video_backend=dali: {reason}; auto takes PyAV where DALI cannot run"
+            f"data.params.video_backend=dali: {reason}; auto uses PyAV where DALI cannot run"
         )
 
 
 def dali_of_this_process(backend: VideoBackend) -> DaliReader | None:
-    """The process's reader where `backend` means DALI; None in reading processes, which have no
-    device, and where the CPU reads."""
+    """The process's DALI reader; None if the CPU decodes, and in reading processes."""
     return None if get_worker_info() is not None else _reader(backend)
 
 
 def on_readers_device(backend: VideoBackend) -> AbstractContextManager:
-    """For all that makes a sample: where DALI reads, its on_device."""
+    """Context in which to make a sample: DaliReader.on_device if DALI reads, else empty."""
     dali = dali_of_this_process(backend)
     return nullcontext() if dali is None else dali.on_device()
 
 
 @functools.cache
 def _reader(backend: VideoBackend) -> DaliReader | None:
-    """The first call comes from the thread whose current device is the process's."""
+    """Create the process's reader.
+
+    The first call must come from the thread whose current CUDA device is the process's.
+    """
     if backend == "auto":
-        reason = _why_not()
+        reason = _reason_unavailable()
         if reason is not None:
-            logger.info("videos are decoded by PyAV: no DALI, since %s", reason)
+            logger.info("videos are decoded by PyAV, not by DALI: %s", reason)
             return None
     elif backend != "dali":
         return None
@@ -105,14 +110,17 @@ def _reader(backend: VideoBackend) -> DaliReader | None:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    logger.info("videos are decoded by DALI on %s, by PyAV where DALI cannot", device)
+    logger.info("videos are decoded by DALI on %s, or by PyAV if DALI cannot", device)
     return DaliReader(device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaliVideo:
-    """A file that DALI is to read. times, fps: as VideoReader's. kind: by which decoders refuse.
-    colour_matrix: FFmpeg's number of it."""
+    """A file that DALI is to read.
+
+    times, fps: as in VideoReader. kind: codec, pixel format and size; files of a kind are usually
+    all decoded or all refused. colour_matrix: FFmpeg's number.
+    """
 
     path: str
     times: np.ndarray
@@ -124,7 +132,7 @@ class DaliVideo:
 
 
 class DaliRefusal(Exception):
-    """DALI cannot decode a file; its text says why."""
+    """Raised if DALI cannot decode a file; the text gives the reason."""
 
 
 class DaliReader:
@@ -132,24 +140,24 @@ class DaliReader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # One stream for what all threads copy: memory that is freed is used again in its order.
+        # One stream for all threads, so that the allocator can reuse freed memory in stream order.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._idle: deque[Callable[..., Tensor]] = deque()  # pipelines that no thread uses
-        self._refusals: dict[str, int] = {}  # kind -> how many good files of it DALI refused
+        self._idle: deque[Callable[..., Tensor]] = deque()  # pipelines that no thread is using
+        self._refusals: dict[str, int] = {}  # {kind: number of valid files that DALI refused}
         self._known: set[str] = set()  # kinds of which DALI has decoded a file
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Torch's work inside is done on the readers' stream, and over at the end."""
+        """Run torch's work inside on the readers' stream, and wait for it at the end."""
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
             yield
-            self._stream.synchronize()  # sync: of a reading thread, the trainer does not wait
+            self._stream.synchronize()  # sync: blocks only the reading thread, not the trainer
 
     def open(self, path: str) -> DaliVideo | None:
-        """What the file is; None where PyAV is to read it, or to say what is wrong with it."""
+        """Read the header of a file; None if PyAV is to read the file, or to report its fault."""
         try:
             header, first = read_header(path), first_frame(path)
         except BadSample:
@@ -157,8 +165,8 @@ class DaliReader:
         kind = f"{header.codec} {first.format.name} {first.width}x{first.height}"
         if kind not in self._known and self._refusals.get(kind, 0) >= _NUM_SUFFICIENT:
             return None
-        # DALI shows frames as they are stored, and would not count those left out.
-        if header.num_bytes > _MOST_BYTES or header.num_discarded or first.rotation:
+        # DALI ignores rotation, and counts discarded frames as shown ones.
+        if header.num_bytes > _MAX_BYTES or header.num_discarded or first.rotation:
             return None
         return DaliVideo(
             path=path,
@@ -171,8 +179,10 @@ class DaliReader:
         )
 
     def read(self, video: DaliVideo, indices: np.ndarray, target: tuple[int, int]) -> Tensor:
-        """Frames at `indices` as uint8 [F, 3, rows, columns], the target covered and the middle
-        kept; DaliRefusal where DALI cannot decode the file."""
+        """Read the frames at `indices`, scaled to cover the target and cropped at the centre.
+
+        Returns uint8 [F, 3, rows, columns]. Raises DaliRefusal if DALI cannot decode the file.
+        """
         try:
             encoded = np.fromfile(video.path, np.uint8)
         except OSError as error:
@@ -187,26 +197,27 @@ class DaliReader:
                 clip = run(encoded, indices, size, target)
                 if video.colour_matrix in _LUMA and video.colour_matrix != 5:
                     clip = _recolour(clip, video.colour_matrix)
-        except RuntimeError as error:  # DALI's pipeline is of no use after one
+        except RuntimeError as error:  # a pipeline cannot be used after an error, so it is dropped
             raise DaliRefusal(_reason(error)) from None
         self._idle.append(run)
         self._known.add(video.kind)
         return clip
 
     def note_refusal(self, video: DaliVideo, refusal: DaliRefusal) -> None:
-        """To be called once PyAV has read the file: a broken one says nothing of its kind.
-        Where DALI decodes some of a kind it is asked for each, so that who reads a file does not
-        depend on which were read before."""
+        """Count a file that DALI refused and PyAV has read. Broken files must not be counted."""
+        # `open` skips DALI only for kinds of which it has decoded no file, so that the decoder of
+        # other files does not depend on the order of reading.
         times = self._refusals[video.kind] = self._refusals.get(video.kind, 0) + 1
         if times == 1:
             logger.warning(
                 "videos of the kind %s that DALI cannot decode are read by PyAV (%s)",
-                *(video.kind, refusal),
+                video.kind,
+                refusal,
             )
 
 
 def _pipeline(device: torch.device) -> Callable[..., Tensor]:
-    """A DALI pipeline as a function of (file's bytes, indices, scaled size, cropped size)."""
+    """Build a DALI pipeline: a function of (file's bytes, indices, scaled size, cropped size)."""
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch.torch_utils import to_torch_tensor
 
@@ -216,7 +227,7 @@ def _pipeline(device: torch.device) -> Callable[..., Tensor]:
         batch_size=1,
         num_threads=1,
         device_id=device.index if is_gpu else None,
-        prefetch_queue_depth=1,  # batches are read ahead by threads
+        prefetch_queue_depth=1,  # ThreadedReads reads ahead
     )
     def define():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
@@ -225,7 +236,7 @@ def _pipeline(device: torch.device) -> Callable[..., Tensor]:
             fn.external_source(name=name, dtype=types.FLOAT, ndim=ndim)
             for name, ndim in (("size", 1), ("rows", 0), ("columns", 0))
         )
-        # Pinned, the threads of all pipelines would share the first cores.
+        # affine=False: with pinned threads all pipelines would share the first cores.
         video = fn.decoders.video(
             encoded,
             frames=frames,
@@ -258,14 +269,14 @@ def _pipeline(device: torch.device) -> Callable[..., Tensor]:
         ):
             pipeline.feed_input(name, [value])
         (out,) = pipeline.run(torch.cuda.current_stream(device)) if is_gpu else pipeline.run()
-        # On the device: DALI's memory is not torch's to keep.
+        # Copy on the device, because DALI reuses its output memory.
         return to_torch_tensor(out[0], copy=True)
 
     return run
 
 
 def _recolour(clip: Tensor, colour_matrix: int) -> Tensor:
-    """What DALI made RGB of with BT.601's matrix, as with the one that the file names; in place."""
+    """Correct RGB that DALI computed with BT.601's matrix for the file's own; in place."""
     wrong, right = (_to_rgb(*_LUMA[number]) for number in (5, colour_matrix))
     change = torch.from_numpy(right @ np.linalg.inv(wrong)).to(clip.device, torch.float32)
     for frames in clip.split(_FRAMES_AT_ONCE):
@@ -275,7 +286,7 @@ def _recolour(clip: Tensor, colour_matrix: int) -> Tensor:
 
 
 def _to_rgb(red: float, blue: float) -> np.ndarray:
-    """From (luma, blue - luma, red - luma), each scaled to its range, to RGB."""
+    """The matrix from (luma, blue - luma, red - luma), each scaled to its range, to RGB."""
     luma = np.array([red, 1 - red - blue, blue])
     blue_row = (np.array([0, 0, 1]) - luma) / (2 * (1 - blue))
     red_row = (np.array([1, 0, 0]) - luma) / (2 * (1 - red))
@@ -283,7 +294,7 @@ def _to_rgb(red: float, blue: float) -> np.ndarray:
 
 
 def _reason(error: RuntimeError) -> str:
-    """The telling line of DALI's message."""
+    """The line of DALI's message that states the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     after = lines[lines.index("encountered:") + 1 :] if "encountered:" in lines else lines
     return (after or [type(error).__name__])[0].removeprefix("Error: ")[:200]

@@ -1,4 +1,4 @@
-"""A video file: opened by PyAV, and what its container says without a frame being decoded."""
+"""Opens video files with PyAV and reads their containers without decoding a frame."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
     import av
     from av.container import InputContainer
 
-MOST_PIXELS = 2**26  # of a frame: 8192 x 8192
-MOST_FRAMES = 2**24  # of a video: three days at 60 per second
-# FFmpeg's demuxers that read the file alone. Others (HLS, concat, DASH, SDP) open whatever files and
-# addresses the file names. The pictures are here so that the reason can name them.
+MAX_PIXELS = 2**26  # per frame: 8192 x 8192
+MAX_FRAMES = 2**24  # per video: three days at 60 per second
+# FFmpeg's demuxers that read only the file itself. Others (HLS, concat, DASH, SDP) open any file or
+# URL that the file names. Pictures are included so that the error can say what the file is.
 _FORMATS = (
-    *("mov", "matroska", "avi", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "obu", "ivf"),
-    *("flv", "asf", "ogg", "gif", "mxf", "dv", "nut", "yuv4mpegpipe"),
-    *("png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe"),
+    "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,obu,ivf,flv,asf,ogg,gif,mxf,dv,nut,"
+    "yuv4mpegpipe,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
 )
 
 
 def check_file(path: str) -> int:
-    """The bytes of a file; BadSample where nothing can be read, or for ever, as from a pipe."""
+    """Return the size of a file in bytes; BadSample if it is empty or not a regular file.
+
+    A pipe would block the reader.
+    """
     try:
         found = os.stat(path)
     except OSError as error:
@@ -43,29 +45,35 @@ def check_file(path: str) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The telling line of a library's message, without its stack and source positions."""
-    text = str(error.args[1] if len(error.args) > 1 else error)  # (number, text, ...) of FFmpeg
+    """The first line of a library's error message, without stack and source positions."""
+    # FFmpeg's errors have the arguments (number, text, ...).
+    text = str(error.args[1] if len(error.args) > 1 else error)
     line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", line).strip()[:200]
 
 
 def decode_errors() -> tuple[type[Exception], ...]:
+    """The exceptions that PyAV raises for damaged files."""
     import av
 
     return (av.error.FFmpegError, ValueError, OSError)
 
 
 def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> InputContainer:
-    """By PyAV; what tags say in other encodings makes no video unreadable. is_probed: FFmpeg
-    decodes frames for what the decoder will say again, which takes as long as several of a clip."""
+    """Open a video with PyAV.
+
+    is_probed: let FFmpeg decode frames to find stream properties. The decoder reports these anyway,
+    and probing takes as long as decoding several frames.
+    """
     import av
 
-    options = {"format_whitelist": ",".join(_FORMATS), "max_pixels": str(MOST_PIXELS)}
+    options = {"format_whitelist": _FORMATS, "max_pixels": str(MAX_PIXELS)}
     if isinstance(source, str):
-        # Else FFmpeg takes a name such as "http:x.mp4" for an address.
+        # Without "file:" FFmpeg takes a name such as "http:x.mp4" for a URL.
         source, options["protocol_whitelist"] = "file:" + source, "file"
     if not is_probed:
         options["skip_frame"] = "all"
+    # Tags in other encodings than UTF-8 do not make a video unreadable.
     try:
         return av.open(source, options=options, metadata_errors="ignore")
     except av.error.ArgumentError:
@@ -73,25 +81,23 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
 
 
 def video_stream(path: str, container: InputContainer) -> av.VideoStream:
-    """The stream to decode; BadSample where there is none."""
+    """The stream to decode; BadSample if there is none, or if it cannot be decoded."""
     if not container.streams.video:
         raise BadSample(path, "no video stream in it (truncated, or never there)")
     stream = container.streams.video[0]
     if stream.codec_context is None:
         raise BadSample(path, "no decoder for its video (damaged, or of a codec FFmpeg lacks)")
-    if container.format.name.endswith("_pipe"):  # FFmpeg's name for a picture by its content
+    if container.format.name.endswith("_pipe"):  # FFmpeg's name of its picture formats
         raise BadSample(path, f"a picture ({stream.codec_context.name}), not a video")
     height, width = stream.height or 0, stream.width or 0
-    if height * width > MOST_PIXELS:
-        raise BadSample(
-            path, f"frames of {height} x {width} pixels; {MOST_PIXELS} at most are read"
-        )
+    if height * width > MAX_PIXELS:
+        raise BadSample(path, f"frames of {height} x {width} pixels; at most {MAX_PIXELS} are read")
     stream.thread_type = "NONE"  # workers are the parallelism
     return stream
 
 
 def open_video_file(path: str, is_probed: bool = False) -> InputContainer:
-    """With a video stream in it."""
+    """Open a video file; BadSample if it has no video stream that can be decoded."""
     try:
         container = open_container(path, is_probed)
     except decode_errors() as error:
@@ -105,20 +111,20 @@ def open_video_file(path: str, is_probed: bool = False) -> InputContainer:
 
 
 class Packet(NamedTuple):
-    """An encoded frame. pts, dts: when it is shown and decoded, in ticks of the stream."""
+    """An encoded frame. pts, dts: when to show and to decode it, in the stream's time base."""
 
     pts: int | None
     dts: int | None
     is_keyframe: bool
-    is_discard: bool  # it is there to decode others, and is not shown
+    is_discard: bool  # needed to decode other frames, but not shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoHeader:
-    """What a container says of its frames, none of which is decoded for it.
+    """The frames of a video as its container lists them.
 
-    times, fps: as VideoReader's. codec: its name. packets: in the order of decoding. shown: the
-    packet of each of the n frames.
+    times, fps: as in VideoReader. packets: in decoding order. shown: for each of the n frames, in
+    display order, the index of its packet.
     """
 
     path: str
@@ -135,29 +141,31 @@ class VideoHeader:
 
 
 def read_header(path: str) -> VideoHeader:
-    """By PyAV. What fails is a BadSample."""
+    """Read the header of a video file with PyAV; BadSample if that fails."""
     check_file(path)
     with closing(open_video_file(path)) as container:
         return header_of(path, container)
 
 
 def header_of(path: str, container: InputContainer) -> VideoHeader:
+    """Read the header of an open video. path: its name, for errors."""
     stream = container.streams.video[0]
     try:
         packets = [
             Packet(p.pts, p.dts, p.is_keyframe, p.is_discard)
             for p in container.demux(stream)
-            if p.pts is not None or p.size  # the last says that there are no more
+            if p.pts is not None or p.size  # the last one is an empty end marker
         ]
     except decode_errors() as error:
         raise BadSample(path, f"not a readable video ({one_line(error)})") from None
-    # Packets come in decoding order, frames in the order of their times; decord counts from 0.
+    # Packets come in decoding order; frames are numbered by their times, as in decord.
     shown = [i for i, p in enumerate(packets) if p.pts is not None and not p.is_discard]
     shown.sort(key=lambda i: packets[i].pts)
     base, rate = stream.time_base, stream.average_rate
     if not shown or base is None:
         raise BadSample(path, "no frame in it")
-    # frames: 0 where the format does not say; the index has no frames that an edit list cuts off.
+    # stream.frames is 0 if the format has no count, and includes frames that an edit list cuts off;
+    # the index does not include these.
     expected = min(stream.frames, len(stream.index_entries))
     if len(packets) < expected:
         raise BadSample(path, f"truncated: {len(packets)} of {expected} frames are there")
@@ -177,7 +185,7 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
 
 
 def first_frame(path: str) -> av.VideoFrame:
-    """The frame as decoded, which says more than the container. What fails is a BadSample."""
+    """Decode the first frame, which has properties that the container lacks; BadSample on errors."""
     with closing(open_video_file(path)) as container:
         try:
             return next(container.decode(video=0))

@@ -1,7 +1,7 @@
-"""Stop 1 of nine: an open video file: when each frame is shown, and the pixels of chosen frames.
+"""Stop 1 of nine: reads the frame times of a video file, and the pixels of chosen frames.
 
-PyAV reads, or decord where it is asked for, as upstream does; both give the same pixels bit for
-bit. A reader lives as long as one sample. What fails is a BadSample.
+PyAV is the default; decord, which upstream uses, can be configured. Both return the same pixels bit
+for bit. A reader is opened for each sample. All failures are raised as BadSample.
 """
 
 from __future__ import annotations
@@ -34,37 +34,42 @@ if TYPE_CHECKING:
 
 ReaderName = Literal["pyav", "decord"]
 
-_FRAMES_AT_ONCE = 4  # by decord
+_FRAMES_AT_ONCE = 4  # that decord decodes in one call
 
 
 class VideoReader(ABC):
-    """An open file. times: seconds from the first frame to each of the n, float64 [n]."""
+    """An open video file. times: seconds since the first frame, for each frame, float64 [n]."""
 
     path: str
     times: np.ndarray
-    fps: float  # mean rate
+    fps: float  # mean frame rate
 
     def __len__(self) -> int:
         return len(self.times)
 
     @abstractmethod
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
-        """The frames at `indices`, which must not decrease, a few at a time: [f, H, W, 3] uint8
-        RGB. Full-size frames are many bytes, and few of them stay in the processor's caches."""
+        """Yield the frames at `indices`, a few at a time: [f, H, W, 3] uint8 RGB.
+
+        `indices` must not decrease. Few frames at a time, so that they stay in the CPU caches until
+        they are scaled down.
+        """
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """All of them: [F, H, W, 3]."""
+        """Return all frames at `indices`, [F, H, W, 3]."""
         return torch.cat(list(self.parts(indices)))
 
     @abstractmethod
     def close(self) -> None:
-        """Let the decoder go now. A decord reader that some exception's traceback keeps alive hangs
-        a forked process, whose garbage collector waits for decoding threads that it does not have.
+        """Free the decoder now.
+
+        A decord reader must not be left to the garbage collector: in a process forked meanwhile the
+        collector waits for decoding threads that do not exist there.
         """
 
 
 def open_video(path: str, reader: ReaderName = "pyav") -> VideoReader:
-    """The file's reader; `reader` names the library."""
+    """Open a video file with the library `reader`."""
     if reader not in ("pyav", "decord"):
         raise ValueError(f"reader={reader!r} is not known; use pyav or decord")
     if reader == "decord" and importlib.util.find_spec("decord") is None:
@@ -72,37 +77,42 @@ def open_video(path: str, reader: ReaderName = "pyav") -> VideoReader:
     check_file(path)
     if reader == "pyav":
         return PyAVReader(path)
-    open_video_file(path).close()  # refuses formats that name other files, which decord would open
+    # decord would open other files that a playlist names; open_video_file refuses such formats.
+    open_video_file(path).close()
     return DecordReader(path)
 
 
 class DecordReader(VideoReader):
-    """decord with one thread: workers are the parallelism, and many threads cost memory each.
+    """decord with one thread: workers are the parallelism, and each thread costs memory.
 
-    Some widths below 100 columns it gives up on, where it takes the padding of a row for a fourth
-    channel (dmlc/decord issue 336).
+    decord fails for some widths below 100 columns, for which it takes the padding of a row for a
+    fourth channel (dmlc/decord issue 336).
     """
 
     def __init__(self, path: str) -> None:
         import decord
 
-        decord.logging.set_level(decord.logging.QUIET)  # the report says it once
+        decord.logging.set_level(decord.logging.QUIET)  # the exceptions hold the same messages
         self.path = path
         self._errors = (
-            *(decord.DECORDError, RuntimeError, IndexError, OSError, AssertionError),
-            UnicodeEncodeError,  # of a path that is no UTF-8
+            decord.DECORDError,
+            RuntimeError,
+            IndexError,
+            OSError,
+            AssertionError,
+            UnicodeEncodeError,  # for a path that is not valid UTF-8
         )
         try:
             self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
             shown = self._reader.get_frame_timestamp(range(len(self._reader)))  # [n, 2] start, end
             self.fps = float(self._reader.get_avg_fps())
         except self._errors as error:
-            self._let_go(error)
+            self._free(error)
             raise BadSample(path, f"not a readable video ({one_line(error)})") from None
         self.times = shown[:, 0].astype(np.float64)
 
-    def _let_go(self, error: BaseException) -> None:
-        """Free decord's reader, which the frames of its exception would keep alive in a cycle."""
+    def _free(self, error: BaseException) -> None:
+        """Free decord's reader, to which the frames of the exception's traceback refer."""
         self._reader = None
         traceback.clear_frames(error.__traceback__)
 
@@ -115,22 +125,24 @@ class DecordReader(VideoReader):
             try:
                 frames = torch.from_numpy(self._reader.get_batch(part).asnumpy())
             except self._errors as error:
-                self._let_go(error)
+                self._free(error)
                 reason = f"frames {part[0]}..{part[-1]} of {len(self)} do not decode"
                 raise BadSample(self.path, f"{reason} ({one_line(error)})") from None
             yield frames
 
 
 class PyAVReader(VideoReader):
-    """PyAV, decoding from the keyframe before a frame that is asked for, and on the way only what
-    other frames need. Where their pts do not tell which frame is which, or one does not come out,
-    all is decoded from the start of the file, and frames are counted."""
+    """PyAV, which decodes from the keyframe before a wanted frame and skips frames not needed.
+
+    If the packets' pts do not identify frames, or a wanted frame is not returned, it decodes the
+    file from the start and counts frames.
+    """
 
     def __init__(self, path: str) -> None:
         from av.video.reformatter import VideoReformatter
 
         self.path = path
-        self._reformatter = VideoReformatter()  # one for all frames: each keeps its own tables
+        self._reformatter = VideoReformatter()  # for all frames: each builds its own tables
         self._container: InputContainer | None = open_video_file(path)
         try:
             self._header = header_of(path, self._container)
@@ -147,23 +159,24 @@ class PyAVReader(VideoReader):
             self._container = None
 
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
-        assert list(indices) == sorted(indices), f"{indices=} go back"
-        left = list(reversed(indices))
+        assert list(indices) == sorted(indices), f"{indices=} decrease"
+        left = list(reversed(indices))  # a stack: the next index is the last
         with suppress(*decode_errors()):
             yield from self._by_pts(left)
         if left:
             yield from self._by_count(left)
 
     def _by_pts(self, left: list[int]) -> Iterator[Tensor]:
-        """The frames at `left`, whose last one comes next, and which loses those that came."""
+        """Yield the frames at `left`, last index first, and remove their indices from it."""
         packets, shown = self._header.packets, self._header.shown
-        # Some files, as AVI, have the order of decoding for that of showing.
+        # Some formats, such as AVI, store frames in decoding order without times of display.
         if self._delay is None or (self._delay == 0 and self._context.reorder_depth > 0):
             return
         places = [shown[index] for index in reversed(left)]
         wanted = {packets[place].pts for place in places}
         for first, last in _runs(packets, places):
-            is_sound = first == 0  # else where the decoder, too, takes the packet for a keyframe
+            # A run from the middle of the file counts only if the decoder confirms the keyframe.
+            is_sound = first == 0
             for frame in self._decode(first, last, wanted):
                 if frame.pts == packets[first].pts:
                     is_sound = is_sound or frame.key_frame
@@ -171,26 +184,27 @@ class PyAVReader(VideoReader):
                     yield from self._copies(frame, left)
 
     def _decode(self, first: int, last: int, wanted: set[int]) -> Iterator[av.VideoFrame]:
-        """Frames of packets `first` to `last`, all that are wanted among them."""
+        """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
         stream, context = self._container.streams.video[0], self._context
         self._container.seek(start.pts if start.dts is None else start.dts, stream=stream)
         context.reorder_depth = max(context.reorder_depth, self._delay)
-        has_begun = False  # seeking may end before the place
+        has_begun = False  # seeking may stop at an earlier packet
         for packet in self._container.demux(stream):
             has_begun = has_begun or packet.pts == start.pts
             if not has_begun:
                 continue
-            # In H.264 "not referred to" is exact; in HEVC a higher temporal layer may do so.
+            # NONREF skips frames that no other frame needs. In HEVC a frame of a higher temporal
+            # layer may still need them; in H.264 none does.
             if self._header.codec == "h264":
                 context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
             yield from packet.decode()
             if packet.pts == end.pts:
-                yield from context.decode(None)  # those that the decoder holds back
+                yield from context.decode(None)  # frames that the decoder has buffered
                 return
 
     def _by_count(self, left: list[int]) -> Iterator[Tensor]:
-        """As _by_pts, of all frames from the file's start."""
+        """Yield as `_by_pts` does, but decode and count all frames from the start of the file."""
         number = 0
         with closing(open_video_file(self.path, is_probed=True)) as container:
             try:
@@ -206,9 +220,11 @@ class PyAVReader(VideoReader):
         raise BadSample(self.path, f"frame {number} of {len(self)} does not decode ({why})")
 
     def _copies(self, frame: av.VideoFrame, left: list[int]) -> Iterator[Tensor]:
-        """A frame [1, H, W, 3] for each time that it is next in `left`, turned as it is to be shown;
-        decord does that too."""
-        # Frames of one video may have several sizes: a recording of a call, say.
+        """Yield a frame [1, H, W, 3] as often as it is next in `left`.
+
+        The frame is rotated for display, as decord does.
+        """
+        # Frames of one video may differ in size, for instance in recordings of video calls.
         self._size = self._size or (frame.width, frame.height)
         rgb = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
         pixels = np.ascontiguousarray(np.rot90(rgb.to_ndarray(), frame.rotation // 90))
@@ -223,8 +239,11 @@ class PyAVReader(VideoReader):
 
 
 def _delay(packets: Sequence[Packet]) -> int | None:
-    """The most packets that come before one that is shown before them; None where pts do not say
-    which frame is which. FFmpeg would find it out by decoding (open_container)."""
+    """The reordering delay: how many packets at most precede one that is shown before them.
+
+    None if the pts are missing or repeated. FFmpeg finds the delay by probing, which open_container
+    leaves out.
+    """
     pts = [packet.pts for packet in packets]
     if None in pts or len(set(pts)) < len(pts):
         return None
@@ -232,11 +251,11 @@ def _delay(packets: Sequence[Packet]) -> int | None:
 
 
 def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last packets to decode for those at `places`, which are in the order of showing."""
+    """The ranges (first, last) of packets to decode for those at `places`, in display order."""
     keyframes = [i for i, p in enumerate(packets) if p.is_keyframe and not p.is_discard]
     runs: list[tuple[int, int]] = []
     for place in places:
-        # Behind a keyframe may come frames that are shown before it, and need those before it.
+        # A keyframe may be followed by frames that are shown before it and refer to earlier frames.
         before = reversed(keyframes[: bisect_right(keyframes, place)])
         first = next((k for k in before if packets[k].pts <= packets[place].pts), 0)
         if runs and first <= runs[-1][1] + 1:

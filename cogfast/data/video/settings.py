@@ -1,4 +1,4 @@
-"""What a video becomes: `data.params` of the YAML, checked."""
+"""How a video is turned into a clip: `data.params` of the YAML, checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cogfast.data.video.transform import FrameSelection
 from cogfast.schema.json_files import Range
 
 ShortClips = Literal["skip", "pad"]
-# What data.params may say; what a model takes of it is checked against the model.
+# Limits of data.params; what a model accepts is checked against the model.
 Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
 FramesPerSecond = Annotated[int, Range(1, 1000)]
 NumFrames = Annotated[int, Range(1, 10**5)]
@@ -21,7 +21,7 @@ Mebibytes = Annotated[int, Range(0, 2**24)]
 
 
 class Bucket(NamedTuple):
-    """The size of a clip."""
+    """The size of a clip, in frames and pixels."""
 
     num_frames: int
     height: int  # rows
@@ -33,17 +33,18 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings:
-    """What a video file becomes: data.params of the YAML.
+    """How a video file is turned into a clip: data.params of the YAML.
 
-    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. Left
-    out, `timestamp` skips (a frozen tail teaches the model to stop moving) and `sat` and `uniform`
-    pad as upstream does; padded clips are counted either way.
-    video_backend: "dali" decodes in the training process, on its GPU, with PyAV for what DALI cannot
-    read, "pyav" or "decord" in reading processes; "auto" is DALI where it can run, else PyAV.
-    keep_decoded_mib: decoded clips that each reading process keeps for the next epoch; for sets so
-    small that decoding them again and again would hold training up. DALI's lie on the GPU.
-    buckets: sizes in place of max_num_frames and video_size, of which each clip gets the one that
-    loses least of it (data/buckets.py).
+    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. By
+    default frame_selection=timestamp skips (a frozen tail teaches the model to stop moving), and
+    `sat` and `uniform` pad as upstream does.
+    video_backend: "dali" decodes in the training process, on its GPU, and uses PyAV for files that
+    DALI cannot read; "pyav" and "decord" decode in reading processes; "auto" is "dali" if it can
+    run, else "pyav".
+    keep_decoded_mib: size of the decoded clips that each reading process keeps for later epochs, in
+    GPU memory with DALI. For data sets so small that decoding would slow training down.
+    buckets: sizes in place of max_num_frames and video_size; each clip gets the one that keeps most
+    of it (data/buckets.py).
     """
 
     video_size: tuple[int, int]  # rows, columns
@@ -57,6 +58,7 @@ class ClipSettings:
     buckets: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
+        # object.__setattr__: the dataclass is frozen, and a YAML gives lists.
         object.__setattr__(self, "video_size", checked_size(self.video_size))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         for key, value, least in (
@@ -79,7 +81,7 @@ class ClipSettings:
 
     @property
     def cpu_reader(self) -> ReaderName:
-        """What reads where DALI does not."""
+        """The library that reads on the CPU."""
         return "decord" if self.video_backend == "decord" else "pyav"
 
     @property
@@ -90,11 +92,11 @@ class ClipSettings:
 
     @property
     def sizes(self) -> tuple[Bucket, ...]:
-        """The buckets, or the one size that there is."""
+        """The buckets; without buckets, the one size of all clips."""
         return self.buckets or (Bucket(self.max_num_frames, *self.video_size),)
 
-    def of(self, bucket: Bucket) -> ClipSettings:
-        """Those of a clip in a bucket."""
+    def for_bucket(self, bucket: Bucket) -> ClipSettings:
+        """Return the settings of a clip in a bucket."""
         size = bucket.height, bucket.width
         if (bucket.num_frames, size) == (self.max_num_frames, self.video_size):
             return self
@@ -102,7 +104,7 @@ class ClipSettings:
 
 
 def checked_size(size: Sequence[int]) -> tuple[int, int]:
-    """data.params.video_size, or a ValueError that says what is wrong with it."""
+    """Check data.params.video_size; ValueError if it is not [rows, columns]."""
     if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
         raise ValueError(
             f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
@@ -111,7 +113,7 @@ def checked_size(size: Sequence[int]) -> tuple[int, int]:
 
 
 def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
-    """data.params.buckets, or a ValueError that says what is wrong with it."""
+    """Check data.params.buckets; ValueError if an entry is invalid or listed twice."""
     if not buckets:
         return None
     for i, bucket in enumerate(buckets):
@@ -121,5 +123,5 @@ def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ..
                 "[49, 480, 720]"
             )
         if list(bucket) in [list(other) for other in buckets[:i]]:
-            raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is there twice; remove it")
+            raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is listed twice; remove it")
     return tuple(Bucket(*bucket) for bucket in buckets)

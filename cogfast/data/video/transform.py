@@ -1,8 +1,8 @@
-"""Stop 2 of nine: which frames of a video make the clip, and their size.
+"""Stop 2 of nine: selects the frames of a clip, and scales and crops them.
 
-`timestamp` picks by the times at which frames are shown and so keeps the configured fps; `sat` and
-`uniform` repeat the index arithmetic of CogVideo's sat/data_video.py and finetune/datasets, whose
-integer strides change the speed (30 fps asked for 8 gives 10).
+`timestamp` selects frames by the times at which they are shown, which keeps the configured fps.
+`sat` and `uniform` repeat the index arithmetic of CogVideo's sat/data_video.py and finetune/datasets,
+whose integer strides change the speed (with fps=8, a 30 fps video yields 10 fps).
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ FrameSelection = Literal["timestamp", "sat", "uniform"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """indices: the frames of the clip, as many as were asked for; num_frames: those before the
-    padding with copies of the last one."""
+    """The frames of a clip.
+
+    indices: frames of the video, padded with copies of the last one to the requested number.
+    num_frames: number of frames before padding.
+    """
 
     indices: np.ndarray
     num_frames: int
@@ -33,7 +36,7 @@ class Selection:
 
 
 def _padded(indices: np.ndarray, num_frames: int) -> np.ndarray:
-    """`indices` cut to `num_frames`, or lengthened with the last one."""
+    """Cut `indices` to `num_frames`, or repeat the last one up to it."""
     missing = max(0, num_frames - len(indices))
     return np.concatenate([indices[:num_frames], np.repeat(indices[-1:], missing)])
 
@@ -41,16 +44,17 @@ def _padded(indices: np.ndarray, num_frames: int) -> np.ndarray:
 def select_frames_timestamp(
     times: np.ndarray, fps: float, num_frames: int, skip: int = 0
 ) -> Selection:
-    """The frames nearest to the times start + k/fps, k = 0 .. num_frames-1.
+    """Select the frames nearest to the times start + k/fps, k = 0 .. num_frames-1.
 
-    times: seconds [n], rising. skip: frames left out at either end, as far as the clip is long
-    enough to spare them: 49 frames at 8 fps are wanted whole although SAT's files say skip 3.
-    A clip may end up to half an output frame before the last time asked for; what is missing
-    beyond that is padded.
+    times: seconds [n], increasing. skip: number of frames to leave out at each end. Fewer are left
+    out if the clip would otherwise be too short: a clip of exactly 49 frames at 8 fps is used whole
+    although SAT's configs set skip_frms_num to 3. A video may end up to half an output frame before
+    the last requested time; frames beyond that are padded.
     """
     n, half = len(times), 0.5 / fps
     needed = (num_frames - 1) / fps - half
     first = min(int(skip), (n - 1) // 2)
+    # Leave out fewer frames until the rest is long enough.
     while first > 0 and times[n - 1 - first] - times[first] < needed:
         first -= 1
     last = n - 1 - first
@@ -59,15 +63,19 @@ def select_frames_timestamp(
     wanted = wanted[:num_real]
     after = np.clip(np.searchsorted(times, wanted), first, last)
     before = np.maximum(after - 1, first)
-    # In a tie the earlier frame; a hundredth of a frame absorbs the rounding of float32 times.
+    # Ties go to the earlier frame. The tolerance of 1% absorbs the rounding of float32 times.
     is_after = times[after] - wanted < wanted - times[before] - 0.01 * half
     return Selection(_padded(np.where(is_after, after, before), num_frames), num_real)
 
 
 def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int, skip: float = 3):
-    """SFTDataset's frames of a video of `length` frames, or ValueError where it would fail."""
+    """Select frames as SAT's SFTDataset does, from `length` frames at `clip_fps` per second.
+
+    Raises ValueError where SFTDataset fails.
+    """
     start = int(skip)
     kept = num_frames
+    # Long enough at the configured rate: a whole stride, which may change the speed.
     if length / clip_fps * fps > num_frames:
         end = int(start + num_frames / fps * clip_fps)
         stride = (end - start) // num_frames
@@ -76,7 +84,7 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
                 f"{clip_fps:g} fps is below fps={fps:g}, for which frame_selection=sat has no stride"
             )
         indices = np.arange(start, end, stride)
-        if indices[-1] >= length:  # upstream reads to the clip's end and indexes beyond it
+        if indices[-1] >= length:  # SFTDataset fails with an index beyond the end
             raise ValueError(
                 f"{length} frames, frame_selection=sat reads up to frame {indices[-1]} "
                 f"(skip_frms_num={skip:g})"
@@ -85,6 +93,7 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
         end = int(length - skip)
         indices = np.arange(start, end, max((end - start) // num_frames, 1))
     else:
+        # SFTDataset keeps 4N + 1 frames, as the autoencoder needs, and pads the rest.
         spare = int(length - skip) - start
         remainder = spare % TEMPORAL_COMPRESSION
         kept = spare - (remainder - 1 if remainder else TEMPORAL_COMPRESSION - 1)
@@ -97,13 +106,13 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
 
 
 def select_frames_uniform(length: int, num_frames: int) -> Selection:
-    """The diffusers trainer's frames: a whole stride over the video, its rate and fps unused."""
+    """Select frames as the diffusers trainer does: an integer stride, whatever the frame rates."""
     indices = np.arange(0, length, max(length // num_frames, 1))
     return Selection(_padded(indices, num_frames), min(length, num_frames))
 
 
 def cover_size(height: int, width: int, target: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns after scaling so that the target (rows, columns) is just covered."""
+    """The smallest size (rows, columns) with the same aspect ratio that covers the target."""
     rows, columns = target
     if width / height > columns / rows:
         return rows, int(width * rows / height)
@@ -111,11 +120,12 @@ def cover_size(height: int, width: int, target: tuple[int, int]) -> tuple[int, i
 
 
 def resize_and_center_crop(frames: Tensor, target: tuple[int, int]) -> Tensor:
-    """Frames [F, H, W, 3] uint8 -> [F, 3, rows, columns] uint8, the target covered, middle kept.
+    """Scale frames [F, H, W, 3] uint8 to cover the target and crop the centre.
 
-    Antialiased bicubic in torch's own uint8 arithmetic, as torchvision's v2 resize. Its v1 resize,
-    which SAT calls, goes through float32, without clamping what overshoots between the two passes: up
-    to 9 levels apart in natural video, 25 at the edges of white text, and 5 to 30 times slower.
+    Returns [F, 3, rows, columns] uint8. Uses torch's antialiased bicubic uint8 kernel, as
+    torchvision's v2 resize does. SAT uses torchvision's v1 resize, which computes in float32 without
+    clamping between the two passes: it differs by up to 9 levels in natural video and 25 at the
+    edges of white text, and is 5 to 30 times slower.
     """
     _, height, width, _ = frames.shape
     rows, columns = target

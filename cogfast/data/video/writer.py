@@ -1,4 +1,4 @@
-"""Videos out: mp4 files that players show, and contact sheets that a person takes in at a glance."""
+"""Writes videos: mp4 files, and contact sheets that show many videos in one picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE = _FONT_SIZE + 4
 
 
 def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
-    """uint8 [F, H, W, 3] from that, or from a tensor [3, F, H, W] in [-1, 1]."""
+    """Convert a video to uint8 [F, H, W, 3], from the same or from [3, F, H, W] in [-1, 1]."""
     if isinstance(video, np.ndarray):
         video = torch.from_numpy(video)
     if video.dtype == torch.uint8:
@@ -38,10 +38,10 @@ def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
 def write_video(
     path: str | Path, video: Tensor | np.ndarray, fps: float, crf: float = 18.0
 ) -> None:
-    """H.264 mp4 (yuv420p) of uint8 [F, H, W, 3] or [3, F, H, W] in [-1, 1].
+    """Write uint8 [F, H, W, 3] or [3, F, H, W] in [-1, 1] as an H.264 mp4 (yuv420p).
 
-    crf: x264's quality, lower is better. The format needs even sides: an odd one repeats its last
-    row or column. The file appears under its name only when it is complete.
+    crf: x264's quality, lower is better. The format needs an even height and width: an odd one is
+    padded with its last row or column. The file gets its name only when it is complete.
     """
     frames = to_frames(video)
     if len(frames) == 0 or fps <= 0:
@@ -60,15 +60,15 @@ def _encode(path: Path, frames: np.ndarray, fps: float, crf: float) -> None:
         stream = container.add_stream("libx264", rate=_rate(fps))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
-        # x264's threads race: with several, the same frames are now and then other bytes.
+        # With several threads x264's output is not deterministic.
         stream.options = {"crf": str(crf), "threads": "1"}
         for picture in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
+        container.mux(stream.encode())  # flush buffered packets
 
 
 def _rate(fps: float) -> Fraction:
-    """The exact rate: 23.976, 29.97 and 59.94 mean 24, 30 and 60 times 1000/1001."""
+    """The exact frame rate: 23.976, 29.97 and 59.94 stand for 24, 30 and 60 times 1000/1001."""
     whole = round(fps * 1.001)
     if abs(fps * 1.001 - whole) < 1e-3 and fps != whole:
         return Fraction(whole * 1000, 1001)
@@ -80,10 +80,10 @@ def contact_sheet(
     videos: Sequence[Tensor | np.ndarray],
     captions: Sequence[str],
 ) -> None:
-    """A PNG that shows every video as a caption over frames spread over it.
+    """Write a PNG that shows, for every video, its caption above evenly spaced frames.
 
-    Up to 12 videos stand below each other, 6 frames each; more stand three abreast, with 4 smaller
-    frames each, so that the sheet stays one that a screen can show.
+    Up to 12 videos are in one column with 6 frames each. More are in three columns with 4 smaller
+    frames each, so that the sheet fits on a screen.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -117,20 +117,20 @@ def contact_sheet(
 
 
 def _frames_of(video: Tensor | np.ndarray, num_frames: int, width: int) -> list[Image.Image]:
-    """Up to `num_frames` pictures spread over a video, each `width` pixels wide."""
+    """Up to `num_frames` evenly spaced frames of a video, each `width` pixels wide."""
     from PIL import Image
 
     frames = to_frames(video)
     chosen = np.unique(np.linspace(0, len(frames) - 1, num_frames).round().astype(int))
     scale = width / frames.shape[2]
     size = (width, max(1, round(frames.shape[1] * scale)))
-    # Enlarged pixels stay crisp; a blur would look like the model's.
+    # Enlarged pixels stay sharp; interpolation would look like a blur made by the model.
     how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BICUBIC
     return [Image.fromarray(frames[i]).resize(size, how) for i in chosen]
 
 
 def _wrap(text: str, width: int, draw, font, max_lines: int = 3) -> list[str]:
-    """Lines of `text` at most `width` pixels wide; a long text ends in an ellipsis."""
+    """Wrap `text` into lines at most `width` pixels wide; a long text ends in an ellipsis."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -1,4 +1,4 @@
-"""What is read before it is asked for: by processes, or by threads where DALI decodes on the device."""
+"""Reads batches ahead of their use, in processes, or in threads if DALI decodes on the device."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from cogfast.data.video.dali import DaliReader
-from cogfast.data.workers.signals import heed_parent_only, signals_withheld
+from cogfast.data.workers.signals import ignore_signals_except_parent, stop_signals_blocked
 from cogfast.data.workers.threads import ThreadedReads
 
 logger = logging.getLogger(__name__)
 
-_M_ARENA_MAX = -8  # of glibc's mallopt
+_M_ARENA_MAX = -8  # option of glibc's mallopt: the number of memory pools
 
 
 class Reads(Dataset):
-    """What is read for a key. Lives in processes or threads."""
+    """Maps keys to what is read for them. Runs in reading processes or threads."""
 
     @abstractmethod
     def __getitem__(self, key: Any) -> Any: ...
 
     @abstractmethod
     def name(self, key: Any) -> str:
-        """What the key reads, where it is told of."""
+        """What the key reads, for error messages."""
 
-    def of_a_thread(self) -> Callable[[Any], Any]:
-        """__getitem__, to be called in one thread alone."""
+    def for_thread(self) -> Callable[[Any], Any]:
+        """Return a version of __getitem__ for the use of one thread."""
         return self.__getitem__
 
 
@@ -49,19 +49,19 @@ def read_ahead(
     num_workers: int,
     prefetch_factor: int,
 ) -> ThreadedReads | ReadingProcesses:
-    """An iterator over what `reads` makes of each of `keys`, in their order; close() ends it.
+    """Iterate over `reads[key]` for each of `keys`, in order; close() stops the readers.
 
-    Where there is a GPU, tensors are on it where DALI reads, else in pinned memory. num_workers:
-    threads where DALI reads or by_threads says so, else processes, each `prefetch_factor` keys
-    ahead, or none for 0.
+    On a machine with a GPU, tensors are on it if DALI reads, else in pinned memory. num_workers:
+    number of threads if `dali` or `by_threads` is set, else of processes, each `prefetch_factor`
+    keys ahead; 0 reads in this process.
     """
     if dali is not None or by_threads:
-        return ThreadedReads(reads.of_a_thread, keys, dali, num_workers)
+        return ThreadedReads(reads.for_thread, keys, dali, num_workers)
     return ReadingProcesses(reads, keys, num_workers, prefetch_factor)
 
 
 class ReadingProcesses:
-    """Iterates over what `reads` makes of each of `keys`, in their order."""
+    """Iterates over `reads[key]` for each of `keys`, in order, read by processes."""
 
     def __init__(
         self, reads: Reads, keys: Iterable, num_workers: int, prefetch_factor: int
@@ -69,11 +69,11 @@ class ReadingProcesses:
         method = start_method()
         _check_cores(num_workers)
         with warnings.catch_warnings():
-            # Of num_workers: torch gives it at both calls below, in every process.
+            # torch warns about num_workers twice in every process; _check_cores logs it once.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             loader = DataLoader(
                 reads,
-                batch_size=None,  # of a key is read what belongs together
+                batch_size=None,  # each key is already a whole batch
                 sampler=keys,
                 collate_fn=_as_is,
                 num_workers=num_workers,
@@ -83,7 +83,7 @@ class ReadingProcesses:
                 worker_init_fn=_start_worker if num_workers else None,
             )
             self._name, self._keys = reads.name, iter(keys)
-            with signals_withheld(method):
+            with stop_signals_blocked(method):
                 self._results = iter(loader)  # starts the processes
 
     def __iter__(self) -> ReadingProcesses:
@@ -96,9 +96,10 @@ class ReadingProcesses:
             try:
                 return next(self._results)
             except Exception as error:
-                # Its frames hold torch's iterator, and so the processes, in a cycle.
+                # The traceback's frames refer to torch's iterator, which keeps the processes alive.
                 traceback.clear_frames(error.__traceback__)
                 self.close()
+                # torch has no exception type for a killed worker.
                 if not str(error).startswith("DataLoader worker"):
                     raise
                 raise RuntimeError(
@@ -115,15 +116,18 @@ def _check_cores(num_workers: int) -> None:
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if num_workers > num_cores:
         logger.info(
-            "args.num_workers=%d reading processes share %d cores; use at most %d where reading is slow",
-            *(num_workers, num_cores, num_cores),
+            "args.num_workers=%d reading processes share %d cores; use at most %d if reading is slow",
+            num_workers,
+            num_cores,
+            num_cores,
         )
 
 
 def _start_worker(worker: int) -> None:
-    heed_parent_only(worker)
+    ignore_signals_except_parent(worker)
     if sys.platform == "linux":
-        # Samples are read in ever new threads; memory that glibc gave one would stay apart.
+        # Each sample is read in a new thread. By default glibc gives threads memory pools of their
+        # own, whose free memory other threads do not use.
         with contextlib.suppress(AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
@@ -133,8 +137,8 @@ def _as_is(read: Any) -> Any:
 
 
 def start_method() -> str:
-    """How processes start: by fork, the quick way, where nothing speaks against it."""
+    """The start method of reading processes: fork, the fastest one, if it is safe."""
     if sys.platform != "linux":
         return "spawn"
-    # A fork of a process that holds a CUDA context inherits one that it cannot use.
+    # A forked process cannot use the CUDA context that it inherits.
     return "forkserver" if torch.cuda.is_initialized() else "fork"

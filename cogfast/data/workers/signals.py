@@ -1,5 +1,8 @@
-"""Reading processes outlive the signals that ask a run to stop: it goes on until its checkpoint and
-needs batches until then, while a terminal's Ctrl-C, torchrun and Slurm signal every process."""
+"""Signal handling of reading processes, which ignore requests to stop a run.
+
+A terminal's Ctrl-C, torchrun and Slurm signal every process. The trainer, however, continues until
+its checkpoint is written and needs batches until then, so it ends its workers itself.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-# What asks a run to stop; the trainer listens to them (train/run/stop_signals.py).
+# Signals that ask a run to stop; the trainer handles them (train/run/stop_signals.py).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_LOOK_SECONDS = 2  # between looks for the trainer
+_POLL_SECONDS = 2  # between checks that the trainer is alive
 
 
 @contextmanager
-def signals_withheld(start_method: str) -> Iterator[None]:
-    """Processes that start inside inherit the mask, with all threads that libraries start in them,
-    and so does the server that forks them where CUDA is up."""
+def stop_signals_blocked(start_method: str) -> Iterator[None]:
+    """Block the stop signals in this thread, so that processes started inside inherit the mask.
+
+    Threads that libraries start in these processes inherit it too, and so does the fork server.
+    """
     if sys.platform != "linux":  # no sigwaitinfo
         yield
         return
     if start_method != "fork":
-        resource_tracker.ensure_running()  # starting later, it would lift the mask
+        # Start the tracker first: when it starts it unblocks SIGINT and SIGTERM in this thread.
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -33,20 +39,19 @@ def signals_withheld(start_method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def heed_parent_only(worker: int) -> None:
-    """In a worker: let it end by the trainer's SIGTERM, and with the trainer.
-
-    Only who waits for a signal is told its sender, hence a thread. It also looks for the trainer,
-    since torch's worker looks for its parent, and a server that forks workers lives as long as they.
-    """
+def ignore_signals_except_parent(worker: int) -> None:
+    """Let a worker end only by the trainer's SIGTERM, or when the trainer ends."""
+    # Only sigtimedwait reports a signal's sender, so a thread waits for it. The thread also polls
+    # the trainer: torch's own watchdog polls the direct parent, which under forkserver is the
+    # server, and the server lives as long as its workers.
     if sys.platform != "linux":
         return
     trainer = multiprocessing.parent_process()
-    assert trainer is not None, "the trainer is no worker"
+    assert trainer is not None, "called in the trainer, not in a worker"
 
     def end_with_trainer() -> None:
         while trainer.is_alive():
-            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_SECONDS)
+            received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SECONDS)
             if received is not None and received.si_pid == trainer.pid:
                 break
         os._exit(0)

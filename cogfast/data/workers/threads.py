@@ -1,5 +1,8 @@
-"""What is read ahead by threads of this process: where its tensors lie on its device, and where
-reading is so little work that handing over from another process would be more."""
+"""Reads ahead in threads of this process.
+
+For DALI, whose tensors lie on this process's device, and for reads so short that passing the result
+from another process would take longer.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from torch import Tensor
 
 from cogfast.data.video.dali import DaliReader
 
-_LEAST_AHEAD = 2  # reads that go on while their taker works on another
-_END_SECONDS = 10.0  # that close() waits for reads under way; one may hang
+_MIN_AHEAD = 2  # reads in flight while the consumer works on a batch
+_END_SECONDS = 10.0  # how long close() waits for reads in flight, since one may hang
 
 
 class ThreadedReads:
-    """Iterates over what `new_reads()` makes of each of `keys`, in their order.
+    """Iterates over the results of reading `keys`, in order.
 
-    new_reads: makes a function for one thread. num_threads: of them, each a decoder of its own; so
-    many keys, and two at least, are read before they are asked for. An error comes where its result
-    would. dali: what decodes; None: tensors lie in host memory, pinned where there is a GPU.
+    new_reads: returns the reading function of one thread. num_threads: number of threads, each
+    with its own decoder, and of keys read ahead; at least 2. An error is raised in place of its
+    result. dali: the decoder; None leaves tensors in host memory, pinned if there is a GPU.
     """
 
     def __init__(
@@ -34,10 +37,10 @@ class ThreadedReads:
         dali: DaliReader | None,
         num_threads: int,
     ) -> None:
-        num_ahead = max(_LEAST_AHEAD, num_threads)
+        num_ahead = max(_MIN_AHEAD, num_threads)
         self._dali, self._keys = dali, iter(keys)
         self._own = threading.local()
-        # Its threads are daemons: one whose decoder hangs does not keep the process from ending.
+        # The pool's threads are daemons: a hanging decoder does not keep the process from ending.
         self._pool = ThreadPool(num_ahead, lambda: setattr(self._own, "read", new_reads()))
         self._pending: deque[AsyncResult] = deque()
         for _ in range(num_ahead):
@@ -52,7 +55,7 @@ class ThreadedReads:
         if self._dali is None:
             read = self._own.read(key)
             return _each_tensor(read, Tensor.pin_memory) if torch.cuda.is_available() else read
-        with self._dali.on_device():  # samples are put together there
+        with self._dali.on_device():  # batches are collated on the device
             return self._own.read(key)
 
     def __iter__(self) -> ThreadedReads:
@@ -65,14 +68,16 @@ class ThreadedReads:
         if not first.ready():
             self._read_another()
             read = first.get()
-        else:  # a reader that starts now would only hold up who takes this one
+        else:
+            # Start the next read after this one is handed over: a new reader would compete with
+            # the consumer.
             read = first.get()
             self._read_another()
-        return _each_tensor(read, _kept_for_taker)
+        return _each_tensor(read, _record_on_current_stream)
 
     def close(self) -> None:
         if self._dali is not None:
-            # A process that ends while DALI is at work in a thread is aborted.
+            # The process aborts if it exits while DALI runs in a thread.
             deadline = time.monotonic() + _END_SECONDS
             for read in self._pending:
                 read.wait(max(0.0, deadline - time.monotonic()))
@@ -80,15 +85,16 @@ class ThreadedReads:
         self._pool.terminate()
 
 
-def _kept_for_taker(tensor: Tensor) -> Tensor:
+def _record_on_current_stream(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
-        # Its memory belongs to the readers' stream, which must not take it back too early.
+        # The memory was allocated on the readers' stream; it must not be reused there until the
+        # consumer's stream has finished with it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
 
 
 def _each_tensor(read: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`read`, its tensors changed, also those in lists and in values of dicts."""
+    """Apply `change` to a tensor, and to tensors in lists and in values of dicts."""
     if isinstance(read, Tensor):
         return change(read)
     if isinstance(read, dict):

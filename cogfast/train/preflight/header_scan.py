@@ -85,6 +85,6 @@ def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:
     """List what the survey found bad with what reading will find."""
     log = BadSampleLog(folder / "bad_samples.jsonl", num_samples, max_bad_fraction=1.0)
     for number, (name, reason) in enumerate(bad.items()):
-        log.add(name, reason, is_told=number < _NUM_TOLD)
+        log.add(name, reason, is_logged=number < _NUM_TOLD)
     if len(bad) > _NUM_TOLD:
         logger.warning("%d videos cannot be used, all in %s", len(bad), log.file)

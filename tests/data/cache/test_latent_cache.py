@@ -212,7 +212,7 @@ def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
     mine.write_text("precious")
     for name in ("writer", "bad_samples.jsonl"):
         (cache / name).symlink_to(mine)
-        with pytest.raises(ValueError, match=rf"{name} is a link, and what it names would be writ"):
+        with pytest.raises(ValueError, match=rf"{name} is a link, and its target would be written"):
             Writer(cache).__enter__()
         (cache / name).unlink()
     assert mine.read_text() == "precious"
@@ -335,7 +335,9 @@ def test_every_sample_gets_its_own(tmp_path: Path, videos: CaptionedVideos) -> N
 
 def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: CaptionedVideos) -> None:
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"no cache there: 0 of 8 usable; run `cogfast cache`"):
+    with pytest.raises(
+        ValueError, match=r"no cache in this folder: 0 of 8 usable; run `cogfast cache`"
+    ):
         CachedVideos(cache, videos, SPECS)
     plan = planned(cache, videos)
     with pytest.raises(ValueError, match=r"8 of 8 samples are not encoded, and no `cogfast cache`"):
@@ -383,7 +385,9 @@ def test_a_sample_is_waited_for_as_long_as_there_is_a_writer(
     with Writer(cache):
         cached = CachedVideos(cache, videos, SPECS)
         os.utime(cache / "writer", (time.time() - 61,) * 2)
-        with pytest.raises(RuntimeError, match=r"video-00000.safetensors, for .*one/0.mp4, is not"):
+        with pytest.raises(
+            RuntimeError, match=r"video-00000.safetensors, for .*one/0.mp4, is missing"
+        ):
             cached[0]
         (cache / "writer").touch()
         pid = os.fork()

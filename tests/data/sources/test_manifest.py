@@ -65,7 +65,7 @@ def test_frames_within_a_part():
     assert frames_within(times, None) == slice(0, 10)
     assert frames_within(times, (0.2999, 0.6)) == slice(3, 6)
     assert frames_within(times, (np.nan, 0.31)) == slice(0, 3)
-    with pytest.raises(ValueError, match="no frame from 5 to 6 s, the video ends at 0.90"):
+    with pytest.raises(ValueError, match="no frame from 5 to 6 s; the video ends at 0.90"):
         frames_within(times, (5.0, 6.0))
 
 
@@ -145,7 +145,7 @@ def test_columns_that_nobody_reads_are_told(tmp_path, caplog):
     caplog.set_level("INFO")
     file = _csv(tmp_path, "path,caption,aesthetics\nx.mp4,,3\n")
     data = VideoManifest(file, **CLIP, allow_empty_captions=True)
-    assert list(data.captions) == [""] and "columns that are not read: aesthetics" in caplog.text
+    assert list(data.captions) == [""] and "unused columns: aesthetics" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["data.csv", "data.jsonl"])

@@ -134,10 +134,10 @@ def test_it_is_told_and_replaced(kind, tmp_path):
 
 def test_frames_too_large_to_hold(tmp_path, monkeypatch):
     sat_folder(tmp_path, 2)
-    monkeypatch.setattr(video_file, "MOST_PIXELS", 32 * 48)
+    monkeypatch.setattr(video_file, "MAX_PIXELS", 32 * 48)
     data = VideoFolder(tmp_path, **CLIP)
     (reason,) = survey(data).reasons.values()
-    assert reason == "frames of 48 x 48 pixels; 1536 at most are read"
+    assert reason == "frames of 48 x 48 pixels; at most 1536 are read"
     with pytest.raises(BadSample, match=reason):  # also without a survey
         data[1]
 
@@ -145,9 +145,9 @@ def test_frames_too_large_to_hold(tmp_path, monkeypatch):
 def test_more_frames_than_a_video_has(tmp_path, monkeypatch):
     """A header of 2^31 frames must not make a list of as many times."""
     sat_folder(tmp_path, 2)
-    monkeypatch.setattr(video_headers, "MOST_FRAMES", 8)
+    monkeypatch.setattr(video_headers, "MAX_FRAMES", 8)
     reasons = survey(VideoFolder(tmp_path, **CLIP)).reasons.values()
-    assert list(reasons) == ["9 frames, as it says; 8 at most are read"] * 2
+    assert list(reasons) == ["header claims 9 frames; at most 8 are read"] * 2
 
 
 def test_a_name_is_no_address(tmp_path, monkeypatch):

@@ -429,7 +429,7 @@ def test_auto_says_why_pyav_reads(caplog):
     with caplog.at_level(logging.INFO, logger="cogfast"):
         for _ in range(2):
             assert dali_reader.dali_of_this_process("auto") is None
-    assert caplog.text.count("videos are decoded by PyAV: no DALI, since there is no GPU") == 1
+    assert caplog.text.count("videos are decoded by PyAV, not by DALI: there is no GPU") == 1
 
 
 @pytest.mark.skipif(bool(HAS_DALI), reason="DALI is installed")

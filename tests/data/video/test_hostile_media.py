@@ -297,10 +297,10 @@ def _shard(kind: str, path: Path, clip: bytes) -> None:
 
 TARS: dict[str, str | None] = {
     "a member of the same name": None,
-    "a name that leaves": "'../9.mp4' leaves the folder",
+    "a name that leaves": "'../9.mp4' would be unpacked outside its folder",
     "a hard link": "'9.mp4' is a link to '0.mp4'",
     "a link": "'9.mp4' is a link to '/etc/passwd'",
-    "a sparse member": "'9.mp4' is sparse",
+    "a sparse member": "'9.mp4' is a sparse file",
     "a device": None,
     "a tar in it": None,
     "names of escapes": None,
