@@ -1,4 +1,4 @@
-"""The list of bad samples that the ranks of a run share, and a resumed run reads again."""
+"""The list of bad samples, which all ranks of a run share and a resumed run reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cogfast.data import bad_samples
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 
 
-def test_a_torn_line_is_passed_over(tmp_path):
+def test_a_torn_line_is_skipped(tmp_path):
     file = tmp_path / "bad_samples.jsonl"
     file.write_text('{"path": "a", "reason": "r"}\n{"path": "b", "rea')
     log = BadSampleLog(file, num_samples=100)
@@ -25,14 +25,14 @@ def test_a_torn_line_is_passed_over(tmp_path):
 
 
 def test_ranks_share_the_list_and_its_count(tmp_path):
-    """Two ranks that find three each, one of them the same, are five over a limit of four."""
+    """Two ranks find three bad samples each, one of them in common: five, with a limit of four."""
     file = tmp_path / "bad_samples.jsonl"
     ranks = [BadSampleLog(file, num_samples=80) for _ in range(2)]
     for rank, paths in zip(ranks, ("abc", "cde"), strict=True):
         for path in paths:
             rank.add(path, "broken")
     assert [json.loads(line)["path"] for line in file.read_text().splitlines()] == list("abcde")
-    ranks[0].check()  # has not looked since
+    ranks[0].check()  # has not read the list since the other rank added to it
     with pytest.raises(ValueError, match=r"5/80 videos unreadable \(>5%\).*all in .*jsonl"):
         ranks[1].check()
 
@@ -46,14 +46,14 @@ def test_lines_are_whole_when_processes_write_at_once(tmp_path):
             log = BadSampleLog(file, num_samples=1)
             for i in range(50):
                 log.add(f"{name if i % 2 else 'shared'}-{i}", "r" * 200)
-            os._exit(0)
+            os._exit(0)  # without pytest's clean-up in the child
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     paths = [json.loads(line)["path"] for line in file.read_text().splitlines()]
     assert len(paths) == len(set(paths)) == 4 * 25 + 25
 
 
-def test_mended_files_do_not_count_in_the_resumed_run(tmp_path):
+def test_repaired_files_do_not_count_in_the_resumed_run(tmp_path):
     file = tmp_path / "bad_samples.jsonl"
     first = BadSampleLog(file, num_samples=20)
     for path in "abcdef":
@@ -72,7 +72,7 @@ def test_bad_sample_travels_between_processes():
 
 
 @pytest.mark.parametrize("number, fraction", [(1, 0.05), (3, 1.0)])
-def test_nothing_but_bad_samples_is_too_many(number, fraction):
+def test_all_samples_bad_is_too_many(number, fraction):
     log = BadSampleLog(None, number, fraction)
     for name in "abc"[:number]:
         log.check()
@@ -81,7 +81,7 @@ def test_nothing_but_bad_samples_is_too_many(number, fraction):
         log.check()
 
 
-def test_a_list_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+def test_a_list_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     log = BadSampleLog(tmp_path / "run/bad_samples.jsonl", num_samples=20)
     (tmp_path / "run").rmdir()
     assert log.add("a", "broken") and not log.add("a", "broken") and log.reasons == {"a": "broken"}
@@ -95,7 +95,7 @@ def test_max_bad_fraction_is_checked():
 
 
 def test_a_long_list_is_read_once(tmp_path, monkeypatch):
-    """Two ranks in turns: each line is read by the other one alone, however long the list is."""
+    """Two ranks write in turns: each line is read once, by the other rank."""
     read, num_bytes = bad_samples._read, 0
 
     def counted(text: bytes) -> dict[str, str]:
@@ -111,4 +111,5 @@ def test_a_long_list_is_read_once(tmp_path, monkeypatch):
         assert ranks[i % 2].add(str(i), "broken") and not ranks[1 - i % 2].add(str(i), "broken")
     assert list(read(file.read_bytes())) == ["before", *map(str, range(40))]
     assert ranks[0].reasons == ranks[1].reasons and len(ranks[0].reasons) == 40
+    # Reading the whole list at every call would be about 80 times its size.
     assert num_bytes < 3 * file.stat().st_size

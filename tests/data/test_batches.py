@@ -1,4 +1,4 @@
-"""One order for every layout; bad samples replaced, listed and counted; workers that end."""
+"""BatchLoader: one order for every layout, bad samples replaced and listed, workers that end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 
 
 class Latents(Dataset):
-    """A user's data set: sample i holds i everywhere. `bad` ones cannot be read."""
+    """A user's data set: sample i is filled with i. Samples in `bad` cannot be read."""
 
     def __init__(self, num_samples: int, bad: tuple[int, ...] = (), slow: int = -1) -> None:
         self.num_samples, self.bad, self.slow = num_samples, bad, slow
@@ -44,7 +44,7 @@ class Latents(Dataset):
 
 
 def _read(dataset, steps, *, global_batch=4, start_step=0, seed=11, dp_size=1, **layout):
-    """{(step, slot): sample number} that the ranks together read, and their bad ones per slot."""
+    """Read all ranks' batches: {(step, slot): sample number}, and the bad samples per slot."""
     seen, bad = {}, {}
     for rank in range(dp_size):
         order = GlobalOrder(len(dataset), seed, global_batch)
@@ -84,13 +84,13 @@ def test_every_layout_reads_the_same(layout, dataset):
     assert _read(dataset, 6, max_bad_fraction=0.2, **layout) == expected
 
 
-def test_the_order_is_the_orders():
+def test_slots_read_what_the_order_says():
     order = GlobalOrder(10, 11, 4)
     seen, _ = _read(Latents(10), 6)
     assert seen == {(s, i): order.index(s, i) for s in range(6) for i in range(4)}
 
 
-def test_resume_reads_on():
+def test_resume_continues_with_the_next_step():
     straight, _ = _read(Latents(7, bad=(1,)), 9)
     resumed, _ = _read(Latents(7, bad=(1,)), 4, start_step=5, micro_batch=2, accumulation=2)
     assert resumed == {key: value for key, value in straight.items() if key[0] >= 5}
@@ -143,14 +143,14 @@ def test_the_error_names_ten():
     assert str(error.value).count(": broken") == 10
 
 
-def test_one_bad_sample_is_borne_by_a_small_set():
+def test_a_small_set_may_have_one_bad_sample():
     _read(Latents(5, bad=(0,)), 10)
     with pytest.raises(ValueError, match="2/5 videos unreadable"):
         _read(Latents(5, bad=(0, 1)), 10)
 
 
 def test_mostly_bad_ends_early():
-    """A set of 10,000 that cannot be read must not be tried for 500 samples first."""
+    """If most of 10,000 samples are bad, the run must not try 500 of them first."""
     with pytest.raises(ValueError, match=r"1[0-9]/10000 videos unreadable"):
         _read(Latents(10_000, tuple(range(9_000))), 30, micro_batch=1, accumulation=4)
 
@@ -166,7 +166,7 @@ def test_nothing_readable():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_real_files(num_workers, tmp_path):
-    """Truncated, empty and misnamed files, a short clip: one report each, good batches around."""
+    """Truncated, empty and misnamed files and a short clip: each is reported once and replaced."""
     sat_folder(tmp_path / "d", 10)
     videos = tmp_path / "d/videos"
     whole = (videos / "01.mp4").read_bytes()
@@ -250,7 +250,7 @@ def test_a_slow_sample_is_named(tmp_path):
 
 
 def test_a_hung_file_costs_one_thread():
-    """Not one an epoch, and not its time-out again."""
+    """A file that hangs leaves one thread behind and times out once, not in every epoch."""
     before, start = set(threading.enumerate()), time.monotonic()
     with BatchLoader(
         Latents(4, slow=2), GlobalOrder(4, 0, 4), micro_batch=4, num_steps=8, num_workers=0,
@@ -279,7 +279,7 @@ def _children() -> list[int]:
 
 
 def test_a_killed_worker_is_an_error_that_names_files(tmp_path, monkeypatch):
-    # seconds between torch's looks at its workers
+    # seconds between torch's checks of its workers
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     data, before = VideoFolder(sat_folder(tmp_path, 4), **CLIP), set(_children())
     with BatchLoader(data, GlobalOrder(4, 0, 2), micro_batch=2, prefetch_factor=1) as loader:
@@ -315,8 +315,7 @@ def _rss_mib(pid: int) -> float:
     ids=["6 clips", "500 clips"],
 )
 def test_memory_is_flat_over_epochs(num_clips, first, last, mib, tmp_path):
-    """Resident memory of the worker, and ours, after epoch `last` is that after `first`, within 5%
-    and `mib` MiB."""
+    """Resident memory of the trainer and its worker grows by at most 5% + `mib` MiB between epochs."""
     data = VideoFolder(sat_folder(tmp_path, num_clips, num_frames=24, fps=24.0), **CLIP)
     before, micro_batch = set(_children()), min(num_clips, 10)
     order = GlobalOrder(num_clips, 0, micro_batch)

@@ -1,4 +1,4 @@
-"""Buckets: which one a clip gets, from headers alone; one in a step, on every layout; none dropped."""
+"""Buckets: assigned from headers alone, one bucket per step on every layout, no sample dropped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = ClipSettings(video_size=(480, 720), fps=8, max_num_frames=49, buckets
     ],
     ids=str,
 )
-def test_a_clip_gets_the_bucket_that_loses_least(frames, fps, height, width, wanted):
+def test_a_clip_gets_the_bucket_that_keeps_most(frames, fps, height, width, wanted):
     found = choose(Header(frames, fps, height, width), SETTINGS, SETTINGS.sizes)
     if isinstance(wanted, str):
         assert found.startswith(wanted)
@@ -43,7 +43,7 @@ def test_a_clip_gets_the_bucket_that_loses_least(frames, fps, height, width, wan
         assert list(SETTINGS.sizes[found]) == wanted
 
 
-def test_what_scaling_and_cropping_keep():
+def test_share_that_scaling_and_cropping_keep():
     assert kept_share(480, 720, Bucket(1, 480, 720)) == 1
     assert kept_share(960, 1440, Bucket(1, 480, 720)) == pytest.approx(0.5)  # sharpness
     assert kept_share(480, 1440, Bucket(1, 480, 720)) == pytest.approx(0.5)  # picture
@@ -115,7 +115,7 @@ def test_headers_are_read_once(folder, monkeypatch):
     really = video_headers.probe
     counted = lambda *a: opened.append(os.path.basename(a[0])) or really(*a)
     monkeypatch.setattr(video_headers, "probe", counted)
-    # What could not be read is tried again: see test_bad_files.
+    # Files that could not be read are tried again: see test_bad_files.
     assert read_headers(data.clips) == first and opened == ["99.mp4"]
     write_clip(folder / "videos/03.mp4", constant_rate(17, 8), size=(48, 48))
     again = read_headers(data.clips)
@@ -149,7 +149,7 @@ def test_headers_in_shards(folder, tmp_path):
 
 
 def _steps(data, steps, micro_batch, accumulation=1, dp_size=1, start_step=0, num_workers=0):
-    """{(step, slot): (name, shape)} of all ranks together."""
+    """Read all ranks' batches as {(step, slot): (name, shape)}."""
     seen = {}
     for rank in range(dp_size):
         order = data.order(7, micro_batch * accumulation * dp_size)
@@ -184,14 +184,14 @@ def test_buckets_are_checked(tmp_path):
     for buckets, message in (
         ([[9, 32]], r"data.params.buckets\[0\]=\[9, 32\] must be \[frames, rows, columns\]"),
         ([[9, 32, 48], [9, 32, 0]], r"buckets\[1\]=\[9, 32, 0\] must be"),
-        ([[9, 32, 48], [9, 32, 48]], r"buckets\[1\]=\[9, 32, 48\] is there twice; remove it"),
+        ([[9, 32, 48], [9, 32, 48]], r"buckets\[1\]=\[9, 32, 48\] is listed twice; remove it"),
     ):
         with pytest.raises(ValueError, match=message):
             VideoFolder(tmp_path, **SMALL, buckets=buckets)
 
 
 def test_an_index_of_ten_thousand_is_small():
-    """Columns of 10,000 samples with long names and captions, and their order: counted, not timed."""
+    """Memory for 10,000 samples with long names and captions, and for their order."""
     import tracemalloc
 
     from cogfast.data.global_order import GlobalOrder

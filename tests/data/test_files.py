@@ -1,4 +1,4 @@
-"""Files written whole, their modes, and their checksums."""
+"""cogfast/files.py: writing files whole, their modes, and their checksums."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
 
     def fail(path: Path) -> None:
         path.write_text("half")
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device")  # ENOSPC
 
     with pytest.raises(WriteError, match=r"a.json cannot be written \(No space left on device\)"):
         write_whole(file, fail)
@@ -76,7 +76,8 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_checksums_while_writing_are_those_of_the_bytes(tmp_path: Path) -> None:
-    """Pieces of no, one and many bytes, against xxhash over all of them at once."""
+    """Compare pieces of no, one and many bytes with xxhash over all of them at once."""
+    # XXH3 changes its algorithm at 240 bytes.
     draw = random.Random(0)
     pieces = [draw.randbytes(n) for n in (0, 1, 7, 240, 241, 1 << 10, 3 << 20, 1, 5 << 20)]
     with ChecksumFile(tmp_path / "a") as file:
@@ -118,8 +119,7 @@ def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
 
 
 def releases_the_interpreter(run: Callable[[], object]) -> bool:
-    """Whether another thread gets the interpreter while `run` is called, though none is made to
-    give it up."""
+    """Whether `run` releases the GIL, so that another thread runs while it is called."""
     begun, over = threading.Event(), threading.Event()
 
     def call() -> None:
@@ -128,6 +128,7 @@ def releases_the_interpreter(run: Callable[[], object]) -> bool:
         over.set()
 
     before = sys.getswitchinterval()
+    # No thread is forced to release the GIL, so another runs only if `run` does so itself.
     sys.setswitchinterval(1000)
     try:
         thread = threading.Thread(target=call)
@@ -141,7 +142,8 @@ def releases_the_interpreter(run: Callable[[], object]) -> bool:
 
 
 def test_hashing_lets_other_threads_run() -> None:
-    """Training goes on while the writer's thread hashes a checkpoint."""
+    """Training continues while the writer's thread hashes a checkpoint."""
     block = bytes(16 << 20)
     assert releases_the_interpreter(lambda: xxhash.xxh3_64().update(block))
+    # A control: pure Python code keeps the GIL.
     assert not releases_the_interpreter(lambda: sum(block[: 1 << 16]))

@@ -1,4 +1,4 @@
-"""The order as a pure function: who reads what, whatever the layout, the restart or the bad file."""
+"""GlobalOrder as a pure function of seed, step and slot, with weights, buckets and replacements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_step_at_any_time_and_in_any_process():
 
 
 def test_pinned_numbers():
-    """A resumed run reads on where another version, machine or year left off."""
+    """A run must be resumable with another version of cogfast, so the order is fixed for good."""
     pinned = [4, 1, 2, 3, 0, 6, 8, 5, 9, 7, 8, 2, 7, 0, 9]
     assert _read(GlobalOrder(10, 1234, 5), range(3)) == pinned
 
@@ -59,7 +59,7 @@ def test_replacements_try_every_sample_once():
 
 
 def test_replacements_spread():
-    """What stands in for one bad sample over many epochs is not always its neighbour."""
+    """Over many epochs a bad sample is replaced by many different samples."""
     n = 40
     order = GlobalOrder(n, 0, n)
     stands_in = Counter()
@@ -71,7 +71,7 @@ def test_replacements_spread():
 
 
 def test_shuffle_is_uniform():
-    """Mean and spread of where a sample lands: uniform over 2,000 epochs to 4 standard errors."""
+    """Mean and spread of a sample's position are uniform over 2,000 epochs to 4 standard errors."""
     order = GlobalOrder(20, 9, 20)
     places = np.array([[order.index(e, s) for s in range(20)] for e in range(2000)])
     where = np.argsort(places, axis=1)  # [epochs, samples]
@@ -89,7 +89,7 @@ WEIGHTS = np.array([1.0] * 6 + [2.0] * 3 + [0.5] * 4 + [0.0] * 2 + [0.3] * 5)
 
 
 def test_weights_are_how_often_an_epoch_reads_a_sample():
-    """Each as often as its weight's floor or ceiling in every epoch, and exactly in the long run."""
+    """Every epoch reads a sample floor(weight) or ceil(weight) times, and on average exactly."""
     order = GlobalOrder(20, 3, 5, WEIGHTS)
     assert order.epoch_size == 16 and order.num_steps(1) == 4  # 15.5 rounded
     read = np.array(_read(order, range(order.num_steps(200))))[: 200 * 16].reshape(200, 16)
@@ -126,7 +126,9 @@ def test_every_step_is_of_one_bucket_and_nothing_is_dropped():
             if step == order.num_steps(epoch) - 1:
                 assert min(seen[i] for i in range(20) if BUCKETS[i] >= 0) >= epoch
     assert set(seen) == {i for i in range(20) if BUCKETS[i] >= 0}
-    assert all(8 <= seen[i] <= 9 for i in seen)  # what fills up a step counts for the next epoch
+    assert all(
+        8 <= seen[i] <= 9 for i in seen
+    )  # samples that fill up a step count for the next epoch
     epochs = [[order.bucket(s) for s in range(20) if order.epoch(s) == e] for e in range(3)]
     assert epochs[0] != sorted(epochs[0]) or epochs[1] != sorted(epochs[1])
 
@@ -151,7 +153,7 @@ def test_a_step_is_replaced_from_its_bucket():
 
 
 def test_with_weights_any_sample_of_the_bucket_can_stand_in():
-    """Of buckets whose epochs are full of one bad sample, or read one sample each; none of weight 0."""
+    """Also if an epoch repeats one bad sample, or reads one sample; never a sample of weight 0."""
     buckets = np.array([0] * 4 + [1] * 4)
     weights = np.array([6, 0.25, 0.25, 0] + [0.2] * 4)
     order = GlobalOrder(8, 8, 4, weights, buckets)
@@ -170,7 +172,7 @@ def test_one_bucket_is_the_plain_order():
 
 
 def test_what_was_read_once():
-    """A strict evaluation counts each sample once, whatever fills up the last step."""
+    """An evaluation that counts each sample once must ignore what fills up the last step."""
     order = GlobalOrder(20, 8, 4, buckets=BUCKETS)
     counted = [
         order.index(step, slot)

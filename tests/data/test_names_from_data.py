@@ -1,4 +1,4 @@
-"""Names and texts that come from data: as names of files, and in what a terminal and a log show."""
+"""Names and texts that come from data, used as file names and shown in terminals and logs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ from cogfast.data.bad_samples import BadSampleLog
 from cogfast.schema.values import printable
 from cogfast.train.sampling.generate import Prompt, _Row, _write_overview, file_name
 
-PROMPTS = [
-    *("../../etc/passwd", "/etc/passwd", "a\\b", "..", ".", "", " ", "-rf", "~", "a/../b", "CON"),
-    *(
-        "a\nb",
-        "a\0b",
-        "\x1b[31mred",
-        "x" * 300,
-        "\u202eabc",
-        "\u4e00" * 300,
-        "\U0001f600",
-        "\udcff",
-    ),
-    *("a b", "a b", "A B", "*?[", "$(touch made)", "`touch made`", "a;b|c", "%s%n", "\x9b31m"),
-]
+# Prompts that would do harm as file names.
+PATHS = ["../../etc/passwd", "/etc/passwd", "a\\b", "..", ".", "", " ", "-rf", "~", "a/../b", "CON"]
+# Control characters, names longer than 255 bytes, and bytes that are not UTF-8.
+CHARACTERS = ["a\nb", "a\0b", "\x1b[31mred", "x" * 300, "\u202eabc", "\u4e00" * 300]
+CHARACTERS += ["\U0001f600", "\udcff", "\x9b31m"]
+# Equal prompts, and characters that a shell or printf interprets.
+SPECIAL = ["a b", "a b", "A B", "*?[", "$(touch made)", "`touch made`", "a;b|c", "%s%n"]
+PROMPTS = PATHS + CHARACTERS + SPECIAL
 
 
 def test_a_prompts_file_lies_in_its_folder(tmp_path: Path) -> None:
@@ -48,7 +42,7 @@ def test_a_prompts_file_lies_in_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a\0b", "a\udcff"])
-def test_prompts_that_are_no_text_are_refused_before_anything_is_built(tmp_path, text) -> None:
+def test_prompts_that_are_not_utf8_are_refused_before_anything_is_built(tmp_path, text) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "training_config.yaml").write_text("{}")
     with pytest.raises(ValueError, match="--prompt: .* holds bytes that are no text; give UTF-8"):
@@ -79,7 +73,7 @@ def test_printable() -> None:
 
 
 def test_the_log_shows_data_as_text(capsys: pytest.CaptureFixture) -> None:
-    """An escape from a caption or a name reaches no terminal, and no argument begins a line."""
+    """Escapes in captions and names are shown as text, and line breaks in them start no new line."""
     logger = logging.getLogger("cogfast")
     before = logger.handlers, logger.propagate, logger.level
     try:

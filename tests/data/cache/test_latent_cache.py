@@ -1,4 +1,4 @@
-"""The folder of encoded samples: who has which place in it, what is read again, who writes."""
+"""The latent cache: places of samples, which files are hashed again, damage, and the writer lock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = ClipSettings(video_size=(8, 8), fps=8, max_num_frames=1)
 
 
 def make(folder: Path, shards: list) -> None:
-    """Shards whose rows hold their keys' lengths; a key that starts with bad has no tensor."""
+    """Write shards whose rows hold the lengths of their keys; keys that start with "bad" fail."""
     for shard in shards:
         name = "mean" if shard.kind == "video" else "embedding"
         tensors = {
@@ -54,16 +54,16 @@ def files_of(index: CacheIndex) -> dict[str, list[str]]:
     return {shard.file: shard.keys for shard in index.shards}
 
 
-def test_samples_keep_their_places_and_new_ones_come_behind(tmp_path: Path) -> None:
+def test_samples_keep_their_places_and_new_ones_are_appended(tmp_path: Path) -> None:
     keys = [f"{i:02}" for i in range(10)]
     index = CacheIndex()
     plan = index.plan("video", VIDEO, keys, tmp_path)
     assert [len(shard.keys) for shard in plan] == [8, 2]
     index.write(tmp_path)
-    make(tmp_path, plan[:1])  # the second one is not there yet
+    make(tmp_path, plan[:1])  # the second one is not written yet
     again = CacheIndex.read(tmp_path)
     assert again.plan("video", VIDEO, keys, tmp_path) == plan and again == index
-    # One of each shard is changed: the shard that is there keeps what is still wanted of it.
+    # One sample of each shard changes: the shard that is written keeps its other samples.
     wanted = ["new a", *keys[1:9], "new b"]
     plan = again.plan("video", VIDEO, wanted, tmp_path)
     assert [shard.keys for shard in plan] == [keys[:8], ["new a", "08", "new b"]]
@@ -84,7 +84,7 @@ def test_a_sample_has_one_place_and_specs_have_their_own(tmp_path: Path) -> None
     assert index.places("video", other) == {"a": ("video-00001.safetensors", 0)}
 
 
-def test_damaged_files_are_told_and_made_again(tmp_path: Path) -> None:
+def test_damaged_files_are_bad_samples_and_written_again(tmp_path: Path) -> None:
     index = CacheIndex()
     (shard,) = index.plan("video", VIDEO, ["a", "b"], tmp_path)
     make(tmp_path, [shard])
@@ -122,13 +122,13 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a.mp4": "x", "b.mp4": []}', "\0"])
-def test_sources_that_are_no_sources_are_read_again(text: str, tmp_path: Path) -> None:
+def test_a_malformed_list_of_sources_is_made_again(text: str, tmp_path: Path) -> None:
     (tmp_path / "sources.json").write_text(text)
     assert Sources(tmp_path).known == {}
 
 
 def test_only_files_that_look_changed_are_read_again(tmp_path: Path) -> None:
-    """A file of the same size and time counts as the same, whatever is in it."""
+    """A file with the same size and mtime counts as unchanged, whatever its content."""
     a, b, gone = (str(tmp_path / name) for name in ("a.mp4", "b.mp4", "gone.mp4"))
     Path(a).write_bytes(b"first")
     Path(b).write_bytes(b"other")
@@ -153,7 +153,7 @@ def test_only_files_that_look_changed_are_read_again(tmp_path: Path) -> None:
     assert sources.content(str(tmp_path / "pipe")).startswith("unreadable-")
 
 
-def test_a_remote_shard_written_anew_is_read_again() -> None:
+def test_a_remote_shard_that_was_rewritten_is_read_again() -> None:
     memory = fsspec.filesystem("memory")
     member, parts = "memory://bucket/x.tar::a.mp4", {"memory://bucket/x.tar::a.mp4": (2, 3)}
     memory.pipe("/bucket/x.tar", b"..abc..")
@@ -184,7 +184,7 @@ HOSTILE_LINES = [
 
 
 @pytest.mark.parametrize("line", [json.dumps(row) for row in HOSTILE_LINES] + ["{", "[" * 99999])
-def test_an_index_names_shards_of_its_folder_alone(tmp_path: Path, line: str) -> None:
+def test_an_index_must_name_shards_of_its_folder(tmp_path: Path, line: str) -> None:
     header = json.dumps({"format": "cogfast-latents-2", "specs": {"s": {}}})
     (tmp_path / "index.jsonl").write_text(f"{header}\n{json.dumps(GOOD)}\n")
     assert CacheIndex.read(tmp_path).shards[0].keys == ["k"]
@@ -206,7 +206,7 @@ def test_an_index_without_a_header(tmp_path: Path, header: str) -> None:
 
 
 def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
-    """A downloaded folder may hold them, and what they name is the user's."""
+    """A downloaded folder may hold links to the user's own files."""
     cache, mine = tmp_path / "cache", tmp_path / "mine"
     cache.mkdir()
     mine.write_text("precious")
@@ -219,7 +219,7 @@ def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
 
 
 def test_hostile_rows(tmp_path: Path, videos: CaptionedVideos) -> None:
-    """Shards whose checksums hold and whose rows are not what rows are."""
+    """Shards with valid checksums and malformed rows."""
     from safetensors.torch import save_file
 
     cache = tmp_path / "cache"
@@ -268,7 +268,7 @@ def test_one_writer_at_a_time_and_readers_see_it(tmp_path: Path) -> None:
         os.utime(tmp_path / "writer", (time.time() - 61,) * 2)
         assert not is_being_written(tmp_path)
     assert not list(tmp_path.iterdir())
-    # What a killed writer left keeps nobody out.
+    # The lock file of a killed writer does not block a new one.
     (tmp_path / "writer").write_text("process 1 on elsewhere\n")
     with Writer(tmp_path):
         assert str(os.getpid()) in (tmp_path / "writer").read_text()
@@ -276,7 +276,7 @@ def test_one_writer_at_a_time_and_readers_see_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def videos(tmp_path: Path) -> CaptionedVideos:
-    """Two folders with files of the same names, two of them with the same content."""
+    """Two folders with the same file names; two of the files have the same content."""
     paths = []
     for folder, content in (("one", "abcc"), ("two", "defg")):
         (tmp_path / folder).mkdir()
@@ -333,7 +333,7 @@ def test_every_sample_gets_its_own(tmp_path: Path, videos: CaptionedVideos) -> N
     assert int(cached[0]["latent_mean"]) == 0  # the others' rows are as they were
 
 
-def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: CaptionedVideos) -> None:
+def test_unusable_samples_are_counted_in_the_error(tmp_path: Path, videos: CaptionedVideos) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(
         ValueError, match=r"no cache in this folder: 0 of 8 usable; run `cogfast cache`"
@@ -358,10 +358,10 @@ def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path, videos: Caption
 def test_a_file_that_cannot_be_read_is_a_bad_sample(
     tmp_path: Path, videos: CaptionedVideos
 ) -> None:
-    """`cogfast cache` tries it again each time; for training it is as bad as it was."""
+    """`cogfast cache` tries it again each time; for training it stays a bad sample."""
     cache, file = tmp_path / "cache", videos.paths[3]
     os.unlink(file)
-    os.symlink("/proc/self/mem", file)  # opens, and gives an input/output error
+    os.symlink("/proc/self/mem", file)  # can be opened, but reading fails with an I/O error
     text, video = planned(cache, videos)
     make(cache, [text])
     number = [key.startswith("unreadable-") for key in video.keys].index(True)
@@ -376,7 +376,7 @@ def test_a_file_that_cannot_be_read_is_a_bad_sample(
     assert all(len(cached[i]["latent_mean"]) for i in range(8) if i != 3)
 
 
-def test_a_sample_is_waited_for_as_long_as_there_is_a_writer(
+def test_reading_waits_for_a_sample_while_there_is_a_writer(
     tmp_path: Path, videos: CaptionedVideos
 ) -> None:
     cache = tmp_path / "cache"
@@ -401,7 +401,7 @@ def test_a_sample_is_waited_for_as_long_as_there_is_a_writer(
 
 
 def test_keys_follow_content_parts_rates_and_images(tmp_path: Path) -> None:
-    """In files and in a tar shard; what lies where does not count."""
+    """Keys of files and of members of a tar shard; the location does not count."""
     contents = {"a.mp4": b"one", "b.mp4": b"two", "c.mp4": b"one", "c.png": b"picture"}
     offsets = {}
     with tarfile.open(tmp_path / "s.tar", "w") as shard:

@@ -1,4 +1,4 @@
-"""Manifests and lists: what they say reaches the sample; what they say wrongly is refused by line."""
+"""Manifests and lists: every column reaches the sample; faults are refused with their line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _csv(tmp_path, text: str, name: str = "data.csv", encoding: str = "utf-8"):
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_every_column(kind, tmp_path):
-    """25 frames at 24 fps, of which the second half at 16 per second is wanted, with an image."""
+    """A part of a 24 fps video, from 1 to 2 s, at 16 fps and with an image of its own."""
     write_clip(tmp_path / "v/long.mp4", constant_rate(49, 24), size=(32, 48))
     sat_folder(tmp_path, 1)
     picture = np.random.default_rng(0).integers(0, 256, (40, 80, 3), dtype=np.uint8)
@@ -117,8 +117,14 @@ def test_refused_json_lines_and_names(tmp_path):
         (good + '{"path": "x", "caption": null}', "1/2 rows .* line 2"),
         (good + '{"path": "x", "caption": ["a"]}', r"line 2: caption=\['a'\] must be text"),
         (good + '{"path": 3, "caption": "a"}', "line 2: path=3 must be text in quotes"),
-        (good + '{"path": "x", "caption": "\\ud83d"}', "line 2: caption=.*no text; remove it"),
-        (good + '{"path": "\\u0000", "caption": "a"}', "line 2: path=.*no text; remove it"),
+        (
+            good + '{"path": "x", "caption": "\\ud83d"}',
+            "line 2: caption=.*invalid character; remove it",
+        ),
+        (
+            good + '{"path": "\\u0000", "caption": "a"}',
+            "line 2: path=.*invalid character; remove it",
+        ),
         (good + "[" * 99999, "line 2 is not JSON"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -141,7 +147,7 @@ def test_weights_that_make_no_epoch(tmp_path):
             VideoManifest(file, **CLIP).order(0, 1)
 
 
-def test_columns_that_nobody_reads_are_told(tmp_path, caplog):
+def test_unused_columns_are_logged(tmp_path, caplog):
     caplog.set_level("INFO")
     file = _csv(tmp_path, "path,caption,aesthetics\nx.mp4,,3\n")
     data = VideoManifest(file, **CLIP, allow_empty_captions=True)

@@ -1,4 +1,4 @@
-"""Tar shards: the same samples as from folders, wherever the tar is; what is broken in them is told."""
+"""Tar shards, local and remote: the same samples as from folders; faults are reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _tar(path, members: dict[str, bytes]):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Six clips as a folder, and in three shards with captions in three places."""
+    """Six clips in a folder, and the same in three shards with captions in three places."""
     sat_folder(tmp_path / "folder", 6)
     read = lambda i: (tmp_path / f"folder/videos/0{i}.mp4").read_bytes()
     root = tmp_path / "shards"
@@ -107,13 +107,13 @@ def test_images(shards):
     image = VideoShards([str(file)], **CLIP, image_key="png")[0]["images"]
     assert image.flatten(1).tolist() == [[level] * 32 * 48 for level in (9, 99, 199)]
     with pytest.raises(
-        ValueError, match="sample 00 has no 00.png; data.params.image_key=png names"
+        ValueError, match="sample 00 has no 00.png; data.params.image_key=png must name"
     ):
         VideoShards([str(shards / "s-0.tar")], **CLIP, image_key="png")
 
 
 @pytest.mark.parametrize("name", ["../x.mp4", "/etc/x.mp4", "a/../../x.mp4"])
-def test_names_that_leave_the_folder_are_refused(name, tmp_path):
+def test_names_outside_the_folder_are_refused(name, tmp_path):
     file = _tar(tmp_path / "x.tar", {name: b"", "x.txt": b"a"})
     with pytest.raises(ValueError, match=r"x.tar: member '.*x.mp4' would be unpacked outside"):
         VideoShards([str(file)], **CLIP)
@@ -131,7 +131,7 @@ def test_links_are_refused(kind, tmp_path):
 
 @pytest.mark.parametrize("at", ["in a video", "in a header", "before the end"])
 def test_a_shard_that_ends_early(at, shards, tmp_path, caplog):
-    """What is whole is read, the rest is one bad sample and one line."""
+    """Complete samples are read; the one that is cut off is a bad sample, and one line is logged."""
     whole = (shards / "s-1.tar").read_bytes()
     with tarfile.open(shards / "s-1.tar") as tar:
         last = tar.getmember("03.mp4")
@@ -155,7 +155,7 @@ def test_a_shard_that_ends_early(at, shards, tmp_path, caplog):
 
 
 def test_a_caption_behind_the_end_and_later_starts(shards, tmp_path, caplog):
-    """The sample that has lost its caption goes with what followed, which each start tells."""
+    """A last sample without its caption is dropped, and every start logs the early end."""
     whole = (shards / "s-0.tar").read_bytes()
     with tarfile.open(shards / "s-0.tar") as tar:
         last = tar.getmember("d/01.caption")
@@ -165,7 +165,7 @@ def test_a_caption_behind_the_end_and_later_starts(shards, tmp_path, caplog):
         assert caplog.text.count("x.tar ends early, after 1 samples; the rest is lost") == number
 
 
-def test_what_is_not_read_is_told(shards, tmp_path, caplog):
+def test_unread_members_are_logged(shards, tmp_path, caplog):
     video = (shards.parent / "folder/videos/00.mp4").read_bytes()
     members = {"a.mp4": video, "a.txt": b"a", "v1.5 b.mp4": video, "v1.5 b.txt": b"b"}
     with tarfile.open(_tar(tmp_path / "t/x.tar", members), "a") as tar:
@@ -176,7 +176,7 @@ def test_what_is_not_read_is_told(shards, tmp_path, caplog):
     assert list(VideoShards([str(tmp_path / "t")], **CLIP).captions) == ["new"]
     assert "x.tar has 1 members twice; the later one is read: a.txt" in caplog.text
     assert "1 samples (names up to the first dot) have no video" in caplog.text
-    assert "first dot: v1: 5 b.mp4, 5 b.txt" in caplog.text
+    assert "not read: v1: 5 b.mp4, 5 b.txt" in caplog.text
     assert "1 compressed shards are not read" in caplog.text
     (tmp_path / "t/x.tar").unlink()
     with pytest.raises(
@@ -217,7 +217,7 @@ def test_refused(shards, tmp_path):
 
 
 def _header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """A member's header with a checksum that holds, whatever is in it."""
+    """A member's header with a valid checksum and any content."""
     info = tarfile.TarInfo(name)
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     block[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
@@ -272,7 +272,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_headers(kind, tmp_path):
-    """As the first member, and behind a good one: refused, or told and passed over."""
+    """A shard is refused with the member at its start, and also after a good one."""
     header, message = HOSTILE[kind]
     (tmp_path / "x.tar").write_bytes(header + bytes(4096))
     with pytest.raises(ValueError, match=message) as raised:
@@ -284,8 +284,8 @@ def test_hostile_headers(kind, tmp_path):
         VideoShards([str(tmp_path / "x.tar")], **CLIP)
 
 
-def test_sizes_that_are_not_there(tmp_path):
-    """A member takes no more memory than the shard has bytes, and no more than a video may have."""
+def test_sizes_beyond_the_end(tmp_path):
+    """Reading a member allocates at most the shard's size, and at most the limit for members."""
     (tmp_path / "x.tar").write_bytes(TEXT + _header("a.mp4", 2**29) + b"video")
     with pytest.raises(BadSample, match="the shard ends early: 5 of 536870912 bytes are there"):
         VideoShards([str(tmp_path / "x.tar")], **CLIP)[0]
@@ -299,7 +299,7 @@ def test_sizes_that_are_not_there(tmp_path):
 
 @pytest.mark.parametrize("name", ["pipe:touch made", "|touch made", "x.tar;touch made", "-x.tar"])
 def test_a_name_runs_no_command(name, tmp_path, monkeypatch):
-    """webdataset runs what stands behind pipe: in a shell."""
+    """webdataset runs the text after pipe: in a shell."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="the shard cannot be read|no folder touch made"):
         VideoShards([name], **CLIP)
@@ -319,7 +319,7 @@ def test_braces():
 
 
 def test_sats_class(shards):
-    """SAT's params in SAT's names; what only its stream needs is accepted and told."""
+    """SAT's names of the params work; those that only its stream needs are accepted and logged."""
     params = {"image_size": [32, 48], "num_frames": 9, "fps": 8, "txt_key": "caption", "seed": 1,
               "shuffle_buffer": 100, "nshards": 9, "meta_names": ["caption"]}  # fmt: skip
     target, arguments = resolve({"target": "data_video.VideoDataset", "params": params})

@@ -32,7 +32,7 @@ def encode(
     options: dict[str, str] | None = None,
     **flags: str,
 ) -> None:
-    """A clip whose frame i is shown at tick ticks[i] of 1/rate seconds."""
+    """Write a clip whose frame i is shown at tick ticks[i] of 1/rate seconds."""
     with av.open(str(path), "w", format=kind, options=flags) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = size[1], size[0], pixels
@@ -50,7 +50,7 @@ def made(*arguments: object, **named: object) -> Callable[[Path], None]:
 
 
 def patched(change: Callable[[bytearray], None], **named: str) -> Callable[[Path], None]:
-    """A clip with bytes changed after it was written."""
+    """Return a function that writes a clip and then changes some of its bytes."""
 
     def make(path: Path) -> None:
         encode(path, **named)
@@ -69,7 +69,7 @@ def cut(share: float, **named: str) -> Callable[[Path], None]:
 
 
 def _box(data: bytearray, name: bytes) -> int:
-    """Where the content of an mp4 box begins."""
+    """The offset of the content of an mp4 box."""
     return data.index(name) + 4
 
 
@@ -101,7 +101,7 @@ def _noise(data: bytearray) -> None:
 
 
 def _rotated(data: bytearray) -> None:
-    """The matrix of the track: a quarter of a turn."""
+    """Set the matrix of the track to a rotation by 90 degrees."""
     start = _box(data, b"tkhd") + 40
     struct.pack_into(">9i", data, start, 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
 
@@ -116,7 +116,7 @@ def _audio(path: Path) -> None:
 
 
 def _changes_size(path: Path) -> None:
-    """A recording whose frames become smaller midway."""
+    """Write a recording whose frames become smaller midway."""
     parts = []
     for number, side in enumerate((32, 16)):
         encode(path, "mpegts", size=(side, side), ticks=range(9 * number, 9 * number + 9))
@@ -137,7 +137,7 @@ def _picture(path: Path) -> None:
 
 
 _FAST = {"movflags": "faststart"}
-# Read as if nothing were odd: the nine levels come out.
+# Odd files that must be read like any other: the nine levels are returned.
 READ: dict[str, Callable[[Path], None]] = {
     "index at the start": made(movflags="faststart"),
     "fragmented": made(movflags="frag_keyframe+empty_moov"),
@@ -165,7 +165,7 @@ READ: dict[str, Callable[[Path], None]] = {
     "a variable rate": made(ticks=[8 * i + i % 2 for i in range(12)], rate=Fraction(64)),
     "much behind it": lambda path: (encode(path), os.truncate(path, 2**26))[0],
 }
-# Recorded as bad, each with a reason.
+# Files that must be recorded as bad, each with a reason.
 BAD: dict[str, Callable[[Path], None]] = {
     **{f"cut at {share:.0%}": cut(share) for share in (0.05, 0.3, 0.6, 0.9)},
     **{f"cut at {share:.0%}, index first": cut(share, **_FAST) for share in (0.3, 0.8, 0.97)},
@@ -196,7 +196,7 @@ BAD: dict[str, Callable[[Path], None]] = {
     "a session description": _written(b"v=0\nm=video 5004 RTP/AVP 96\nc=IN IP4 127.0.0.1\n"),
     "EPS": _written(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"),
 }  # fmt: skip
-# Whole enough to be read, or no sample at all; none of these may end a run.
+# Files that may be read, recorded as bad or not listed at all; none may end a run.
 EITHER: dict[str, Callable[[Path], None]] = {
     "4 billion frames in the times": patched(put(b"stts", 8, 2**32 - 1)),
     "cut at 99%": cut(0.99),

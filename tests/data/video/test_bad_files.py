@@ -1,4 +1,4 @@
-"""Every kind of file that is no clip: told before training and while reading, and training goes on."""
+"""Files that are not usable clips: reported before training and while reading, and replaced."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 
 
 def _truncated(path: Path) -> None:
-    """Its index, which writers put at the end, is not there."""
+    """Cut off the index, which writers put at the end."""
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 2 // 3])
 
 
 def _cut_short(path: Path) -> None:
-    """As a broken download of a file that begins with its index."""
+    """Cut off frames, as a broken download does to a file that begins with its index."""
     write_clip(path, constant_rate(9, 8), size=(32, 48), faststart=True)
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"mdat") + 60])
@@ -63,7 +63,7 @@ def _picture(path: Path) -> None:
 
 
 def _all_at_once(path: Path) -> None:
-    """Its index says a tick of the clock from each frame to the next."""
+    """Set the time between frames to one tick of the clock in the file's index."""
     whole = bytearray(path.read_bytes())
     start = whole.index(b"stts") + 8
     for i in range(int.from_bytes(whole[start : start + 4], "big")):
@@ -71,7 +71,7 @@ def _all_at_once(path: Path) -> None:
     path.write_bytes(whole)
 
 
-# kind: what makes it of a good clip, what the survey says (None: headers are whole), what reading says
+# {kind: (function that damages a good clip, reason from its header (None: good), reason from reading)}
 KINDS = {
     "truncated": (_truncated, "no video stream in it", "no video stream|not a readable video"),
     "cut short": (_cut_short, None, "do not decode|does not decode|truncated|not a readable video"),
@@ -82,7 +82,7 @@ KINDS = {
         "1 frames at .* fps = .* s, need 1.1 s",
         "1 frames at .* fps = .* s, need 1.1 s",
     ),
-    # a good clip with much behind it is a good clip
+    # A good clip followed by zeros is still a good clip.
     "huge": (lambda p: os.truncate(p, 3 * 2**30), None, None),
     "huge and empty": (
         lambda p: (p.write_bytes(b""), os.truncate(p, 3 * 2**30)),
@@ -100,13 +100,13 @@ KINDS = {
     "all at once": (
         _all_at_once,
         "9 frames at 90000 fps = 0.0 s, need 1.1 s",
-        r"\d frames at .* fps = 0\.\d s, need 1.1 s",  # some are before the first one shown
+        r"\d frames at .* fps = 0\.\d s, need 1.1 s",  # some frames precede the first shown one
     ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_told_and_replaced(kind, tmp_path):
+def test_it_is_reported_and_replaced(kind, tmp_path):
     spoil, surveyed, read = KINDS[kind]
     sat_folder(tmp_path / "d", 6)
     path = tmp_path / "d/videos/03.mp4"
@@ -143,15 +143,15 @@ def test_frames_too_large_to_hold(tmp_path, monkeypatch):
 
 
 def test_more_frames_than_a_video_has(tmp_path, monkeypatch):
-    """A header of 2^31 frames must not make a list of as many times."""
+    """A header that claims 2^31 frames must not allocate as many times."""
     sat_folder(tmp_path, 2)
     monkeypatch.setattr(video_headers, "MAX_FRAMES", 8)
     reasons = survey(VideoFolder(tmp_path, **CLIP)).reasons.values()
     assert list(reasons) == ["header claims 9 frames; at most 8 are read"] * 2
 
 
-def test_a_name_is_no_address(tmp_path, monkeypatch):
-    """FFmpeg would take the file "concat:a.mp4" for a.mp4."""
+def test_a_name_is_not_taken_for_a_url(tmp_path, monkeypatch):
+    """FFmpeg by itself would read a.mp4 for the file name "concat:a.mp4"."""
     monkeypatch.chdir(tmp_path)
     sat_folder(Path("."), 1)
     os.rename("videos/00.mp4", "a.mp4")
@@ -164,7 +164,7 @@ def test_a_name_is_no_address(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reader", ["pyav", "decord"])
 def test_a_file_that_names_other_files_opens_none(tmp_path, reader):
-    """FFmpeg reads them for a playlist or a list of parts, whatever the name's ending is."""
+    """FFmpeg recognizes playlists and lists of parts by content, whatever the file extension."""
     good = sat_folder(tmp_path, 1) / "videos/00.mp4"
     path = tmp_path / "list.mp4"
     path.write_text(f"ffconcat version 1.0\nfile {good.relative_to(tmp_path)}\n")
@@ -193,7 +193,7 @@ def test_a_picture_runs_no_program(tmp_path, monkeypatch):
 
 
 def test_the_same_name_in_two_folders(tmp_path):
-    """Each is a sample of its own, with its own caption, also in the lists of bad ones."""
+    """Each is a separate sample with its own caption, also in the list of bad samples."""
     for folder in "ab":
         sat_folder(tmp_path / folder, 1)
         (tmp_path / folder / "labels/00.txt").write_text(f"of {folder}")
@@ -207,7 +207,7 @@ def test_the_same_name_in_two_folders(tmp_path):
 
 
 def test_what_could_not_be_read_is_tried_again(tmp_path):
-    """Also where size and time are the same: rights change without them."""
+    """Also if size and mtime are unchanged: a change of permissions does not change them."""
     path = sat_folder(tmp_path, 2) / "videos/01.mp4"
     good, stat = path.read_bytes(), path.stat()
     for content, bad in ((bytes(len(good)), [1]), (good, [])):

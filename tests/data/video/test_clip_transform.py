@@ -1,4 +1,4 @@
-"""Frame choice against upstream's indices and against the clock; resizing against Pillow."""
+"""Frame selection compared with upstream's indices and with the clock; resizing with Pillow."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_timestamp_skip_yields_to_the_clip():
 
 def test_timestamp_pads_short_clips():
     short = select_frames_timestamp(np.arange(31) / 24, 8, 49)
-    # Frame 30 is at 1.25 s = 10/8, the last that is there.
+    # Frame 30, at 1.25 s = 10/8 s, is the last one.
     assert short.indices.tolist() == [*range(0, 31, 3), *[30] * 38]
     assert (short.num_frames, short.num_padded) == (11, 38)
     assert select_frames_timestamp(np.zeros(1), 8, 5).indices.tolist() == [0] * 5
@@ -157,7 +157,7 @@ def _text_on_black() -> torch.Tensor:
 
 @pytest.mark.parametrize("kind, on_average", [("text", 0.5), ("noise", 0.3)])
 def test_how_far_the_resize_is_from_sats(kind, on_average):
-    """docs/differences.md: where values overshoot, our passes clamp between each other."""
+    """See docs/differences.md: cogfast clamps overshooting values between the two passes."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (1, 360, 640, 3), generator=generator, dtype=torch.uint8)
     frames = _text_on_black() if kind == "text" else noise

@@ -1,4 +1,4 @@
-"""Reading processes: only the trainer ends them, and they do not outlive it."""
+"""Reading processes end only by the trainer's signal, and when the trainer ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cogfast.data.workers.read_ahead import ReadingProcesses, Reads
 from cogfast.train.run.stop_signals import STOP_SIGNALS
 from tests.support.video_files import sat_folder
 
-# Prints the workers' ids; then obeys lines: "read" five batches, or "end" a worker.
+# Prints the workers' process ids, then executes commands: "read" five batches, "end" a worker.
 SCRIPT = """
     import os, signal, sys
     from cogfast.data.workers import read_ahead
@@ -31,7 +31,7 @@ SCRIPT = """
         )
         workers = [worker.pid for worker in loader._batches._results._workers]
         next(loader)
-        assert not signal.pthread_sigmask(signal.SIG_BLOCK, set())  # ours is as it was
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, set())  # the trainer's mask is restored
         print(*workers, flush=True)
         for line in sys.stdin:
             if line == "read\\n":
@@ -44,7 +44,7 @@ SCRIPT = """
 
 
 class Trainer:
-    """A process that reads with two workers, and their ids."""
+    """A process that reads with two workers, and the workers' process ids."""
 
     def __init__(self, folder: Path, method: str) -> None:
         script = folder / "trainer.py"
@@ -58,7 +58,7 @@ class Trainer:
         )
         self.workers = [int(pid) for pid in self.process.stdout.readline().split()]
 
-    def tell(self, line: str) -> str:
+    def send(self, line: str) -> str:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return self.process.stdout.readline()
@@ -66,21 +66,21 @@ class Trainer:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_only_the_trainer_ends_a_worker(method, tmp_path):
-    """forkserver is what a trainer with CUDA uses: its workers' parent is another process."""
+    """With CUDA the trainer uses forkserver: the workers' parent is then another process."""
     trainer = Trainer(sat_folder(tmp_path, 2), method)
     assert len(trainer.workers) == 2
     for worker in trainer.workers:
         for number in STOP_SIGNALS:  # a terminal's Ctrl-C comes to every process
             os.kill(worker, number)
-    assert trainer.tell("read") == "done\n"
+    assert trainer.send("read") == "done\n"
     assert all(_is_running(worker) for worker in trainer.workers)
-    assert trainer.tell("end") == "done\n"
+    assert trainer.send("end") == "done\n"
     assert _wait_for_end(trainer.workers[:1], seconds=5)
     assert _is_running(trainer.workers[1])
     trainer.process.kill()
     trainer.process.wait()
-    # A worker looks for its parent every 2 s.
-    assert _wait_for_end(trainer.workers, seconds=15), "it outlives a trainer that was killed"
+    # A worker checks every 2 s that the trainer is alive.
+    assert _wait_for_end(trainer.workers, seconds=15), "a worker outlives a trainer that was killed"
 
 
 def _wait_for_end(processes: list[int], seconds: float) -> bool:
@@ -91,6 +91,7 @@ def _wait_for_end(processes: list[int], seconds: float) -> bool:
 
 
 def _is_running(pid: int) -> bool:
+    # A zombie has ended, but its parent has not waited for it.
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -98,7 +99,7 @@ def _is_running(pid: int) -> bool:
 
 
 class Numbers(Reads):
-    """Reads a key as itself."""
+    """Returns the key itself."""
 
     def __getitem__(self, key: int) -> int:
         return key
@@ -108,7 +109,7 @@ class Numbers(Reads):
 
 
 def test_more_readers_than_cores_are_named_once(caplog, recwarn, monkeypatch):
-    """torch warns of them twice in every process."""
+    """torch's own warning, which comes twice in every process, is suppressed."""
     caplog.set_level("INFO", logger="cogfast")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     reading = ReadingProcesses(Numbers(), range(3), num_workers=2, prefetch_factor=1)
