@@ -1,7 +1,7 @@
-"""Damaged and odd media files for the examination: each kind makes a file named like an mp4 clip.
+"""Damaged and odd media files for test_hostile_media; each kind writes a file named as an mp4 clip.
 
-A clip is 9 frames at 8 per second; frame i is grey of level 20 + 20 * i, so that what was read can be
-told from what should have been.
+A clip has 9 frames at 8 per second. Frame i is grey with level 20 + 20 * i, so that a test can
+identify the frames that were read.
 """
 
 from __future__ import annotations

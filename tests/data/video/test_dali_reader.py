@@ -1,5 +1,4 @@
-"""DALI against PyAV, on a CPU, where it decodes VP9: frames, pixels, fall-backs, batches
-of every kind of source, `cogfast cache`.
+"""DALI compared with PyAV, on a CPU with VP9: frames, pixels, fall-backs, batches, `cogfast cache`.
 
 `make test-dali` installs DALI and runs this file.
 """
@@ -40,8 +39,8 @@ from tests.train.caching.test_cache import Recorder, contents
 
 HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
 WITH_DALI = pytest.mark.skipif(not HAS_DALI, reason="DALI is not installed: make test-dali")
-# Levels of 255. Flat colours differ by the one or two that FFmpeg's conversion to RGB rounds off,
-# sharp edges by more, where chroma is upsampled otherwise; scaled down, by less.
+# Levels of 255. Flat colours differ by one or two, from rounding in FFmpeg's conversion to RGB. Sharp
+# edges differ by more, because chroma is upsampled differently, and by less when scaled down.
 MOST_OFF, MOST_OFF_SCALED_DOWN, MOST_OFF_ON_AVERAGE = 75, 40, 2.5
 
 
@@ -55,7 +54,7 @@ def _vp9(path: Path, times: np.ndarray, size: tuple[int, int] = (96, 128)) -> Pa
 
 
 def _colours(path: Path, *, matrix: int = 2, turned: int = 0, size=(96, 128)) -> Path:
-    """Five frames of coloured areas, whose matrix the file names as FFmpeg numbers them."""
+    """Write five frames of coloured areas. matrix: FFmpeg's number of the colour matrix."""
     height, width = size
     picture = np.zeros((height, width, 3), np.uint8)
     picture[:, : width // 3] = (200, 30, 60)
@@ -84,7 +83,7 @@ def _assert_near(ours: torch.Tensor, pyavs: torch.Tensor, most: int) -> None:
 
 @pytest.fixture
 def dali() -> DaliReader:
-    """The process's, which knows of no file yet."""
+    """The process's DALI reader, newly created."""
     dali_reader._reader.cache_clear()
     return dali_reader.dali_of_this_process("dali")
 
@@ -92,7 +91,7 @@ def dali() -> DaliReader:
 @WITH_DALI
 @pytest.mark.parametrize("rate", RATES)
 def test_frames_are_those_of_the_timestamps(rate, dali, tmp_path):
-    """Each frame is the source frame that is shown nearest to k/8 s, told by its level of grey."""
+    """Each frame is the source frame shown nearest to k/8 s, identified by its level of grey."""
     path = _vp9(tmp_path / "a.mp4", RATES[rate])
     with av.open(str(path)) as container:
         shown = np.array([frame.time for frame in container.decode(video=0)])
@@ -113,7 +112,7 @@ def test_frames_are_those_of_the_timestamps(rate, dali, tmp_path):
 @pytest.mark.parametrize("target", [(64, 64), (32, 80), (96, 40), (96, 128), (120, 90)], ids=str)
 @pytest.mark.parametrize("matrix", [2, 1, 9], ids=["no matrix", "BT.709", "BT.2020"])
 def test_pixels_are_near_pyavs(target, matrix, dali, tmp_path):
-    """Scaled, cropped in the middle, and of the colours that the file's matrix means."""
+    """Frames are scaled, cropped at the centre, and have the colours of the file's matrix."""
     path = _colours(tmp_path / "a.mp4", matrix=matrix)
     ours = dali.read(dali.open(str(path)), np.array([0, 3]), target)
     own = resize_and_center_crop(open_video(str(path)).read([0, 3]), target)
@@ -123,7 +122,7 @@ def test_pixels_are_near_pyavs(target, matrix, dali, tmp_path):
 
 @WITH_DALI
 def test_colours_of_another_matrix_are_far_off(dali, tmp_path):
-    """Without the correction: the test above would tell."""
+    """A control: without the correction the test above would fail."""
     path = _colours(tmp_path / "a.mp4", matrix=1)
     right = resize_and_center_crop(open_video(str(path)).read([0]), (96, 128)).float()
     named = dali.open(str(path))
@@ -134,8 +133,8 @@ def test_colours_of_another_matrix_are_far_off(dali, tmp_path):
 
 
 @WITH_DALI
-def test_what_dali_cannot_decode_is_pyavs(dali, tmp_path, caplog):
-    """H.264 on a CPU, frames that are turned, what is no video."""
+def test_pyav_reads_what_dali_cannot_decode(dali, tmp_path, caplog):
+    """H.264 on a CPU, rotated frames, and files that are not videos."""
     for name in "abcde":
         write_clip(tmp_path / f"{name}.mp4", constant_rate(30, 15))
     _colours(tmp_path / "turned.mp4", turned=90)
@@ -154,8 +153,8 @@ def test_what_dali_cannot_decode_is_pyavs(dali, tmp_path, caplog):
 
 
 @WITH_DALI
-def test_broken_files_cost_no_other(dali, tmp_path):
-    """Neither what it is read to nor who reads it, though they come first and are many."""
+def test_broken_files_do_not_affect_others(dali, tmp_path):
+    """Many broken files before a good one change neither its pixels nor its decoder."""
     good = _vp9(tmp_path / "good.mp4", constant_rate(20, 10))
     alone = DaliReader(torch.device("cpu"))
     expected = alone.read(alone.open(str(good)), np.arange(13), (32, 48))
@@ -178,7 +177,7 @@ def test_broken_files_cost_no_other(dali, tmp_path):
 
 
 def _folder(root: Path) -> Path:
-    """VP9 clips of SAT's layout: two broken, one too short, one of another codec."""
+    """Write VP9 clips in SAT's layout: two broken, one too short, one with another codec."""
     (root / "labels").mkdir(parents=True)
     for i in range(12):
         path = root / f"videos/{i:02}.mp4"
@@ -249,7 +248,7 @@ def _picture(colour: tuple[int, int, int], size: tuple[int, int] = (60, 50)) -> 
 
 
 def _shards(root: Path, backend: str) -> CaptionedVideos:
-    """Two shards, every sample with a first frame of its own."""
+    """Write two shards in which every sample has its own first frame."""
     for i in range(8):
         clip = _vp9(root / "clip.mp4", constant_rate(20 + i, 10), size=(96, 112 + 16 * (i % 2)))
         members = {"a.mp4": clip.read_bytes(), "a.txt": b"a", "a.png": _picture((30 * i, 99, 50))}
@@ -258,7 +257,7 @@ def _shards(root: Path, backend: str) -> CaptionedVideos:
 
 
 def _manifest(root: Path, backend: str) -> CaptionedVideos:
-    """Parts of videos, rates, weights, pictures for some."""
+    """Write a manifest with parts of videos, rates, weights and some pictures."""
     rows = []
     for i in range(6):
         _vp9(root / f"{i}.mp4", constant_rate(60, (10, 12, 24)[i % 3]))
@@ -276,7 +275,7 @@ def _manifest(root: Path, backend: str) -> CaptionedVideos:
 
 
 def _buckets(root: Path, backend: str) -> CaptionedVideos:
-    """Three sizes, short clips padded, more weight than one."""
+    """Write a data set with three buckets, padded clips and weights above one."""
     (root / "labels").mkdir(parents=True)
     for i in range(10):
         _vp9(
@@ -292,15 +291,15 @@ def _buckets(root: Path, backend: str) -> CaptionedVideos:
     return in_buckets(data, survey(data)).with_source_weights([1.5])
 
 
-# Levels of 255, at most and on average; measured 11 and 0.61, 11 and 0.56, 68 and 0.53 (one bucket
-# has the size of its videos: no scaling smooths the edges of colours).
+# Limits in levels of 255, maximum and mean. Measured: 11 and 0.61, 11 and 0.56, 68 and 0.53. The last
+# is large because one bucket has the size of its videos: no scaling smooths the edges of colours.
 SOURCES = [(_shards, 15, 1.0), (_manifest, 15, 1.0), (_buckets, MOST_OFF, 1.0)]
 
 
 @WITH_DALI
 @pytest.mark.parametrize("source, most, average", SOURCES, ids=["shards", "manifest", "buckets"])
 def test_every_source_is_read_as_by_pyav(source, most, average, tmp_path):
-    """Over epochs, with accumulation, from a step on."""
+    """Batches are equal over several epochs, with accumulation, from a later first step."""
     seen = {}
     for backend in ("pyav", "dali"):
         (tmp_path / backend).mkdir()
@@ -330,7 +329,7 @@ def test_every_source_is_read_as_by_pyav(source, most, average, tmp_path):
 
 
 class Counting(VideoFolder):
-    """Knows how many of its samples are being read."""
+    """Counts the reads that have begun and ended."""
 
     num_begun = num_ended = 0
 
@@ -344,8 +343,8 @@ class Counting(VideoFolder):
 
 @WITH_DALI
 @pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_none_is_at_work_after_the_end(timeout, tmp_path):
-    """A process that ends while DALI is at work is aborted, and a run with it that went well."""
+def test_no_read_is_in_flight_after_close(timeout, tmp_path):
+    """A process that exits while DALI runs is aborted, so a successful run would fail at its end."""
     for i in range(2):
         _vp9(tmp_path / f"videos/{i}.mp4", constant_rate(40, 10), size=(320, 480))
     data = Counting(tmp_path, (240, 320), 8, 25, allow_empty_captions=True, video_backend="dali")
@@ -358,7 +357,7 @@ def test_none_is_at_work_after_the_end(timeout, tmp_path):
 
 
 class Hanging(VideoFolder):
-    """Its sample 2 is never read."""
+    """Hangs at sample 2."""
 
     def _read(self, index: int) -> dict:
         if index == 2:
@@ -368,7 +367,7 @@ class Hanging(VideoFolder):
 
 @WITH_DALI
 def test_a_file_that_hangs_costs_its_time_out(tmp_path):
-    """In a thread beside those that decode."""
+    """A file that hangs times out, and the other threads continue."""
     data = Hanging(_folder(tmp_path), (32, 48), 8, 9, video_backend="dali")
     start = time.monotonic()
     with BatchLoader(data, data.order(0, 12), micro_batch=6, accumulation=2, num_steps=4,
@@ -383,8 +382,8 @@ def test_a_file_that_hangs_costs_its_time_out(tmp_path):
 
 @WITH_DALI
 def test_a_cache_is_made_by_dali(tmp_path):
-    """The same files whatever is interrupted; training from it, with another reader asked for, sees
-    what training from DALI's pixels does."""
+    """An interrupted cache has the same files; training from it, even with another reader
+    configured, gets what training from DALI's pixels gets."""
     folder = write_clips(tmp_path / "d", 10)
     for path in (folder / "videos").iterdir():
         _vp9(path, constant_rate(9 + int(path.stem), 8), size=(2 * SIDE, 2 * SIDE))
@@ -433,7 +432,7 @@ def test_auto_says_why_pyav_reads(caplog):
 
 
 @pytest.mark.skipif(bool(HAS_DALI), reason="DALI is installed")
-def test_dali_asked_for_and_missing():
+def test_dali_configured_and_missing():
     with pytest.raises(
         ValueError,
         match=r"data.params.video_backend=dali: DALI does not import \(.*; pip install .*; auto",

@@ -1,7 +1,7 @@
-"""An examination: damaged and odd media, captions, manifests and shards beside good clips.
+"""Runs with damaged and odd media, captions, manifests and shards beside good clips.
 
-`cogfast train` (two steps) and `cogfast cache` go on with what is good and record what is bad with a
-reason, or end in one line; see tests/support/hostile.py for what they must never do.
+`cogfast train` (two steps) and `cogfast cache` must read the good clips and record the bad ones with
+a reason, or end with a one-line error. tests/support/hostile.py lists what they must never do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MANY = READ | BAD | EITHER
 
 @cache
 def _preload() -> None:
-    """What a run imports late, so that children find it there."""
+    """Import what a run imports lazily, so that forked children need not."""
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     import matplotlib.backends.backend_agg
     import matplotlib.figure
@@ -52,7 +52,7 @@ def _preload() -> None:
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good clips 0.mp4 to 2.mp4 with captions, and the wavelet."""
+    """Write good clips 0.mp4 to 2.mp4 with captions, and the weights of the wavelet autoencoder."""
     _preload()
     logging.getLogger("libav").setLevel(logging.CRITICAL)
     root = write_clips(tmp_path_factory.mktemp("good"), num_clips=NUM_GOOD)
@@ -62,7 +62,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _folder(root: Path, good: Path) -> Path:
-    """A data folder in `root` that links to the good clips."""
+    """Make a data folder in `root` that links to the good clips."""
     data = root / "data"
     for name in ("videos", "labels"):
         (data / name).mkdir(parents=True)
@@ -84,7 +84,7 @@ def _config(root: Path, good: Path, source: str | Path, target: str, number: int
         decode_timeout=20.0,
         latent_cache=None,
     )
-    # Two steps read every sample twice.
+    # A batch holds all samples, so two steps read every sample twice.
     text = path.read_text().replace("per_gpu: 4", f"per_gpu: {number}")
     path.write_text(text)
     return path
@@ -100,7 +100,7 @@ def _encode_cache(root: Path, config: Path) -> Outcome:
 
 
 def _recorded(file: Path) -> dict[str, str]:
-    """{name of a clip: reason} of bad_samples.jsonl, of which each line must be whole."""
+    """Read bad_samples.jsonl as {name of a clip: reason}; every line must be complete."""
     lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
     assert lines.pop() == ""
     rows = [json.loads(line) for line in lines]
@@ -109,7 +109,7 @@ def _recorded(file: Path) -> dict[str, str]:
 
 
 def _examine_clips(root: Path, good: Path, kinds: dict[str, Callable[[Path], None]]) -> None:
-    """Train and cache with all kinds in one folder: all are read rightly or recorded."""
+    """Train and cache with all kinds in one folder: each is read correctly or recorded."""
     data = _folder(root, good)
     for kind, make in kinds.items():
         make(data / f"videos/{kind}.mp4")
@@ -144,7 +144,7 @@ def test_an_odd_clip_alone_beside_good_ones(tmp_path: Path, good: Path, kind: st
     _examine_clips(tmp_path / "case", good, {kind: MANY[kind]})
 
 
-# Captions of a fourth clip: None where it is read, else what the one line of the refusal says.
+# Captions of a fourth clip: None if it must be read, else part of the one-line error.
 CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
     "none": (None, "1/4 videos without a label file"),
     "empty": (b"", "1/4 label files without a caption in the first line"),
@@ -179,7 +179,7 @@ def test_captions(tmp_path: Path, good: Path, kind: str) -> None:
 
 
 def _check(root: Path, config: Path, message: str | None) -> None:
-    """A run, and a cache where it is read; else one line that says `message`."""
+    """Train and cache; if `message` is not None, expect a one-line error that contains it."""
     outcome = _train(root, config)
     assert not faults(outcome), (faults(outcome), outcome.output)
     shown = outcome.output.replace("\n", "").replace("\t", "").replace("\r", "")
@@ -194,7 +194,7 @@ def _check(root: Path, config: Path, message: str | None) -> None:
 
 GOOD_ROWS = "path,caption\nvideos/0.mp4,a\nvideos/1.mp4,b\n"
 LINES = '{"path": "videos/0.mp4", "caption": "a"}\n{"path": "videos/1.mp4", "caption": "b"}\n'
-# What a manifest holds, by its ending, and what the refusal says; None: the run goes on.
+# {kind: (file extension, content of a manifest, part of the error; None: the run must continue)}
 MANIFESTS: dict[str, tuple[str, str, str | None]] = {
     "an open quote": ("csv", GOOD_ROWS + '"videos/2.mp4,c\n', "is not CSV"),
     "a quote within": ("csv", GOOD_ROWS + 'videos/2.mp4,"a" b\n', "line 4 is not CSV"),

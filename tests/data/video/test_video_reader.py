@@ -1,4 +1,4 @@
-"""Frames against PyAV's own decoding, times against the file's, and every kind of broken file."""
+"""Frames compared with PyAV's own decoding, times with the file's, and all kinds of broken files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_times_of_a_variable_rate(reader, start, tmp_path):
 @READERS
 @pytest.mark.parametrize("rate", RATES)
 def test_chosen_frames_are_those_shown_nearest_to_their_times(rate, reader, tmp_path):
-    """Against PyAV's frames and its own times of them, frame by frame."""
+    """Compare with PyAV's frames and its times of them, frame by frame."""
     path = write_clip(tmp_path / "a.mp4", RATES[rate])
     with av.open(str(path)) as container:
         shown = [(frame.time, frame) for frame in container.decode(video=0)]
@@ -75,8 +75,8 @@ def test_chosen_frames_are_those_shown_nearest_to_their_times(rate, reader, tmp_
 
 @READERS
 @pytest.mark.parametrize("degrees", [90, -90, 180])
-def test_frames_are_turned_as_the_file_says(degrees, reader, tmp_path):
-    """As of a phone that was held upright."""
+def test_frames_are_rotated_for_display(degrees, reader, tmp_path):
+    """Phones store portrait videos in landscape, with a rotation."""
     path = str(tmp_path / "a.mp4")
     with av.open(path, "w") as container:
         stream = container.add_stream("libx264", rate=8)
@@ -102,7 +102,7 @@ def test_one_frame(reader, tmp_path):
 
 
 def test_a_codec_that_decord_does_not_know(tmp_path):
-    """decord 0.6 carries an FFmpeg without AV1."""
+    """decord 0.6 is built with an FFmpeg without AV1."""
     path = write_clip(tmp_path / "a.mp4", constant_rate(6, 8), codec="libsvtav1", size=(64, 96))
     with pytest.raises(BadSample, match="not a readable video"):
         open_video(str(path), "decord")
@@ -111,7 +111,7 @@ def test_a_codec_that_decord_does_not_know(tmp_path):
 
 @pytest.mark.parametrize("width", [16, 48, 50, 98])
 def test_narrow_frames(width, tmp_path):
-    """dmlc/decord issue 336: four channels where a padded row is a third longer, as at 48."""
+    """dmlc/decord issue 336: it reads four channels if padding makes a row a third longer."""
     path = write_clip(tmp_path / "a.mp4", constant_rate(5, 8), size=(34, width))
     assert np.array_equal(open_video(str(path)).read([0, 2, 4]).numpy(), decode_all(path)[::2])
     if width == 48:
@@ -119,7 +119,7 @@ def test_narrow_frames(width, tmp_path):
             open_video(str(path), "decord").read([0, 2, 4])
 
 
-# name: suffix, codec, its options
+# {name: (suffix, codec, options of the encoder)}
 _CODED = {
     "pyramid": (".mp4", "libx264", {"x264-params": "bframes=6:b-adapt=0:keyint=24"}),
     "open GOP": (".mp4", "libx264", {"x264-params": f"{_OPEN}:bframes=6:b-adapt=0"}),
@@ -128,7 +128,8 @@ _CODED = {
     "interlaced": (".mp4", "libx264", {"x264-params": "interlaced=1:keyint=24"}),
     "HEVC": (".mp4", "libx265", {"x265-params": f"{_OPEN}:bframes=4:log-level=none"}),
     "HEVC, layers": (
-        *(".mp4", "libx265"),
+        ".mp4",
+        "libx265",
         {"x265-params": "temporal-layers=3:bframes=7:b-adapt=0:keyint=24:log-level=none"},
     ),
     "VP9": (".webm", "libvpx-vp9", {"g": "24", "auto-alt-ref": "1", "cpu-used": "8"}),
@@ -137,14 +138,15 @@ _CODED = {
     "H.264 in AVI": (".avi", "libx264", {"g": "24"}),
     "H.263": (".avi", "h263p", {"g": "24"}),
 }
-# Its keyframes are none by themselves; it has no times; all its frames are called keyframes.
+# Files in which frames must be counted. In this order: packets marked as keyframes that do not decode
+# alone; no times of display; all packets marked as keyframes.
 _COUNTED = ("intra refresh", "H.264 in AVI", "H.263")
-_DECORD_IS_RIGHT = ("pyramid", "mkv", "VP9")  # of the others it gives other frames than asked for
+_DECORD_IS_RIGHT = ("pyramid", "mkv", "VP9")  # for the others decord returns wrong frames
 
 
 @pytest.mark.parametrize("name", _CODED)
-def test_what_is_not_decoded_changes_no_pixel(name, tmp_path, monkeypatch):
-    """Against all frames decoded in their order."""
+def test_skipped_frames_change_no_pixel(name, tmp_path, monkeypatch):
+    """Compare chosen frames with a decode of the whole file."""
     suffix, codec, options = _CODED[name]
     path = tmp_path / f"a{suffix}"
     write_clip(path, constant_rate(80, 30), codec=codec, options=options)
@@ -155,20 +157,21 @@ def test_what_is_not_decoded_changes_no_pixel(name, tmp_path, monkeypatch):
     video = open_video(str(path))
     decord = open_video(str(path), "decord") if name in _DECORD_IS_RIGHT else None
     np.testing.assert_allclose(video.times, constant_rate(80, 30), atol=1e-3)
-    for indices in (
+    chosen = [
         list(range(80)),
         list(range(1, 80, 4)),  # 8 per second
         list(range(62, 79, 2)),  # the end of a long file
         [2, 41, 76],
-        *([i] for i in range(45, 55)),  # on both sides of a keyframe
         sorted(np.random.default_rng(1).integers(0, 80, 9).tolist()),
-    ):
+    ]
+    chosen += [[i] for i in range(45, 55)]  # on both sides of a keyframe
+    for indices in chosen:
         for reader in filter(None, (video, decord)):
             assert np.array_equal(reader.read(indices).numpy(), expected[indices]), indices
 
 
 def test_frames_that_an_edit_list_cuts_off(tmp_path):
-    """They are there to decode the others, and are not shown."""
+    """Such frames are stored to decode others, and are not shown."""
     whole = write_clip(tmp_path / "whole.mp4", constant_rate(40, 20))
     path = str(tmp_path / "cut.mp4")
     options = {"avoid_negative_ts": "disabled"}
@@ -190,7 +193,7 @@ def test_frames_that_an_edit_list_cuts_off(tmp_path):
 
 
 def test_no_decoder_outlives_its_sample(tmp_path):
-    """Also not in a failure's traceback: forked workers would hang when they collect it."""
+    """A decoder kept alive by a traceback would hang forked workers that collect it."""
     import decord
 
     write_clip(tmp_path / "a.mp4", constant_rate(5, 8), size=(34, 48))  # decord opens it alone
@@ -270,8 +273,8 @@ def test_unknown_reader():
         open_video("x.mp4", "opencv")
 
 
-def test_a_size_that_changes_on_the_way(tmp_path):
-    """As a recording of a call: later frames come in the size of the first."""
+def test_a_size_that_changes_within_the_video(tmp_path):
+    """Recordings of calls may change size: later frames are scaled to the size of the first."""
     parts = []
     for size in ((32, 48), (48, 64)):
         write_clip(tmp_path / "part.h264", constant_rate(6, 8), size=size)

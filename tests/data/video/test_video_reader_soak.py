@@ -1,5 +1,8 @@
-"""Files of random encoders, containers and options: the frames asked for are those of a whole decode.
-Files with random damage: all are read, or bad samples."""
+"""Soak tests of the video reader.
+
+Files of random encoders, containers and options: chosen frames equal those of a whole decode. Files
+with random damage: each is either read or a bad sample.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is what PyAV reads back; files are whole or not there."""
+"""Videos that are written and read back with PyAV; incomplete files never get their name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_round_trip(height, width, tmp_path):
     decoded = decode_all(tmp_path / "new/v.mp4")
     assert decoded.shape == (9, height + height % 2, width + width % 2, 3)
     inside = decoded[:, :height, :width].astype(int)
-    # Colour is stored at half the resolution: its edges blur, its areas stay.
+    # Colour is stored at half the resolution, so its edges blur and flat areas keep their colour.
     assert np.abs(inside - frames).mean() < 3
     assert np.abs(inside[4, 12:20, 12:20] - (220, 40, 40)).max() < 12
     with av.open(str(tmp_path / "new/v.mp4")) as container:
@@ -115,8 +115,8 @@ def test_contact_sheet(tmp_path):
     assert (sheet[:22, :100].sum(axis=2) < 100).sum() > 50  # the caption's letters
 
 
-def test_many_videos_stand_three_abreast(tmp_path):
-    """13 grey videos, the last red: it opens the fifth row, alone."""
+def test_many_videos_are_in_three_columns(tmp_path):
+    """12 grey videos and a red one, which is alone in the fifth row."""
     videos = [torch.zeros(3, 9, 40, 40) for _ in range(12)]
     red = torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1, 1).expand(3, 9, 40, 40)
     contact_sheet(tmp_path / "sheet.png", [*videos, red], ["a caption"] * 13)
