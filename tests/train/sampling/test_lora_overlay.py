@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cogfast.model.weights.sat import to_sat_state_dict
-from cogfast.train.sampling.added_lora import AddedLora, add_loras, open_loras
+from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_transformers import tiny
 
@@ -29,7 +29,7 @@ def test_what_rounding_costs_is_logged(
     a, b = (next(v for n, v in names.items() if f"matrix_{side}" in n).double() for side in "AB")
     model = tiny("5b", seed=1, num_layers=1).to(dtype)
     before = deepcopy(model.state_dict())
-    add_loras(model, open_loras([AddedLora(str(tmp_path / "lora"), 0.01)], ema=False))
+    add_loras(model, open_loras([LoraOverlay(str(tmp_path / "lora"), 0.01)], ema=False))
     change = 0.01 / 4 * (b @ a)
     left = model.state_dict()[WEIGHT].double() - before[WEIGHT].double()
     torch.testing.assert_close(left, change, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0)
