@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,3 +226,22 @@ def test_folders_without_a_tensor_of_a_transformer(made: Path, tmp_path: Path) -
     assert_refused(folder, "weights of cogfast .*: it has no tensor of a transformer; copy")
     with pytest.raises(ValueError, match="it has no tensor of a transformer"):
         load_transformer(tiny("5b"), folder)
+
+
+@pytest.mark.parametrize("to", ["sat", "diffusers", "cogfast"])
+@pytest.mark.parametrize("limit", [5, 20_000])
+def test_a_real_limit_on_files_ends_in_one_line(
+    made: Path, tmp_path: Path, to: str, limit: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a quota does, enforced by the system: in the first small file, and in the tensors."""
+    source = copied(made, "sat", tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        status = main(["convert", str(source), str(tmp_path / "target"), "--to", to])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "target: the disk is full" in last and "the source is as it was; make room" in last
+    assert [path.name for path in tmp_path.iterdir()] == ["sat"]
