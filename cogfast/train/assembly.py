@@ -148,7 +148,7 @@ def assemble_encoder(
     return Encoder(
         partial(build_frozen, config.model.get("first_stage_config")),
         partial(build_frozen, text_node),
-        same_in_model=groups.same_in_model,
+        same_in_model=groups.broadcast_tensor_in_model,
         scale_factor=model.scale_factor,
         patch=transformer.patch_size,
         latent_input=model.latent_input,

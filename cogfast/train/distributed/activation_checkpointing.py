@@ -1,17 +1,14 @@
-"""Activation checkpointing, block by block: what is kept for the backward pass, and what runs again.
+"""Selective activation checkpointing, with a policy for each block.
 
-    none            everything is kept
-    pointwise       products of matrices and attention are kept, norms, rotation and gelu run again
-    attention_kept  attention's output and lse are kept, the rest runs again
-    full            only the block's input is kept
+    none            keep everything
+    pointwise       keep the results of matmuls and attention; recompute norms, rotation and gelu
+    attention_kept  keep attention's output and lse; recompute the rest
+    full            keep only the block's input
 
-All give the same gradients, bit for bit where kernels repeat theirs. `auto` begins with full: in the
-first step weights, gradients and optimizer take their room, the second is measured. Then each block
-gets the policy that recomputes least of those that fit (memory_plan.py). With args.compile the two in the
-middle are inside of what is compiled, where they guide the compiler's own choice of what to keep.
-
-Attention written out in plain PyTorch, as short sequences in half precision run on a CPU, has no op
-of its own: there the products that it consists of are kept in its place.
+All policies give the same gradients, bit for bit where the kernels are deterministic. `auto` starts
+with full and measures the second step (the first one allocates gradients and optimizer state). Then
+each block gets the policy that recomputes least and still fits (memory_plan.py). With args.compile,
+pointwise and attention_kept run inside the compiled graph and guide the compiler's partitioner.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import cogfast.kernels.flash_attention  # noqa: F401  its op is named below
+import cogfast.kernels.flash_attention  # noqa: F401  registers the op that _ATTENTION names
 from cogfast.model.block import Block
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -51,11 +48,15 @@ from cogfast.train.distributed.tensor_parallel import ParallelLinear
 
 logger = logging.getLogger(__name__)
 
-_MARGIN = 0.04  # of the memory: what the allocator loses between its blocks
+_MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
 _STEPS_BEFORE_AUTO = 2
-_LOW_RANK = 4  # times smaller than the product's sides: a matmul as cheap as reading its result
+# A matmul counts as low-rank if its inner dim is this many times smaller than both outer dims.
+# Recomputing it is as cheap as reading its result.
+_LOW_RANK = 4
 
 _aten = torch.ops.aten
+# bmm and baddbmm: on a CPU, short sequences in half precision run attention in plain PyTorch, which
+# has no op of its own.
 _ATTENTION = {torch.ops.cogfast.flash_attention.default, _aten.bmm.default, _aten.baddbmm.default}
 _MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
 
@@ -74,8 +75,11 @@ def _kept_if(is_kept: bool) -> CheckpointPolicy:
 
 
 def _is_low_rank(a: Tensor, b: Tensor) -> bool:
-    """Whether a [n, k] b [k, m] has a k far below n and m: LoRA's second product, whose result is as
-    large as that of the linear it is added to and would be kept beside it."""
+    """Return whether k is far below n and m in the product of a [n, k] and b [k, m].
+
+    LoRA's second product is low-rank. Keeping its result would cost as much memory as keeping the
+    result of the linear that it is added to.
+    """
     return a.ndim == 2 and _LOW_RANK * a.shape[1] < min(a.shape[0], b.shape[1])
 
 
@@ -87,12 +91,13 @@ _CONTEXTS = {
 
 @cache
 def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
-    """A function of a block and its inputs. Blocks of one policy share it, and its graphs."""
+    """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
     options = {"use_reentrant": False, "preserve_rng_state": keep_rng}
     if policy in _CONTEXTS:
         options["context_fn"] = _CONTEXTS[policy]
     if not is_compiled or policy == "full":
-        return partial(checkpoint, **options)  # full calls the compiled block twice
+        # full needs no graph of its own: it calls the compiled block twice.
+        return partial(checkpoint, **options)
 
     def run(block: Block, *inputs: object) -> Tensor:
         return checkpoint(block.forward, *inputs, **options)
@@ -103,8 +108,8 @@ def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., 
 def apply_policies(
     transformer: DiffusionTransformer, policies: Sequence[Policy], is_compiled: bool = False
 ) -> None:
-    """Let each block run under its policy while the transformer trains."""
-    keep_rng = transformer.config.lora_dropout > 0  # nothing else draws inside of a block
+    """Run each block under its policy while the transformer is in training mode."""
+    keep_rng = transformer.config.lora_dropout > 0  # no other op in a block uses random numbers
     transformer.training_calls = tuple(
         block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
         for block, policy in zip(transformer.blocks, policies, strict=True)
@@ -112,8 +117,10 @@ def apply_policies(
 
 
 class ActivationCheckpointing:
-    """The policies of a run. Within `with`, running out of memory ends in a line that says which
-    policy would fit."""
+    """Chooses and applies the policies of a run.
+
+    As a context manager it turns an out-of-memory error into a message that names a policy that fits.
+    """
 
     def __init__(
         self,
@@ -123,17 +130,17 @@ class ActivationCheckpointing:
         is_compiled: bool = False,
         most_rows: int = 0,
     ) -> None:
-        """is_compiled: args.compile. most_rows: B S of the largest micro-batch of the run, where that
-        is known; else the last one is taken for it."""
+        """is_compiled: args.compile. most_rows: B S of the run's largest micro-batch; 0 if unknown,
+        in which case `auto` plans for the last micro-batch."""
         self.transformer, self.choice, self.groups = transformer, choice, groups
         self.is_compiled, self.most_rows = is_compiled, most_rows
         self.is_settled = choice != "auto"
-        self.layer: LayerShape | None = None  # of the last micro-batch
-        self.num_steps = 0  # done
+        self.layer: LayerShape | None = None  # shape of the last micro-batch
+        self.num_steps = 0  # completed optimizer steps
         self.is_inside_step = False
-        # Bytes on the device before the blocks of a step, and what a step takes on top, at most,
-        # beside what blocks keep; auto measures it on a GPU.
+        # Bytes allocated before the first block of a step runs.
         self.bytes_before = 0
+        # Peak bytes that a step adds, without the activations that blocks keep. Measured on a GPU.
         self.bytes_on_top: int | None = None
         trained = (p for p in transformer.parameters() if p.requires_grad)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
@@ -146,7 +153,8 @@ class ActivationCheckpointing:
         self.transformer.training_calls = (partial(self._look, first), *others)
 
     def _look(self, call: Callable[..., Tensor], hidden: Tensor, *others: object) -> Tensor:
-        """The first block's call, hidden [B, S, M]: from here on activations add up."""
+        """Wraps the first block, hidden [B, S, M], to record memory in use before any activation is
+        kept."""
         device = self.groups.device
         if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
             self.layer = layer_shape(self.transformer, hidden)
@@ -159,7 +167,7 @@ class ActivationCheckpointing:
         return call(hidden, *others)
 
     def after_backward(self) -> None:
-        """Called after each micro-batch's backward pass."""
+        """Measure the step's peak memory. Call it after each micro-batch's backward pass."""
         device = self.groups.device
         if not self.is_settled and self.layer is not None and device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device) - self.bytes_before
@@ -167,18 +175,21 @@ class ActivationCheckpointing:
             self.bytes_on_top = max(self.bytes_on_top or 0, on_top)
 
     def after_step(self) -> None:
-        """Called after each optimizer step; after the second, auto chooses, on all ranks alike."""
+        """Let `auto` choose after the second step, the same on all ranks. Call it after each
+        optimizer step."""
         self.is_inside_step = False
         self.num_steps += 1
         if self.is_settled or self.layer is None:
             return
         if self.num_steps < _STEPS_BEFORE_AUTO:
+            # The first step also allocates gradients and optimizer state: drop its measurement.
             self.bytes_on_top = None
             return
         self.is_settled = True
         free, total = _device_memory(self.groups.device)
         self._look_ahead()
         here = free - int(_MARGIN * total) - self._on_top()
+        # The rank with the least memory decides, so that every rank uses the same policies.
         self._use(plan_layers(self.layer, len(self.policies), min(self.groups.gather(here))))
         peak = total - free + self._need(self.policies)
         logger.info(
@@ -189,13 +200,13 @@ class ActivationCheckpointing:
         )
 
     def _look_ahead(self) -> None:
-        """Put the run's largest micro-batch in the place of the one that was measured."""
+        """Scale the measurement to the run's largest micro-batch."""
         measured, self.layer = (
             self.layer,
             replace(self.layer, num_rows=max(self.layer.num_rows, self.most_rows)),
         )
         if self.bytes_on_top is not None:
-            # What grows with the rows, the activations beside what blocks keep, and what does not.
+            # Temporary activations grow with the number of rows; gradients do not.
             of_rows = max(0, self.bytes_on_top - self.gradient_bytes)
             self.bytes_on_top += of_rows * self.layer.num_rows // measured.num_rows - of_rows
 
@@ -205,7 +216,7 @@ class ActivationCheckpointing:
         return self.layer.live + self.gradient_bytes
 
     def _need(self, policies: Sequence[Policy]) -> int:
-        """Bytes that a step takes, beside what is there before it."""
+        """Return the bytes that a step adds to those in use before it."""
         return self._on_top() + kept_by_all(self.layer, policies)
 
     def __enter__(self) -> ActivationCheckpointing:
@@ -217,7 +228,7 @@ class ActivationCheckpointing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # sampling for an evaluation keeps nothing: its error is its own
+        # Sampling in an evaluation keeps no activations, so no policy would help there.
         if isinstance(error, torch.OutOfMemoryError) and self.transformer.training:
             raise RuntimeError(f"out of memory: {self._advice()}") from None
 
@@ -227,13 +238,15 @@ class ActivationCheckpointing:
             "more GPUs to share the optimizer's state"
         )
         if self.layer is None:
-            return f"no block has run yet, so activation checkpointing cannot help; take {smaller}"
+            return f"no block has run yet, so activation checkpointing cannot help; use {smaller}"
         free, total = _device_memory(self.groups.device)
-        if self.groups.device.type == "cuda":  # what others have left, and what is ours
+        if self.groups.device.type == "cuda":
+            # bytes_before, which is subtracted below, is part of what is allocated now.
             free += torch.cuda.memory_allocated(self.groups.device)
         free -= int(_MARGIN * total) + self.bytes_before
         used = f"args.activation_checkpointing={self.choice} ({describe(self.policies)})"
         kept = kept_by_all(self.layer, self.policies)
+        # From the policy that keeps most: recommend the fastest one that fits.
         for policy in reversed(LADDER):
             policies = [policy] * len(self.policies)
             less = kept_by_all(self.layer, policies)
@@ -243,15 +256,15 @@ class ActivationCheckpointing:
                     f"{less / 2**30:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
                 )
         if set(self.policies) == {"full"}:
-            return f"{used} keeps the least there is; take {smaller}"
+            return f"{used} keeps the least of all policies; use {smaller}"
         return (
-            f"{used} keeps {kept / 2**30:.1f} GiB of activations; not even full would fit, which "
-            f"keeps the least; set it, and take {smaller}"
+            f"{used} keeps {kept / 2**30:.1f} GiB of activations; not even full, which keeps the "
+            f"least, would fit; set it, and use {smaller}"
         )
 
 
 def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape:
-    """Of the first block's input [B, S, M]."""
+    """Return the shape of a block for the first block's input `hidden` [B, S, M]."""
     config, block = transformer.config, transformer.blocks[0]
     named = transformer.blocks.named_parameters()
     return LayerShape(
@@ -267,10 +280,14 @@ def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that this process may still take, and those of the device. On a CPU the processes of a
-    machine share what is available; where the machine does not say it, there is no limit."""
+    """Return the bytes that this process may still allocate, and the device's total.
+
+    On a CPU the processes of a machine share the available memory equally. Without /proc/meminfo
+    (not Linux) there is no limit.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        # Memory in the allocator's cache is not free to the driver, but to this process.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + held, total
     try:

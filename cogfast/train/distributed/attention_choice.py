@@ -1,5 +1,8 @@
-"""Choice of a run's attention backend: the one it names, that of its checkpoint, or the fastest,
-measured by rank 0 at the run's own shape."""
+"""Choose a run's attention backend.
+
+The backend is the one that args.attention_backend names, else the checkpoint's, else the fastest
+one. Rank 0 measures that at the run's own shape.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def check_attention(config: Config, args: TrainArguments, head_width: int) -> No
     reason = reason_unavailable(name, *case)
     if reason is not None:
         names = ", ".join(["auto", *backends_that_run(*case)])
-        text = f"args.attention_backend={name}: {reason}; here these can: {names}"
+        text = f"args.attention_backend={name}: {reason}; this machine can run: {names}"
         refuse(config, "args.attention_backend", text)
 
 
@@ -56,6 +59,7 @@ def choose_for_training(
     name = choose_for_sampling(args, model, groups, stored)
     if name is not None or groups.device.type == "cpu":
         return name
+    # Every rank must use one backend: two ranks could measure two different winners.
     shape = run_shape(config, args, model)
     return groups.on_main(lambda: fastest_here(shape, groups.device, DTYPES[args.precision]))
 
@@ -67,20 +71,21 @@ def choose_for_sampling(
     run here; None: the op's default."""
     name = args.attention_backend
     if name != "auto":
+        # A different backend than the checkpoint's is allowed, but changes the last digits.
         if stored not in (None, name):
             logger.info("attention: %s instead of the checkpoint's %s", name, stored)
         return name
     if stored is None:
         return None
-    reason = "there is no such"
+    reason = "there is no such backend"  # a checkpoint of a version that had it
     if stored in BACKENDS:
         reason = reason_unavailable(stored, groups.device, DTYPES[args.precision], model.head_width)
     if reason is None:
         logger.info("attention: %s, as in the checkpoint", stored)
         return stored
     logger.warning(
-        "attention: the checkpoint's %s cannot run here (%s); another is chosen, and numbers may "
-        "differ in their last digits",
+        "attention: the checkpoint's %s cannot run here (%s); another backend is chosen, and numbers "
+        "may differ in their last digits",
         stored,
         reason,
     )

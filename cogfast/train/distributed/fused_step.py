@@ -1,21 +1,13 @@
-"""The optimizer step of ZeRO stages 1 and 2 in one pass over the weights, without a host read.
+"""Optimizer step of ZeRO stages 1 and 2 in one pass over the weights, without a host sync.
 
-Of this rank's partition, per parameter of it, in bytes (bf16; fp32 in brackets):
-    norm of the averaged gradient                                  2   (4)
-    FusedEmaAdam: gradient; masters, two moments, EMA in and out   34  (36)
-    weights in the training dtype, into the all-gather's buffer    2   (4)
-Together 38 (44). DeepSpeed's own step around the same optimizer takes 78 in bf16: a norm in float64,
-a flattened copy of the gradients, a float32 copy of that (4 more bytes of memory per parameter),
-clipping in place, and a pass that copies the weights back. It also reads the norm on the host.
-On a GPU: not measured.
+Memory traffic in bytes per parameter of this rank's partition, bf16 (fp32): gradient norm 2 (4),
+FusedEmaAdam 34 (36), weights written into the all-gather's buffer 2 (4); together 38 (44).
+DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the norm on the host.
 
-The new weights are gathered while training goes on to the next batch, whose forward pass waits for
-all of them: they come as a piece of every rank's partition at a time, not block after block. Beside
-the gather run the frozen autoencoder and text encoder where the batch brings pixels and captions;
-with latents from a cache there is only its copy and the noise. GPU time: not measured.
-
-DeepSpeed keeps reducing the gradients. Private names of DeepSpeed 0.19 are used here and in
-zero_engine.py alone.
+The all-gather of the new weights overlaps the preparation of the next batch (the frozen VAE and text
+encoder, or only copies and noise for cached latents). The next forward pass waits for all weights.
+Nothing here was timed on a GPU. DeepSpeed still reduces the gradients. Only this file and
+zero_engine.py use private names of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -29,17 +21,18 @@ from torch import Tensor, nn
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
-# Gradients begin where the kernel can read 16 bytes at a time.
+# Bytes: lets the kernel load gradients in 16-byte vectors.
 _ALIGNMENT = 16
 
 
 class WeightGather:
-    """Every rank's partition of the weights, in the training dtype, to all ranks: started by who
-    wrote them, waited for by who reads them.
+    """Asynchronous all-gather of every rank's partition of the weights, in the training dtype.
 
-    zero: DeepSpeed's optimizer of stage 1 or 2. All waits are to come from one thread and one CUDA
-    stream: of NCCL's collectives the stream that waits first is the only one that does, and the host
-    goes on; of gloo's the host waits.
+    The writer of the weights calls `start`; every reader calls `wait` first.
+
+    zero: DeepSpeed's optimizer of stage 1 or 2. Call `wait` from one thread and one CUDA stream only.
+    With NCCL, the first stream that waits is the only one that is synchronized, and the host does
+    not block; with gloo, the host blocks.
     """
 
     def __init__(self, zero) -> None:
@@ -62,7 +55,7 @@ class WeightGather:
 
 
 def own_weights(zero) -> list[Tensor]:
-    """This rank's partitions of the weights in the training dtype, flat, a view of the model's."""
+    """Return this rank's flat partitions of the weights, in the training dtype, as views."""
     return [
         partitions[dist.get_rank(group=group)]
         for partitions, group in zip(
@@ -71,8 +64,8 @@ def own_weights(zero) -> list[Tensor]:
     ]
 
 
-def why_stock(zero, optimizer: torch.optim.Optimizer, version: str) -> str | None:
-    """Why DeepSpeed's own step has to do, or None where FusedStep can take its place."""
+def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer, version: str) -> str | None:
+    """Return why DeepSpeed's own step must be used, or None if FusedStep can replace it."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if type(zero) is not DeepSpeedZeroOptimizer:
@@ -86,39 +79,40 @@ def why_stock(zero, optimizer: torch.optim.Optimizer, version: str) -> str | Non
     if not zero.compute_grad_norm:
         return "compute_grad_norm is false"
     if version.split(".")[:2] != ["0", "19"]:
-        return f"DeepSpeed is {version}, and ours is written for 0.19"
+        return f"DeepSpeed is {version}, and cogfast's own step is written for 0.19"
     return None
 
 
 class FusedStep:
-    """Takes the place of `zero.step`.
+    """Replaces `zero.step`.
 
-    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16 or fp32. gather: of its
-    weights; a step ends with it under way.
+    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16 or fp32. gather: the
+    gather of its weights; a step starts it and does not wait for it.
     """
 
     def __init__(self, zero, gather: WeightGather) -> None:
         self.zero, self.optimizer, self.gather = zero, zero.optimizer, gather
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
-        self._landed: dict[int, Tensor] = {}
+        self._flat_gradients: dict[int, Tensor] = {}  # by partition
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
-            partition.grad_dtype = None  # a bf16 gradient of float32 masters
+            partition.grad_dtype = None  # allows a bf16 gradient for float32 masters
             self.optimizer.low_precision_copies[partition] = weights.detach()
         self._counted = list(self._counted_slices())
-        if zero.gradient_accumulation_dtype == zero.dtype:  # else DeepSpeed's are flat already
-            zero.copy_grads_in_partition = self._land
+        # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
+        if zero.gradient_accumulation_dtype == zero.dtype:
+            zero.copy_grads_in_partition = self._store_gradient
         zero.step = self.step
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update from the averaged gradients, which it releases.
+        """Update once from the averaged gradients, then release them.
 
-        Leaves the norm before clipping in `zero`, and in the optimizer's `found_inf` whether the
-        step was skipped, both on the device.
+        Stores the norm before clipping in `zero`, and whether the step was skipped in the
+        optimizer's `found_inf`, both on the device.
         """
         zero, optimizer = self.zero, self.optimizer
-        self.gather.wait()  # before the weights are written again
-        zero.micro_step_id = -1  # no micro-batch of the next step yet
+        self.gather.wait()  # it reads the weights that this step overwrites
+        zero.micro_step_id = -1  # DeepSpeed's value before the first micro-batch of a step
         gradients = [self._gradient(i) for i in range(len(self.partitions))]
         norm = self._norm(gradients)
         zero._global_grad_norm = norm
@@ -131,17 +125,17 @@ class FusedStep:
         optimizer.step()
         for i, partition in enumerate(self.partitions):
             partition.grad = zero.averaged_gradients[i] = zero.all_grad_tensors[i] = None
-        self._landed.clear()
+        self._flat_gradients.clear()
         self.gather.start()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of the whole model's gradient, float32; each of its elements counts once.
+        """Return the norm of the whole model's gradient, float32, each element counted once.
 
-        Ranks that share a model own different slices of what is sharded between them, and one of
-        them counts what all have; so one sum over all ranks does for both.
+        Tensor-parallel ranks own different slices of sharded parameters, and only the first of them
+        counts replicated ones. So one all-reduce over all ranks gives the total.
         """
         pieces = [gradients[part].narrow(0, offset, n) for part, offset, n in self._counted]
-        # A CPU adds up one element after another: in float32 the last digits would be lost.
+        # A CPU sums element by element, which would lose digits in float32.
         dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
         square = torch.zeros((), dtype=dtype, device=gradients[0].device)
         if pieces:
@@ -150,7 +144,7 @@ class FusedStep:
         return square.sqrt().float()
 
     def _counted_slices(self) -> Iterable[tuple[int, int, int]]:
-        """(partition, offset, numel) of what this rank adds to the norm."""
+        """Yield (partition, offset, numel) of the elements that this rank adds to the norm."""
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
         for part, group in enumerate(self.zero.bit16_groups):
@@ -162,37 +156,39 @@ class FusedStep:
                     yield part, where.start, where.numel
 
     def _gradient(self, part: int) -> Tensor:
-        """The averaged gradient of a partition, flat, in the dtype in which it was summed up."""
+        """Return the averaged gradient of a partition, flat, in the accumulation dtype."""
         pieces = self.zero.averaged_gradients[part]
         flat = getattr(pieces, "flat_partition", None)
         if flat is not None:
             return flat
         partition = self.partitions[part]
-        flat = self._landed.get(part)
+        flat = self._flat_gradients.get(part)
         if flat is None:
             flat = torch.empty(partition.shape, dtype=pieces[0].dtype, device=partition.device)
         start = 0
         for piece in pieces:
             place = flat.narrow(0, start, piece.numel())
-            if piece.data_ptr() != place.data_ptr():  # padding, or no gradient in this step
+            # Pieces are in place already, except padding and parameters without a gradient.
+            if piece.data_ptr() != place.data_ptr():
                 place.copy_(piece.reshape(-1))
             start += piece.numel()
         assert start == flat.numel(), f"gradients of {start} in a partition of {flat.numel()}"
         return flat
 
-    def _land(self, parameter: nn.Parameter, part: int) -> None:
-        """Move a reduced gradient out of the bucket to its place in the partition.
+    def _store_gradient(self, parameter: nn.Parameter, part: int) -> None:
+        """Copy a reduced gradient from the bucket to its place in the partition.
 
-        DeepSpeed's own puts them one after another as they come, last layer first, so that it has
-        to flatten them. With accumulation it adds the later micro-batches to the first one's.
+        DeepSpeed's own method appends them in order of arrival, last layer first, and has to
+        flatten them later. With accumulation, DeepSpeed adds later micro-batches to the first one's.
         """
         zero = self.zero
-        if zero.grads_in_partition is None:  # the first of this micro-batch
+        if zero.grads_in_partition is None:  # the first gradient of this micro-batch
             zero.grads_in_partition = {}
         if part not in zero.grads_in_partition:
             buffer, front = self._make_buffer(part)
             zero.grads_in_partition[part] = buffer, front
-            self._landed.setdefault(part, buffer.narrow(0, front, self.partitions[part].numel()))
+            flat = buffer.narrow(0, front, self.partitions[part].numel())
+            self._flat_gradients.setdefault(part, flat)
         buffer, front = zero.grads_in_partition[part]
         gradient = zero.get_gradient_for_reduction(parameter)
         place = buffer.narrow(0, front + self._start(part, parameter), parameter.numel())
@@ -200,9 +196,9 @@ class FusedStep:
         gradient.data = place.view_as(gradient)
 
     def _make_buffer(self, part: int) -> tuple[Tensor, int]:
-        """Memory for a partition's gradients, and where the partition begins in it.
+        """Allocate memory for a partition's gradients; also return the partition's offset in it.
 
-        Parameters at the ends may reach over into other ranks' partitions.
+        The first and last parameter may extend into other ranks' partitions.
         """
         zero, first = self.zero, self.zero.params_in_partition[part][0]
         last = zero.params_in_partition[part][-1]
@@ -213,7 +209,7 @@ class FusedStep:
         return torch.empty(front + end, dtype=zero.dtype, device=device), front
 
     def _start(self, part: int, parameter: nn.Parameter) -> int:
-        """Where a parameter begins in this rank's partition; negative where before it."""
+        """Return a parameter's offset in this rank's partition; negative if it starts before it."""
         rank = dist.get_rank(group=self.zero.real_dp_process_group[part])
         key = self.zero.get_param_id(parameter)
         offset = self.zero.grad_partition_insertion_offset[part][rank][key]

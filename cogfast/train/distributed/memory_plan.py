@@ -1,18 +1,15 @@
-"""How much of a block each policy of activation checkpointing keeps, and which policies fit.
+"""Memory of activation checkpointing: the bytes that each policy keeps, and which policies fit.
 
-In units U of one activation [B, S, M] (t: tensor-parallel parts, which share what stands in brackets):
+In units U of one activation [B, S, M]; tensor-parallel ranks share what is in brackets:
 
     full            h 1
     attention_kept  h 1, [attention 1, lse]
     pointwise       h 1, [qkv 3, attention 1, lse, fc1 4], out 1, fc2 1
     none            pointwise's and n1 1, [q, k 2], h' 1, n2 1, [gelu 4], the statistics of two norms
 
-v is a part of qkv. Where only adapters are trained, nothing asks for the inputs of fc1 and fc2 nor
-for what a gate multiplies: none keeps h, n1, qkv, q, k, attention, lse, h' and fc1, 13 U, beside the
-adapters' low-rank products. Where processes have rows of their own between the linears, they share
-everything but what pointwise keeps of out and fc2, products whose sum is still to come, and the
-adapters' n1. What a policy spares for what it recomputes falls from row to row:
-attention_kept saves most of a recomputation for 1 U, pointwise the matmuls for 9 U, none the rest.
+If only adapters are trained, none keeps h, n1, qkv, q, k, attention, lse, h' and fc1 (13 U), and the
+adapters' low-rank products. With sequence parallelism, ranks share everything except pointwise's out
+and fc2, which are not yet summed, and the adapters' n1.
 """
 
 from __future__ import annotations
@@ -24,15 +21,20 @@ from typing import Literal
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
+# From the policy that keeps least to the one that keeps most. Each unit of memory saves less
+# recomputation from rung to rung: attention for 1 U, the matmuls for 9 U, then the rest.
 LADDER: tuple[Policy, ...] = ("full", "attention_kept", "pointwise", "none")
-_LIVE_UNITS = 22  # the block that backward is in: what none keeps of it, and two gradients
+_LIVE_UNITS = 22  # U held by the block whose backward runs: what `none` keeps, and two gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """One block of a micro-batch. num_rows: B S; num_heads: of the whole model; num_parts: of
-    tensor parallelism; adapter_columns: entries of a row that LoRA's low-rank products have in all;
-    is_frozen: only adapters are trained."""
+    """Size of one block for one micro-batch.
+
+    num_rows: B S; num_heads: of the whole model; num_parts: tensor-parallel size; splits_rows: with
+    sequence parallelism; adapter_columns: total width of LoRA's low-rank products; is_frozen: only
+    adapters are trained.
+    """
 
     num_rows: int
     width: int
@@ -45,18 +47,18 @@ class LayerShape:
 
     @property
     def unit(self) -> int:
-        """Bytes of one [B, S, M]."""
+        """Return the bytes of one activation [B, S, M]."""
         return self.num_rows * self.width * self.bytes_per_number
 
     @property
     def live(self) -> int:
-        """Bytes of the block whose backward runs, the policy's own part included."""
+        """Return the bytes of the block whose backward runs, including what its policy keeps."""
         return _LIVE_UNITS * self.unit
 
     def kept(self, policy: Policy) -> int:
-        """Bytes that a block keeps from its forward to its backward pass."""
+        """Return the bytes that a block keeps from its forward to its backward pass."""
         u, part = self.unit, self.unit // self.num_parts
-        row = part if self.splits_rows else u  # of what is between the linears
+        row = part if self.splits_rows else u  # an activation between the linears
         lse = 4 * self.num_rows * self.num_heads // self.num_parts
         statistics = 2 * 2 * 4 * self.num_rows  # float32 mean and rstd
         adapters = self.num_rows * self.adapter_columns * self.bytes_per_number
@@ -73,18 +75,18 @@ class LayerShape:
 
 
 def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Policy, ...]:
-    """The policies of all layers that recompute least of those that keep `num_bytes` at most, or
-    full everywhere where nothing fits.
+    """Return the policies that recompute least while keeping at most `num_bytes` in all layers.
 
-    All layers climb a rung of the ladder before any climbs the next. The last ones climb first:
-    what they hold is released first, before the early layers' recomputations need room.
+    If nothing fits, all layers get `full`. All layers climb one rung of LADDER before any climbs the
+    next. The last layers climb first: their activations are released first, before the
+    recomputations of the early layers need memory.
     """
     policies = [LADDER[0]] * num_layers
     left = num_bytes - num_layers * layer.kept(LADDER[0])
     for before, rung in zip(LADDER, LADDER[1:], strict=False):
         price = layer.kept(rung) - layer.kept(before)
         num_risen = num_layers
-        if price > 0:
+        if price > 0:  # LoRA with sequence parallelism: none can keep less than pointwise
             num_risen = min(num_layers, max(0, left // price))
         left -= num_risen * price
         policies[num_layers - num_risen :] = [rung] * num_risen
@@ -98,7 +100,7 @@ def kept_by_all(layer: LayerShape, policies: Sequence[Policy]) -> int:
 
 
 def describe(policies: Sequence[Policy]) -> str:
-    """`attention_kept in layers 0-23, pointwise in layers 24-41`; a single one without layers."""
+    """Format policies as `attention_kept in layers 0-23, pointwise in layers 24-41`."""
     if len(set(policies)) == 1:
         return f"{policies[0]} in all {len(policies)} layers"
     parts, first = [], 0

@@ -1,6 +1,6 @@
-"""The batches of ranks that share a model: the first of them reads, all get what it has read.
+"""Batches for tensor-parallel groups: the first rank reads them and broadcasts them to the group.
 
-On a GPU the next batches are copied while the model computes.
+On a GPU the next batches are copied to the device while the model computes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cogfast.train.distributed.process_groups import OtherRankError, ProcessGrou
 
 
 class DeviceAhead:
-    """The batches of `batches`, in their order, with tensors on a GPU; `depth` of them are copied,
-    on a stream of their own, before they are asked for. An error or the end comes in its place.
+    """Iterator that copies the tensors of `batches` to a GPU, `depth` batches ahead, on its own stream.
 
-    Waits for a batch that is not read yet. Without pinned memory a copy would hold the host up.
+    Keeps the order: an error or the end of `batches` is raised at its place. Blocks while a batch is
+    still being read. The batches should be in pinned memory; otherwise each copy blocks the host.
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device, depth: int) -> None:
@@ -33,14 +33,14 @@ class DeviceAhead:
             self._ahead.append(self._start_next())
         first = self._ahead.popleft()
         if isinstance(first, Exception):
-            self._ahead.appendleft(first)  # whoever asks again is told again
+            self._ahead.appendleft(first)  # every later call raises it again
             raise first
         batch, is_copied = first
         now = torch.cuda.current_stream(self._device)
         now.wait_event(is_copied)
         for value in batch.values():
             if isinstance(value, Tensor):
-                # The copies' stream made it and would use its memory again once it is dropped here.
+                # The allocator would otherwise give its memory to the copy stream too early.
                 value.record_stream(now)
         return batch
 
@@ -50,7 +50,7 @@ class DeviceAhead:
     def _start_next(self) -> tuple[Batch, torch.cuda.Event] | Exception:
         try:
             batch = next(self._batches)
-        except Exception as error:  # StopIteration too
+        except Exception as error:  # including StopIteration
             return error
         with torch.cuda.stream(self._stream):
             batch = {
@@ -63,10 +63,10 @@ class DeviceAhead:
 
 
 class ModelBatches:
-    """The micro-batches of one data-parallel rank, on its devices.
+    """Iterator over the micro-batches of one data-parallel rank, on its devices.
 
-    loader: on the first rank of a model; None on the others, which have no reading processes.
-    num_ahead: of its batches that are copied to a GPU ahead of time.
+    loader: the loader on the first rank of a tensor-parallel group; None on the others, which do not
+    read. num_ahead: number of batches that are copied to a GPU ahead of time.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class ModelBatches:
             self.loader.close()
 
     def __next__(self) -> Batch:
-        """As BatchLoader's, its tensors on the device and "mp4" float32 in [-1, 1].
+        """Return the next batch of the BatchLoader, on the device and with "mp4" float32 in [-1, 1].
 
-        What the first rank cannot read ends all ranks of the model, on the others in OtherRankError.
+        If the first rank cannot read it, the other ranks of the group raise OtherRankError.
         """
         if self.groups.tensor is None:
             return to_device(next(self._batches), self.groups.device)
@@ -99,15 +99,15 @@ class ModelBatches:
         if self._batches is not None:
             try:
                 batch = next(self._batches)
-            except Exception as caught:  # the others wait for this batch
+            except Exception as caught:  # raised below, once the waiting ranks know of it
                 error = caught
-        told = None if error is None else f"{type(error).__name__}: {error}"
+        message = None if error is None else f"{type(error).__name__}: {error}"
         outline = {key: _Outline.of(value) for key, value in batch.items()}
-        outline, told = groups.broadcast_in_model((outline, told))
+        outline, message = groups.broadcast_in_model((outline, message))
         if error is not None:
             raise error
-        if told is not None:
-            raise OtherRankError(f"rank {groups.first_of_model} failed: {told}")
+        if message is not None:
+            raise OtherRankError(f"rank {groups.first_of_model} failed: {message}")
         return {key: self._send(batch.get(key), of) for key, of in outline.items()}
 
     def _send(self, value: object, outline: object) -> object:
@@ -117,7 +117,7 @@ class ModelBatches:
         if value is None:
             value = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         value = value.to(device, non_blocking=True).contiguous()
-        # As bytes: gloo does not carry every dtype.
+        # Send bytes: gloo does not support every dtype.
         bytes_ = value.flatten().view(torch.uint8)
         tensor = self.groups.tensor.process_group
         dist.broadcast(bytes_, self.groups.first_of_model, group=tensor)
@@ -125,7 +125,7 @@ class ModelBatches:
 
 
 class _Outline:
-    """In a tensor's place where the other values of a batch are sent as objects."""
+    """Shape and dtype of a tensor, sent in its place with the other values of a batch."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

@@ -1,10 +1,9 @@
-"""Tensor parallelism applied to a finished transformer: each process keeps its share of the blocks.
+"""Apply tensor parallelism to a built transformer: each rank keeps its shard of every block.
 
-Of the modulation layers each process has a share too, and gathers their few rows: whole, they are
-12 M x 512 weights per block, 793 of 5B's 5570 million, and two processes would hold 396 million
-each for nothing (7.9 GB with gradients, master weights, moments and EMA at 20 bytes). A gather
-moves 12 M numbers per sample and block: 74 kB of 5B in bf16, where a block's activations that are
-summed have 109 MB each.
+Modulation layers are sharded too, and their outputs gathered. They have 12 M x 512 weights per
+block, 793 of 5B's 5570 million; replicated on two ranks they would waste 7.9 GB each (20 bytes per
+weight with gradients, master weights, moments and EMA). The gather moves 12 M numbers per sample and
+block, 74 kB for 5B in bf16, against 109 MB for each all-reduce of a block's activations.
 """
 
 from __future__ import annotations
@@ -39,17 +38,22 @@ from cogfast.train.distributed.tensor_parallel import (
 
 logger = logging.getLogger(__name__)
 
-# Graphs of one block that a run may come to: training, held-out loss and sampling differ in
-# gradients, in one sample or several, in a size of one here and there. PyTorch's limit is 8, and
-# with fullgraph the ninth would end the run.
+# Limit on the compiled graphs of a block. Training, held-out loss and sampling differ in gradients,
+# batch size and sizes of one. PyTorch's limit is 8, and with fullgraph the ninth graph is an error.
 _MOST_GRAPHS = 64
 
 
 def check_model_parallel_size(
     size: int, config: TransformerConfig, splits_rows: bool = False, num_tokens: int | None = None
 ) -> None:
-    """ValueError for a size that the heads cannot be dealt out to, or that dropout forbids, or
-    splits_rows where the num_tokens of a sample, known or None, do not allow it."""
+    """Check that a tensor-parallel size fits the model.
+
+    splits_rows: args.sequence_parallel. num_tokens: text and video tokens of a sample; None: unknown.
+
+    Raises:
+        ValueError: `size` does not divide the heads, LoRA dropout is on, or splits_rows is set while
+            `size` is 1 or does not divide num_tokens.
+    """
     heads = config.num_attention_heads
     if size < 1 or heads % size:
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -58,18 +62,18 @@ def check_model_parallel_size(
         )
     if size > 1 and config.lora_dropout > 0:
         raise ValueError(
-            f"args.model_parallel_size={size} does not go with lora_dropout={config.lora_dropout}: "
-            "the shares of a layer would drop other entries than the whole; use lora_dropout: 0"
+            f"args.model_parallel_size={size} does not support lora_dropout={config.lora_dropout}: "
+            "the shards of a layer would drop other entries than the whole layer; use lora_dropout: 0"
         )
     if splits_rows and size == 1:
         raise ValueError(
-            "args.sequence_parallel=true splits the rows of a model that ranks share, but "
+            "args.sequence_parallel=true splits rows between tensor-parallel ranks, but "
             "args.model_parallel_size=1; set that to 2 or more, or sequence_parallel to false"
         )
     if splits_rows and num_tokens is not None and num_tokens % size:
         raise ValueError(
-            f"args.sequence_parallel=true deals out {num_tokens} tokens of text and video to "
-            f"args.model_parallel_size={size} processes, which does not divide them; use a size "
+            f"args.sequence_parallel=true splits {num_tokens} text and video tokens between "
+            f"args.model_parallel_size={size} ranks, which does not divide them; use a size "
             "that does, another video size, or args.sequence_parallel=false"
         )
 
@@ -77,10 +81,10 @@ def check_model_parallel_size(
 def parallelize(
     transformer: DiffusionTransformer, group: TensorParallelGroup, splits_rows: bool = False
 ) -> None:
-    """Replace the linears of every block by our shares of them, in place; names of parameters stay.
+    """Replace the linears of every block by this rank's shards, in place. Parameter names stay.
 
-    A transformer on the meta device stays there: nothing whole is ever in memory. splits_rows: each
-    process has rows of its own between the linears (sequence_parallel.py).
+    A transformer on the meta device stays there, so that the whole model is never in memory.
+    splits_rows: split the sequence between the ranks outside of the linears (sequence_parallel.py).
     """
     check_model_parallel_size(group.size, transformer.config)
     if group.size == 1:
@@ -125,7 +129,7 @@ def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | Non
 
 
 def find_shards(transformer: DiffusionTransformer) -> dict[str, Shard]:
-    """{parameter's name: which part of it we hold}, for those that we do not hold whole."""
+    """Return {parameter name: this rank's shard} of all sharded parameters."""
     return {
         f"{path}.{name}": shard
         for path, module in transformer.named_modules()
@@ -135,38 +139,38 @@ def find_shards(transformer: DiffusionTransformer) -> dict[str, Shard]:
 
 
 def count_trained(transformer: DiffusionTransformer) -> int:
-    """Trained numbers of the whole model."""
+    """Return the number of trained elements of the whole model, over all shards."""
     shards = find_shards(transformer)
     trained = {n: p.shape for n, p in transformer.named_parameters() if p.requires_grad}
     return sum(math.prod(shards[n].shape if n in shards else s) for n, s in trained.items())
 
 
 def _mark(transformer: DiffusionTransformer) -> None:
-    """As DeepSpeed and checkpoints look for it: norms count the other parameters once per group."""
+    """Mark sharded parameters for DeepSpeed's gradient norm and for checkpoints."""
     for name, shard in find_shards(transformer).items():
         parameter = transformer.get_parameter(name)
+        # DeepSpeed counts parameters without tensor_model_parallel once per tensor-parallel group.
         parameter.tensor_model_parallel, parameter.shard = True, shard
 
 
 def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
-    """Memory for a transformer that was built, and perhaps parallelized, on the meta device."""
+    """Allocate a transformer that was built, and possibly parallelized, on the meta device."""
     transformer.to_empty(device=device)
-    _mark(transformer)  # memory came with new parameter objects
+    _mark(transformer)  # to_empty made new parameter objects
 
 
 def materialize(transformer: DiffusionTransformer, device: torch.device, seed: int) -> None:
-    """`allocate`, and the weights of a run from scratch: our part of what the whole would get."""
+    """Allocate and initialize for training from scratch: each shard as in the whole model."""
     allocate(transformer, device)
     initialize(transformer, seed, find_shards(transformer))
 
 
 def compile_blocks(transformer: DiffusionTransformer) -> None:
-    """Compile every block in place; names of parameters stay.
+    """Compile every block in place. Parameter names stay.
 
-    All blocks share their graphs. The first shape, the training batch's, gets one of its own; one
-    with sizes left open serves the later ones. fullgraph: what torch.compile cannot see through is
-    an error, not a slow block. A block that recomputes a part of itself is compiled once more, with
-    the checkpoint inside (activation_checkpointing.py).
+    All blocks share their graphs: a static one for the first shape, and a dynamic one for all later
+    shapes. fullgraph makes a graph break an error. A block with a selective checkpointing policy is
+    compiled once more, with the checkpoint inside (activation_checkpointing.py).
     """
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)

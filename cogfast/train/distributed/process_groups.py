@@ -1,10 +1,10 @@
-"""The processes of a run: who we are, how many of us load data, and how we agree to stop.
+"""Process groups of a run: ranks, the data- and tensor-parallel mesh, and agreement between ranks.
 
-torchrun starts the processes; without it there is one. They form a mesh of two axes: the
-`tensor_size` ranks that follow each other hold one model together and work on the same samples, and
-each such group has samples of its own. Rank = data_rank * tensor_size + tensor_rank, so that a model
-stays on one machine. NCCL carries tensors between GPUs, gloo between CPUs, and gloo groups of their
-own carry decisions, so that agreeing never waits for a GPU.
+torchrun starts the processes; without it there is one. They form a mesh of two axes: `tensor_size`
+consecutive ranks share one model and work on the same samples, and each such group works on
+different samples. Rank = data_rank * tensor_size + tensor_rank, so that a model stays on one machine.
+Tensors use NCCL between GPUs and gloo between CPUs. Decisions use separate gloo groups, so that they
+never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from cogfast.train.run.stop_signals import StopSignals, name_of
 logger = logging.getLogger(__name__)
 
 _TENSOR_TIMEOUT = timedelta(minutes=30)
-# Ranks without a video to sample wait for those that have one. A rank that dies is torchrun's.
+# Long, because ranks without a video to sample wait for those that have one. A rank that dies does
+# not wait this long: torchrun ends the others.
 _DECISION_TIMEOUT = timedelta(hours=12)
 
 
@@ -40,16 +41,18 @@ T = TypeVar("T")
 
 
 class OtherRankError(RuntimeError):
-    """Another rank failed, and says there why."""
+    """Another rank failed. Its own output has the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """This process's place. data_rank of data_size groups read different slots of the batch.
+    """Position of this process in the mesh, and its process groups.
 
-    control: of all ranks, for decisions. tensor: the ranks that share our model, model_control the
-    same ones for decisions, data: those that have our part of other models; None: nobody, nobody,
-    and all ranks.
+    Each of the data_size data-parallel ranks reads different slots of the batch.
+
+    control: gloo group of all ranks, for decisions. tensor, model_control: the tensor-parallel group
+    for tensors, and its gloo group for decisions (None without tensor parallelism). data: the
+    data-parallel group (None: all ranks).
     """
 
     rank: int
@@ -57,7 +60,7 @@ class ProcessGroups:
     local_rank: int
     device: torch.device
     control: dist.ProcessGroup | None
-    is_owner: bool  # whether we made the default group, and so end it
+    is_owner: bool  # whether this object created the default group, and so destroys it
     watch: ProcessWatch | None = None
     tensor: TensorParallelGroup | None = None
     model_control: dist.ProcessGroup | None = None
@@ -85,7 +88,7 @@ class ProcessGroups:
 
     @property
     def is_first_of_model(self) -> bool:
-        """Whether we read and write files for the ranks that share our model."""
+        """Whether this rank reads and writes files for its tensor-parallel group."""
         return self.tensor_rank == 0
 
     @property
@@ -93,23 +96,26 @@ class ProcessGroups:
         return self.rank - self.tensor_rank
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of `value` over the data-parallel ranks, on the device."""
+        """Return the mean of `value` over the data-parallel ranks, on the device."""
         if self.data_size > 1:
             value = value.clone()
             dist.all_reduce(value, group=self.data)
             value /= self.data_size
         return value
 
-    def same_in_model(self, value: Tensor) -> Tensor:
-        """The first's `value` on all ranks that share our model: what each computes for itself may
-        differ in its last bit, and what they hold in common would drift apart."""
+    def broadcast_tensor_in_model(self, value: Tensor) -> Tensor:
+        """Return the first rank's tensor on every rank of the tensor-parallel group.
+
+        A value that each rank computes for itself may differ in its last bit, and replicated
+        parameters would drift apart.
+        """
         if self.tensor is not None:
             value = value.contiguous()
             dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
         return value
 
     def broadcast_in_model(self, value: object) -> object:
-        """The first's `value` on all ranks that share our model."""
+        """Return the first rank's `value` on every rank of the tensor-parallel group."""
         if self.tensor is None:
             return value
         box = [value]
@@ -117,7 +123,7 @@ class ProcessGroups:
         return box[0]
 
     def gather(self, value: object) -> list:
-        """Every rank's `value`, in order of rank, on every rank."""
+        """Return every rank's `value`, in order of rank, on every rank."""
         if self.world_size == 1:
             return [value]
         out: list = [None] * self.world_size
@@ -125,7 +131,7 @@ class ProcessGroups:
         return out
 
     def broadcast(self, value: object) -> object:
-        """Rank 0's `value` on every rank."""
+        """Return rank 0's `value` on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -133,10 +139,10 @@ class ProcessGroups:
         return box[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise this rank's `error`, or that another rank has one, on every rank at the same place.
+        """Raise this rank's `error`, or OtherRankError if another rank has one. Collective.
 
-        Whatever may fail on one rank alone goes through here before the next collective, so that
-        nobody waits for a rank that is gone.
+        Call it after anything that may fail on one rank alone, before the next collective. Otherwise
+        the other ranks would wait for a rank that is gone.
         """
         texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
@@ -146,14 +152,15 @@ class ProcessGroups:
                 raise OtherRankError(f"rank {rank} failed: {text}")
 
     def with_own_control(self) -> ProcessGroups:
-        """The same ranks with a control group of its own, for a thread that agrees by itself."""
+        """Return these groups with a new control group, for use in a thread of its own."""
         if self.control is None:
             return self
+        # Two threads must not mix their collectives in one group.
         group = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
         return dataclasses.replace(self, control=group)
 
     def on_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank; its error ends all of them."""
+        """Run `make` on rank 0 and return its result on every rank. Its error ends all ranks."""
         value, error = None, None
         if self.is_main:
             try:
@@ -164,11 +171,12 @@ class ProcessGroups:
         return self.broadcast(value)
 
     def close(self) -> None:
-        """Leave together, if we joined: a gloo rank that leaves early makes the others fail.
+        """Destroy the process groups if this object created them.
 
-        A lone process keeps its group to the end, for the next run in it: DeepSpeed remembers it.
+        A single process keeps its group for the next run in it, because DeepSpeed stores a reference.
         """
         if self.is_owner and self.world_size > 1:
+            # With gloo, a rank that leaves early makes the others fail.
             dist.barrier(group=self.control)
             if self.watch is not None:
                 self.watch.stop()
@@ -176,9 +184,9 @@ class ProcessGroups:
 
 
 def start_processes(tensor_size: int = 1) -> ProcessGroups:
-    """Join the processes that torchrun started, or stand alone; DeepSpeed finds the group made.
+    """Create the process groups, of the ranks that torchrun started or of a single process.
 
-    tensor_size: how many ranks share a model; it divides their number.
+    tensor_size: number of ranks that share a model; must divide the world size.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -195,6 +203,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
     else:
         device = torch.device("cpu")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    # DeepSpeed uses the default group if one exists.
     is_owner = not dist.is_initialized()
     if is_owner:
         for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
@@ -235,12 +244,14 @@ def _end_lone_process() -> None:
 
 
 class StopRequest:
-    """SIGINT, SIGTERM, SIGHUP or SIGUSR1 on any rank stops every rank at the same step boundary; so
-    does the end of `max_hours`, counted from the start of the process.
+    """Stops every rank at the same step boundary after a signal to any rank or after `max_hours`.
 
-    Within `with` it listens, which starts on all ranks together. A second SIGINT ends the process at once; hint: what is to be
-    written then. Each step starts a reduction of "was I asked to stop?" and reads the one of the
-    step before, which has long arrived: nobody waits, and all ranks read the same answer.
+    The signals are SIGINT, SIGTERM, SIGHUP and SIGUSR1; `max_hours` counts from the start of the
+    process. As a context manager it listens for them on all ranks. A second SIGINT ends the process
+    at once, with `hint()` in its last line.
+
+    Each step starts an asynchronous all-reduce of "was this rank asked to stop?" and reads the
+    result of the step before, which is complete by then: no rank waits, and all read the same answer.
     """
 
     def __init__(
@@ -260,7 +271,8 @@ class StopRequest:
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def __enter__(self) -> StopRequest:
-        # A rank that is still starting ends at a signal: none may be listening here already.
+        # A signal ends a rank that is still starting, so no rank may ask for a save before all are
+        # ready.
         self.groups.gather(None)
         self._signals.__enter__()
         return self
@@ -269,14 +281,15 @@ class StopRequest:
         self._signals.__exit__(*exc_info)
 
     def finish(self) -> None:
-        """Complete the reduction under way, before the ranks part."""
+        """Wait for the pending all-reduce. Call it before the groups are destroyed."""
         if self._pending is not None:
             self._pending[0].wait()
         self._pending = None
 
     def _announce(self, number: int) -> None:
         logger.info(
-            "%s: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it at once",
+            "%s: the run will save a checkpoint after this step and end; a second Ctrl-C ends it at "
+            "once",
             name_of(number),
         )
 
@@ -285,7 +298,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What asked the ranks to stop."""
+        """The signal or key that asked the ranks to stop."""
         if self._signals.received:
             return name_of(self._signals.received[0])
         return f"args.max_hours={self.max_hours:g}" if self.is_asked else "a signal to another rank"
@@ -296,7 +309,7 @@ class StopRequest:
         return bool(self._signals.received) or time.time() >= self.deadline
 
     def is_agreed(self) -> bool:
-        """Whether all ranks stop now; to be called once per step by every rank."""
+        """Return whether all ranks stop now. Every rank calls it once per step."""
         if self.groups.world_size == 1:
             self.is_stopping = self.is_asked
             return self.is_stopping
@@ -311,10 +324,10 @@ class StopRequest:
 
 
 class ModelParallelUnit:
-    """The names are DeepSpeed's; groups: with a tensor axis."""
+    """DeepSpeed's `mpu` interface over `groups`, which have a tensor-parallel group."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        assert groups.tensor is not None, "every rank has a model of its own"
+        assert groups.tensor is not None, "there is no tensor parallelism"
         self.groups = groups
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:

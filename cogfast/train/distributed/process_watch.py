@@ -1,10 +1,9 @@
-"""Ends a rank whose run cannot go on, because another rank or torchrun is gone.
+"""Ends a rank whose run cannot continue, because another rank or torchrun is gone.
 
-Left alone such a rank waits in a collective, NCCL's for half an hour: torchrun's SIGTERM asks it
-to stop at the next step, which never comes. And ranks whose torchrun was killed would go on without
-anything that could stop them, or wait for the store that it held.
+Otherwise the rank waits in a collective, with NCCL for half an hour: torchrun's SIGTERM asks it to
+stop at the next step, which never comes. And after torchrun was killed, nothing would stop its ranks.
 
-Nothing heavy is imported with this file: ranks watch their torchrun while they import the rest.
+This file imports nothing heavy: ranks watch their torchrun while they import the rest.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-_INTERVAL = 2.0  # seconds between two looks
-_GRACE = 10.0  # seconds that a rank has to fail by itself, with what it has to say
-_SILENCE = 60.0  # seconds without a word from any rank of a machine: power or network is gone
-_GONE = "cogfast/gone"
-_LAUNCHER_WATCH = "launcher watch"  # its thread's name
+_INTERVAL = 2.0  # seconds between two checks
+_GRACE = 10.0  # seconds that a rank has to fail by itself, with a better error message
+_SILENCE = 60.0  # seconds without a heartbeat from a machine, after which it counts as lost
+_GONE = "cogfast/gone"  # key in the store; its value is the reason
+_LAUNCHER_WATCH = "launcher watch"  # name of the thread
 
 
-# What a rank says whose run ends because of another one.
+# Message of a rank that ends because of another rank.
 OTHER_RANK = "another rank failed; see its own output for the cause"
-# In what gloo says when a connection breaks, in whichever call; NCCL's errors have types.
+# Texts of gloo's errors when a connection breaks. NCCL's errors have their own types.
 _LOST_CONNECTION = re.compile(
     r"gloo/|closed by peer|reset by peer|broken pipe|timeout caused pair closure|"
     r"timed out waiting \d+ ?ms for (recv|send) operation",
@@ -43,9 +42,10 @@ _LOST_CONNECTION = re.compile(
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Whether the cause is a rank that failed: its own error is the one to be seen.
+    """Return whether `error` is a consequence of another rank's failure.
 
-    A library may have wrapped the error, or met it while it cleaned up after another one.
+    Checks the chain of causes too: a library may have wrapped the error, or raised another error
+    while it cleaned up.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -59,7 +59,7 @@ def is_of_another_rank(error: BaseException) -> bool:
 
 
 def tell_torchrun(text: str) -> None:
-    """Give torchrun what it prints last, when all ranks have ended: the first error of any."""
+    """Write this rank's error to the file from which torchrun prints the first error of all ranks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -68,14 +68,17 @@ def tell_torchrun(text: str) -> None:
 
 
 def watch_launcher() -> None:
-    """End this process when the torchrun that started it is gone; to be called first of all. Where
-    that was done, or something else started us, nothing happens."""
+    """Start a thread that ends this process when its torchrun is gone. Call it first of all.
+
+    Does nothing if the thread is running or if the process was not started by torchrun.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if _LAUNCHER_WATCH in (thread.name for thread in threading.enumerate()):
         return
 
     def watch(launcher: int) -> None:
+        # The kernel gives an orphan another parent.
         while os.getppid() == launcher:
             time.sleep(_INTERVAL)
         _end(os.environ["RANK"], "torchrun is gone")
@@ -84,31 +87,35 @@ def watch_launcher() -> None:
 
 
 class ProcessWatch:
-    """A thread that looks after the other ranks until `stop`.
+    """A thread that watches the other ranks until `stop`.
 
-    machines: {torchrun: {rank: process id}}, in order of ranks. store: by which ranks of several
-    machines hear of each other; its server goes when the first torchrun does. Every rank looks
-    after the processes beside it, and rank 0 after the torchruns: their ranks keep counting there.
+    Every rank checks the processes on its machine and counts up its machine's heartbeat in `store`.
+    Rank 0 checks the heartbeats of all machines.
+
+    machines: {torchrun: {rank: process id}}, in order of ranks. store: shared by all ranks; the first
+    torchrun runs its server.
     """
 
     def __init__(self, rank: int, machines: Mapping[str, Mapping[int, int]], store: Store) -> None:
         self.rank, self.machines, self.store = rank, machines, store
         self.here = next(name for name, ranks in machines.items() if rank in ranks)
-        self._heard: dict[str, tuple[int, float]] = {}  # of a machine: its count, and since when
+        # {machine: (heartbeat count, time at which it was first seen)}
+        self._heard: dict[str, tuple[int, float]] = {}
         self._is_over = Event()
         Thread(target=self._watch, name="process watch", daemon=True).start()
 
     def stop(self) -> None:
-        """To be called when all ranks have come to their end, and before any leaves."""
+        """Stop watching. Call it when all ranks have finished, before any of them exits."""
         self._is_over.set()
 
     def _watch(self) -> None:
         while not self._is_over.wait(_INTERVAL):
-            reason = self._who_is_gone()
+            reason = self._find_loss()
             if reason is not None and not self._is_over.wait(_GRACE):
                 _end(self.rank, reason)
 
-    def _who_is_gone(self) -> str | None:
+    def _find_loss(self) -> str | None:
+        """Send a heartbeat and check the others; return why the run cannot continue, or None."""
         try:
             self.store.add(self.here, 1)
             for rank, pid in self.machines[self.here].items():
@@ -117,13 +124,13 @@ class ProcessWatch:
             for machine in self.machines if self.rank == 0 else ():
                 if self._seconds_since(machine) > _SILENCE:
                     ranks = ", ".join(map(str, self.machines[machine]))
-                    self.store.set(_GONE, f"nothing is heard of ranks {ranks} ({machine})")
+                    self.store.set(_GONE, f"no heartbeat from ranks {ranks} ({machine})")
             return self.store.get(_GONE).decode() if self.store.check([_GONE]) else None
-        except RuntimeError:  # torch.distributed's errors are
+        except RuntimeError:  # the base class of torch.distributed's errors
             return "the store of the first torchrun is gone"
 
     def _seconds_since(self, machine: str) -> float:
-        """Since a rank of a machine counted."""
+        """Return the seconds since the last heartbeat of a machine."""
         count, now = self.store.add(machine, 0), time.monotonic()
         if machine not in self._heard or self._heard[machine][0] != count:
             self._heard[machine] = count, now
@@ -131,11 +138,11 @@ class ProcessWatch:
 
 
 def _end(rank: int | str, reason: str) -> None:
-    with contextlib.suppress(OSError):  # the folder went with torchrun, or the disk is full
+    with contextlib.suppress(OSError):  # torchrun removed its folder, or the disk is full
         tell_torchrun(f"{OTHER_RANK} ({reason})")
     sys.stderr.write(f"cogfast: rank {rank} ends: {reason}\n")
     sys.stderr.flush()
-    os._exit(1)  # the main thread is in a collective, which nothing else interrupts
+    os._exit(1)  # nothing else interrupts the main thread, which is in a collective
 
 
 def _is_alive(pid: int) -> bool:
@@ -149,7 +156,10 @@ def _is_alive(pid: int) -> bool:
 def watch_processes(
     rank: int, world_size: int, control: ProcessGroup | None
 ) -> ProcessWatch | None:
-    """Watch over the ranks that torchrun started; None where something else did, or for one alone."""
+    """Watch the ranks that torchrun started.
+
+    Returns None for a single process and for processes that torchrun did not start.
+    """
     watch_launcher()
     if "TORCHELASTIC_RUN_ID" not in os.environ or control is None:
         return None
@@ -161,8 +171,9 @@ def watch_processes(
     machines: dict[str, dict[int, int]] = {}
     for torchrun, other, pid in places:
         machines.setdefault(torchrun, {})[other] = pid
-    # A connection of its own: a thread that waits for an answer holds up no other.
+    # A separate connection: a thread that waits for an answer would block the other threads.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+    # After torchrun restarts the ranks, the store still has the keys of the failed attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return ProcessWatch(rank, machines, dist.PrefixStore(f"attempt {attempt}", server))

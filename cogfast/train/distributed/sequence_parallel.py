@@ -1,9 +1,9 @@
-"""Tensor parallelism whose processes have rows of their own between the linears.
+"""Sequence parallelism: tensor parallelism whose ranks split the rows between the linears.
 
-Norms and residuals of [B, S, M] then work on S / size rows each, and what blocks keep of them for
-backward takes as much less memory. A column-parallel linear gathers the rows, a row-parallel one
-scatters the sum of its products: together the bytes of the one all-reduce that they replace. What
-comes on top is a second gather of each column-parallel linear's input, for its weight's gradient.
+Norms and residuals then run on S / size rows per rank, and keep that much less memory for backward.
+A column-parallel linear all-gathers its input rows, a row-parallel one reduce-scatters its products:
+together they send as many bytes as the all-reduce that they replace. Backward additionally gathers
+each column-parallel linear's input again, for the gradient of its weight.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _ops = torch.ops._c10d_functional
 
 
 def _start_gather(rows: Tensor, group: TensorParallelGroup) -> Tensor:
-    """To be waited for: [size * B, S / size, N] of [B, S / size, N]."""
+    """Start to gather rows [B, S / size, N] -> [size * B, S / size, N], not yet complete."""
     return _ops.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
 
 
 def _joined(gathered: Tensor, group: TensorParallelGroup) -> Tensor:
-    """-> [B, S, N], once it has come."""
+    """Wait for `_start_gather` and join its result -> [B, S, N]."""
     pieces = _ops.wait_tensor(gathered).unflatten(0, (group.size, -1))
     return pieces.transpose(0, 1).flatten(1, 2)
 
 
 def _start_scatter(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    """To be waited for: our rows [B, S / size, N] of everybody's x [B, S, N], summed."""
+    """Start to reduce-scatter x [B, S, N] -> this rank's rows [B, S / size, N], not yet complete."""
     pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
 
@@ -72,7 +72,7 @@ class _JoinRows(torch.autograd.Function):
 
 
 class _GatherRows(_JoinRows):
-    """For work that each does a share of: the shares' gradients are summed."""
+    """All-gather the rows; backward sums the gradients, because each rank computes a share."""
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -91,13 +91,17 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _GatheringLinear(torch.autograd.Function):
-    """x W^T + b of everybody's rows x. Ours alone are kept: backward gathers them again while it
-    computes dx, and sums and scatters dx while it computes dW."""
+    """x W^T + b of all ranks' rows x.
+
+    Keeps only this rank's rows: backward gathers x again while it computes dx, and reduce-scatters dx
+    while it computes dW.
+    """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup
     ) -> Tensor:
+        # A frozen weight's gradient is not computed, so its input is not kept.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group = group
         return F.linear(_joined(_start_gather(x, group), group), weight, bias)
@@ -107,6 +111,7 @@ class _GatheringLinear(torch.autograd.Function):
         (x, weight), group = ctx.saved_tensors, ctx.group
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx = dw = db = None
+        # The collectives run beside the matmuls and are waited for when their result is needed.
         gathered = _start_gather(x, group) if needs_dw else None
         if needs_dx:
             dx = _start_scatter(grad @ weight, group)
@@ -119,7 +124,7 @@ class _GatheringLinear(torch.autograd.Function):
 
 
 class RowGatheringLinear(ColumnParallelLinear):
-    """Our rows [B, S / size, in] -> all rows of our share, [B, S, out / size]."""
+    """Column-parallel linear: this rank's rows [B, S / size, in] -> all rows [B, S, out / size]."""
 
     def enter(self, x: Tensor) -> Tensor:
         return _GatherRows.apply(x, self.group)
@@ -130,20 +135,25 @@ class RowGatheringLinear(ColumnParallelLinear):
 
 
 class RowScatteringLinear(RowParallelLinear):
-    """All rows of our share, [B, S, in / size] -> our rows [B, S / size, out], without the bias."""
+    """Row-parallel linear: all rows [B, S, in / size] -> this rank's rows [B, S / size, out].
+
+    Does not add the bias.
+    """
 
     def leave(self, product: Tensor) -> Tensor:
         return _ScatterSum.apply(product, self.group)
 
 
 class SequenceParallelBlock(Block):
-    """A block between whose linears we have S / size rows; the first one splits what it is given,
-    the last one joins what it returns."""
+    """A block whose ranks have S / size rows each between the linears.
+
+    The first block splits its input by rows, and the last one joins its output.
+    """
 
     def __init__(
         self, whole: Block, group: TensorParallelGroup, is_first: bool, is_last: bool
     ) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # takes over the modules of `whole` instead of making new ones
         self.group, self.is_first, self.is_last = group, is_first, is_last
         self.modulation = whole.modulation
         self.attention_norm, self.attention = whole.attention_norm, whole.attention
@@ -152,7 +162,7 @@ class SequenceParallelBlock(Block):
 
     @property
     def kernels(self) -> BlockKernels:
-        """Of our rows. Attention, which has all rows of its heads, runs those that were given."""
+        """Kernels for this rank's rows. Attention has all rows of its heads, so its kernels stay."""
         return self._kernels
 
     @kernels.setter
@@ -171,16 +181,18 @@ class SequenceParallelBlock(Block):
     def _check_rows(self, num_rows: int) -> None:
         if num_rows % self.group.size:
             raise ValueError(
-                f"{num_rows} tokens of text and video together cannot be dealt out evenly to "
-                f"args.model_parallel_size={self.group.size} processes; use a size that divides "
-                "them, another video size, or no sequence parallelism"
+                f"{num_rows} text and video tokens cannot be split evenly between "
+                f"args.model_parallel_size={self.group.size} ranks; use a size that divides them, "
+                "another video size, or args.sequence_parallel=false"
             )
 
 
 def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKernels:
-    """The kernels of norms and residuals for our rows of the sequence: their text rows are counted,
-    and parameters get the sum over the group of what they get here. (Modulations are summed where
-    they are gathered.)"""
+    """Adapt the kernels of norms and residuals to this rank's rows of the sequence.
+
+    They get the number of text rows among this rank's rows, and the gradients of their parameters are
+    summed over the group. (GatheredLinear sums the gradients of the modulation.)
+    """
 
     def own_text(hidden: Tensor, num_text: int) -> int:
         num_rows = hidden.shape[1]
@@ -209,10 +221,9 @@ def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKern
         *modulation: Any,
     ) -> tuple[Tensor, Tensor]:
         shift, scale, num_text, eps = modulation
-        return kernels.residual_adaptive_layernorm(
-            *(hidden, branch, *shared(branch_bias), gate, *shared(weight, bias), shift, scale),
-            *(own_text(hidden, num_text), eps),
-        )
+        count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
+        norm = (*shared(weight, bias), shift, scale, count, eps)
+        return kernels.residual_adaptive_layernorm(hidden, branch, branch_bias, gate, *norm)
 
     def gated_residual(
         hidden: Tensor, branch: Tensor, branch_bias: Tensor, gate: Tensor, num_text: int

@@ -1,13 +1,13 @@
-"""Linears of which each process of a group has a share, and the sums over the group between them.
+"""Tensor-parallel linears and the collectives between them.
 
-Column-parallel: a share of the outputs, so that backward sums the input's gradient. Row-parallel: a
-share of the inputs, so that forward sums the product. Between the two, activations are shares of
-the heads or of the MLP's width; everywhere else every process of the group has all of them, bit for
-bit the same. A parameter that all have, but that sees a share of the activations only, gets the sum
-of the gradients: `copy_to_group`.
+Column-parallel: each rank has a shard of the outputs, and backward all-reduces the input's gradient.
+Row-parallel: each rank has a shard of the inputs, and forward all-reduces the product. Between the
+two, activations are sharded by heads or by the MLP's width; elsewhere they are replicated, bit for
+bit. The gradient of a replicated parameter that only sees sharded activations is all-reduced, by
+`copy_to_group`.
 
-The collectives are PyTorch's functional ones: torch.compile and torch.utils.checkpoint see them as
-ops like any other.
+The collectives are PyTorch's functional ones, which torch.compile and torch.utils.checkpoint see as
+ordinary ops.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
-    """`size` processes that hold one model together; this process is `rank` of them."""
+    """A group of `size` processes that share one model; `rank` is this process's rank in it."""
 
     rank: int
     size: int
@@ -37,11 +37,11 @@ class TensorParallelGroup:
 
     @property
     def name(self) -> str:
-        """By which the functional collectives know it."""
+        """The group's name in the functional collectives."""
         return self.process_group.group_name
 
     def shard(self, shape: torch.Size, dim: int, num_parts: int = 1) -> Shard:
-        """Our share of a parameter of `shape`."""
+        """Return this rank's shard of a parameter of `shape`, cut along `dim`."""
         return Shard(tuple(shape), dim, num_parts, self.rank, self.size)
 
 
@@ -59,7 +59,7 @@ class _CopyToGroup(torch.autograd.Function):
 class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, name: str) -> Tensor:
-        # Not in place: selective checkpointing may keep the product as it was.
+        # Not in place: selective checkpointing may keep the product from before the sum.
         return _ops.wait_tensor(_ops.all_reduce(x, "sum", name))
 
     @staticmethod
@@ -89,7 +89,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
-        # as autograd does: a frozen weight's input is not kept
+        # A frozen weight's gradient is not computed, so its input is not kept, as in F.linear.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.name = name
         return F.linear(x, weight, bias)
@@ -99,7 +99,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            # In place while nobody else has it; a compiler wants ops without side effects.
+            # In place, since nothing else uses the product; torch.compile needs the pure op.
             start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
             dx = start(grad @ weight, "sum", ctx.name)
         rows = grad.flatten(0, -2)
@@ -111,37 +111,46 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    """x, which all have, for work that each does a share of; backward sums its gradient."""
+    """Identity forward, all-reduce backward, for a replicated x [..] that enters sharded work."""
     return _CopyToGroup.apply(x, group.name)
 
 
 def sum_over_group(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    """The sum of all shares' x, on all; its gradient is the same on all already."""
+    """All-reduce forward, identity backward: the gradient is replicated already."""
     return _SumOverGroup.apply(x, group.name)
 
 
 def gather_columns(x: Tensor, group: TensorParallelGroup, sums_gradient: bool = False) -> Tensor:
-    """[B, N / size] of each -> [B, N] on all, whose gradient is the same on all, or summed."""
+    """All-gather columns [B, N / size] -> [B, N].
+
+    sums_gradient: reduce-scatter the gradient in backward; otherwise it is replicated, and each rank
+    takes its part.
+    """
     return _GatherColumns.apply(x, group, sums_gradient)
 
 
 def share_vectors(vectors: Sequence[Tensor], group: TensorParallelGroup) -> Sequence[Tensor]:
-    """Parameters [N], which all have, in float32, for work that each does a share of: one sum of
-    all their gradients."""
+    """Return copies of replicated parameters [N], in float32, for sharded work.
+
+    Backward sums all their gradients in one all-reduce.
+    """
     both = torch.stack(tuple(vectors))
     both = both.to(torch.promote_types(both.dtype, torch.float32))
     return copy_to_group(both, group).unbind()
 
 
 def take_share(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Our share in memory of its own; the whole can be freed."""
+    """Copy this rank's shard of a parameter, so that the whole parameter can be freed."""
     share = shard.of(parameter.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(share, parameter.requires_grad)
 
 
 class ParallelLinear(nn.Module):
-    """A share of a linear: of its outputs, in each of num_parts equal parts (dim 0), or of its
-    inputs (dim 1), where the bias, added after the sum, is whole. shards: by parameter's name."""
+    """A shard of a linear, by outputs (dim 0) or by inputs (dim 1).
+
+    By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
+    whole, since it is added after the sum. shards: {parameter name: its shard}.
+    """
 
     def __init__(
         self, whole: nn.Linear, group: TensorParallelGroup, dim: int, num_parts: int = 1
@@ -157,18 +166,18 @@ class ParallelLinear(nn.Module):
             self.bias = take_share(whole.bias, self.shards["bias"])
 
     def product(self, x: Tensor) -> Tensor:
-        """Of our share, without a word to the group."""
+        """Multiply with the local shard, without communication."""
         return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """[.., in], the same on all -> our share of [.., out]."""
+    """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out]."""
 
     def __init__(self, whole: nn.Linear, group: TensorParallelGroup, num_parts: int = 1) -> None:
         super().__init__(whole, group, 0, num_parts)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of `product`, also where that is not all that reads it."""
+        """Enter the column-parallel region: identity forward, all-reduce backward."""
         return copy_to_group(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,8 +186,11 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class GatheredLinear(ColumnParallelLinear):
-    """[B, in], the same on all -> all of [B, out]. sums_gradient: where each works with it on rows
-    of its own."""
+    """Column-parallel linear with a gathered output: replicated [B, in] -> [B, out].
+
+    sums_gradient: the ranks use the output on different rows (sequence parallelism), so that its
+    gradients must be summed.
+    """
 
     def __init__(
         self, whole: nn.Linear, group: TensorParallelGroup, sums_gradient: bool = False
@@ -191,14 +203,14 @@ class GatheredLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Our share of [.., in] -> [.., out], the same on all, without the bias."""
+    """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias."""
 
     def __init__(self, whole: DeferredBiasLinear, group: TensorParallelGroup) -> None:
-        assert isinstance(whole, DeferredBiasLinear), "each share would add the bias"
+        assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
         super().__init__(whole, group, 1)
 
     def leave(self, product: Tensor) -> Tensor:
-        """What all get of everybody's product."""
+        """Leave the row-parallel region: all-reduce the partial products."""
         return sum_over_group(product, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,8 +218,11 @@ class RowParallelLinear(ParallelLinear):
 
 
 class ParallelLora(LoraLinear):
-    """A share of a linear with adapters: the B's are cut as its outputs, or the A's as its inputs;
-    the others all have. shards: of the adapters, by name."""
+    """A shard of a linear with LoRA adapters.
+
+    Matrices B are cut as the linear's outputs, or matrices A as its inputs; the other matrices are
+    replicated. shards: {name of a cut matrix: its shard}.
+    """
 
     def __init__(self, whole: LoraLinear, original: ParallelLinear) -> None:
         nn.Module.__init__(self)
@@ -223,7 +238,7 @@ class ParallelLora(LoraLinear):
 
 
 class ColumnParallelLora(ParallelLora):
-    """One sum of the input's gradient for linear and adapters."""
+    """Column-parallel LoRA linear: one all-reduce of the input's gradient for linear and adapters."""
 
     def __init__(self, whole: LoraLinear, original: ColumnParallelLinear) -> None:
         super().__init__(whole, original)
@@ -231,12 +246,13 @@ class ColumnParallelLora(ParallelLora):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.original.enter(x)
+        # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
         a = copy_to_group(torch.cat(list(self.matrix_A.values())), self.group)
         return self.original.product(x) + self.delta(x, a, self.matrix_B.values())
 
 
 class RowParallelLora(ParallelLora):
-    """One sum of the products of linear and adapters."""
+    """Row-parallel LoRA linear: one all-reduce for the products of linear and adapters."""
 
     def __init__(self, whole: LoraLinear, original: RowParallelLinear) -> None:
         super().__init__(whole, original)
@@ -249,7 +265,7 @@ class RowParallelLora(ParallelLora):
 
 
 class SharedHeadNorm(HeadNorm):
-    """All heads' weights, of which each process norms its share of the heads."""
+    """HeadNorm with replicated weights, applied to this rank's heads."""
 
     def __init__(self, whole: HeadNorm, group: TensorParallelGroup) -> None:
         nn.Module.__init__(self)

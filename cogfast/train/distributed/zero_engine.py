@@ -1,10 +1,9 @@
-"""DeepSpeed ZeRO around the transformer, and the view of its sharded state that we rely on.
+"""DeepSpeed ZeRO around the transformer, and named access to its sharded state.
 
 ZeRO flattens the trainable parameters into a few float32 vectors, of which every rank owns a part
-("partition"). `ZeroEngine` names what lies where: each `Slice` says which elements of which
-parameter a rank owns and where they stand in its partition. Checkpoints, EMA evaluation and resume
-need nothing else of DeepSpeed. Private names of DeepSpeed 0.19 are used here and in fused_step.py
-alone.
+("partition"). `ZeroEngine` maps partitions to parameters: a `Slice` says which elements of a
+parameter this rank owns and where they are in its partition. Checkpoints, EMA evaluation and resume
+use nothing else of DeepSpeed. Only this file and fused_step.py use private names of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -22,19 +21,26 @@ from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.fused_step import FusedStep, WeightGather, own_weights, why_stock
+from cogfast.train.distributed.fused_step import (
+    FusedStep,
+    WeightGather,
+    own_weights,
+    reason_for_stock_step,
+)
 
 logger = logging.getLogger(__name__)
 
-_NEVER = 2**31
-# Micro-batches per step up to which bf16 sums of their gradients do: 4e-3 off at 32 of them.
+_NEVER = 2**31  # steps between DeepSpeed's log lines
+# Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 4e-3.
 _MOST_BF16_SUMMANDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements [start, start + numel) of a flattened parameter, or of our share of one that
-    tensor parallelism cuts: `offset` in partition `part`."""
+    """Elements [start, start + numel) of a flattened parameter, at `offset` in partition `part`.
+
+    For a parameter sharded by tensor parallelism, elements of this rank's flattened shard.
+    """
 
     parameter: str
     start: int
@@ -44,12 +50,12 @@ class Slice:
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """Which share of it this rank holds, or None where it holds all (`parallelize` notes it)."""
+    """Return this rank's shard of a parameter; None if it is not sharded (set by `parallelize`)."""
     return getattr(parameter, "shard", None)
 
 
 def whole_shape(parameter: Tensor) -> list[int]:
-    """Of the whole parameter, which tensor parallelism cuts and ZeRO-3 empties."""
+    """Return a parameter's shape before sharding by tensor parallelism or ZeRO-3."""
     shard = shard_of(parameter)
     if shard is not None:
         return list(shard.shape)
@@ -57,20 +63,20 @@ def whole_shape(parameter: Tensor) -> list[int]:
 
 
 def deepspeed_config(config: Config, args: TrainArguments) -> dict:
-    """The `deepspeed` section as DeepSpeed takes it, with an optimizer that comes from us.
+    """Return the `deepspeed` section as DeepSpeed expects it, for an optimizer that cogfast builds.
 
-    Stage 0 runs as stage 1: the same update, its state sharded. (DeepSpeed's bf16 optimizer of
-    stage 0 is another one and gives other losses.)
+    Stage 0 runs as stage 1: the same update with sharded state. (DeepSpeed's bf16 optimizer of
+    stage 0 is a different one and gives different losses.)
     """
     section = OmegaConf.to_container(config.deepspeed, resolve=True)
-    for ours in ("optimizer", "scheduler", "train_batch_size"):
-        section.pop(ours, None)
+    for handled_here in ("optimizer", "scheduler", "train_batch_size"):
+        section.pop(handled_here, None)
     section["train_micro_batch_size_per_gpu"] = args.batch_size
     section["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     section.setdefault("steps_per_print", _NEVER)
-    # Its throughput is never printed, and to measure it the host would wait twice per micro-batch.
+    # DeepSpeed's throughput timer adds two host-device syncs per micro-batch and is never printed.
     section.setdefault("timers", {"throughput": {"enabled": False}})
-    section.setdefault("gradient_clipping", 0.0)  # left out, DeepSpeed clips at 1.0
+    section.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1.0
     section["zero_allow_untested_optimizer"] = True
     section["zero_force_ds_cpu_optimizer"] = False
     for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
@@ -78,7 +84,7 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     zero = section.setdefault("zero_optimization", {})
     zero["stage"] = args.zero_stage
     if args.zero_stage == 0:
-        logger.warning("ZeRO stage 0 runs as stage 1: the same update, its state sharded")
+        logger.warning("ZeRO stage 0 runs as stage 1: the same update with sharded state")
         zero["stage"] = 1
     if args.bf16 and zero["stage"] < 3:
         # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
@@ -89,8 +95,8 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     if args.bf16 and zero["stage"] == 2 and is_long_sum and is_unset:
         section["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}
         logger.info(
-            "the gradients of %d micro-batches are added up in float32, which takes up to 2 bytes "
-            "more per trained parameter, divided by the data-parallel ranks "
+            "the gradients of %d micro-batches are accumulated in float32, which takes up to 2 more "
+            "bytes per trained parameter, divided by the data-parallel ranks "
             "(deepspeed.data_types.grad_accum_dtype: bf16 keeps them in bf16)",
             args.gradient_accumulation_steps,
         )
@@ -101,14 +107,14 @@ class ZeroEngine:
     """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
 
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
-    config: from `deepspeed_config`. mpu: who shares a model and who shares its data, as DeepSpeed
-    asks (Megatron's model parallel unit); without one every rank has a model of its own.
-    tensor_rank, data_rank: our place among those who share a model, and those who share its data.
-    use_stock_step: DeepSpeed's own step of stages 1 and 2 even where FusedStep could take its place.
+    config: from `deepspeed_config`. mpu: DeepSpeed's model parallel unit, with the tensor- and
+    data-parallel groups; None without tensor parallelism. use_stock_step: use DeepSpeed's own step of
+    stages 1 and 2 even where FusedStep could replace it.
+    tensor_rank, data_rank: this process's ranks in the tensor- and data-parallel group.
 
-    After `step` the weights may still be on their way from other ranks. A forward pass waits for
-    them, and so do `publish`, `weights` and `whole`; who reads them otherwise calls
-    `wait_for_weights` first. Masters and optimizer state are there.
+    `step` returns while the new weights are still being gathered. A forward pass, `publish`,
+    `weights` and `whole` wait for them; call `wait_for_weights` before any other read. Master
+    weights and optimizer state can be read at once.
     """
 
     def __init__(
@@ -119,10 +125,10 @@ class ZeroEngine:
         mpu: object | None = None,
         use_stock_step: bool = False,
     ) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of our own optimizer
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
         import deepspeed
 
-        # Building the shared-memory op takes 18 s and gloo does not need it.
+        # Building DeepSpeed's shared-memory op takes 18 s, and gloo does not need it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
@@ -132,7 +138,7 @@ class ZeroEngine:
         if mpu is not None:
             self.tensor_rank = mpu.get_model_parallel_rank()
             self.data_rank = mpu.get_data_parallel_rank()
-        deepspeed.utils.groups.mpu = mpu  # it would keep that of an engine before
+        deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep an earlier engine's
         self.engine, _, _, _ = deepspeed.initialize(
             model=transformer,
             optimizer=optimizer,
@@ -142,10 +148,11 @@ class ZeroEngine:
         )
         self.zero = self.engine.optimizer
         self.stage = config["zero_optimization"]["stage"]
-        # Steps whose gradients were not finite, of this process and in a row now; on the device.
+        # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that
+        # counting needs no sync.
         self.num_skipped = torch.zeros((), device=self.engine.device)
         self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
-        self.found_inf: Tensor | None = None  # whether the step under way is skipped
+        self.found_inf: Tensor | None = None  # whether the current step is skipped
         names = {id(p): name for name, p in transformer.named_parameters()}
         if self.stage == 3:
             self.parts = self.zero.fp32_partitioned_groups_flat
@@ -166,7 +173,7 @@ class ZeroEngine:
     def grad_norm(self) -> Tensor:
         """Norm of the last step's gradient before clipping, over all ranks, on the device.
 
-        Negative or not finite where the step was skipped.
+        Negative or not finite if the step was skipped.
         """
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32)
@@ -175,9 +182,9 @@ class ZeroEngine:
         self.engine.backward(loss)
 
     def step(self, lr: float) -> None:
-        """Update weights and EMA with learning rate `lr` where the accumulation is complete.
+        """Update weights and EMA with learning rate `lr` if gradient accumulation is complete.
 
-        Non-finite gradients on any rank leave weights, moments and EMA as they were, and count.
+        With non-finite gradients on any rank it changes nothing and counts a skipped step.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -191,7 +198,7 @@ class ZeroEngine:
             self._count_skipped(float(self.zero.overflow))  # on the host already
 
     def wait_for_weights(self) -> None:
-        """Until those of the last step are there; every rank must come here before it leaves."""
+        """Wait until the last step's weights are gathered. Every rank calls this before it exits."""
         if self._gather is not None:
             self._gather.wait()
 
@@ -200,21 +207,21 @@ class ZeroEngine:
         self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
 
     def _fuse_step(self) -> bool:
-        """Put FusedStep in the place of DeepSpeed's step, or say why that stays."""
+        """Replace DeepSpeed's step by FusedStep, or log why that is not possible."""
         import deepspeed
 
-        reason = why_stock(self.zero, self.optimizer, deepspeed.__version__)
+        reason = reason_for_stock_step(self.zero, self.optimizer, deepspeed.__version__)
         if reason is None:
             FusedStep(self.zero, self._gather)
         else:
-            logger.info("ZeRO-%d takes DeepSpeed's own step: %s", self.stage, reason)
+            logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
         return reason is None
 
     def _guard_non_finite_steps(self) -> None:
-        """Tell the optimizer through a device scalar to skip a step whose gradient is not finite.
+        """Make the optimizer skip steps with non-finite gradients, through a device scalar.
 
-        DeepSpeed computes the global norm just before it steps the optimizer and marks a
-        non-finite one with -1. In bf16 and fp32 nothing else stops such a step.
+        DeepSpeed computes the global norm just before the optimizer's step and returns -1 for a
+        non-finite one. In bf16 and fp32 nothing else stops such a step.
         """
         global_norm = self.zero.scaled_global_norm
 
@@ -229,18 +236,18 @@ class ZeroEngine:
 
         self.zero.scaled_global_norm = scaled_global_norm
         if self._is_fused:
-            return  # reads found_inf itself
+            return  # a fused optimizer reads found_inf on the device
         update = self.optimizer.step
 
         def step(closure: None = None) -> None:
-            if not self.found_inf.item():  # sync: this optimizer knows no other way
+            if not self.found_inf.item():  # sync: this optimizer cannot skip on the device
                 update()
 
         self.optimizer.step = step
 
     @property
     def _is_fused(self) -> bool:
-        """Whether the optimizer's counters and its decision to skip are on the device."""
+        """Whether the optimizer keeps its counters and its decision to skip on the device."""
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return is_fused or isinstance(self.optimizer, FusedEmaAdam)
 
@@ -258,36 +265,38 @@ class ZeroEngine:
             place = self.zero.grad_position.get(self.zero.get_param_id(parameter))
             if place is None:  # frozen
                 continue
+            # DeepSpeed pads every parameter to a multiple of the data-parallel size.
             part, offset, padded = place
             numel = min(padded, parameter.ds_numel - rank * padded)
             if numel > 0:
                 yield Slice(names[id(parameter)], rank * padded, numel, part, offset)
 
     def state(self, part: int) -> dict:
-        """The optimizer's state of one partition: flat float32 tensors and counters."""
+        """Return the optimizer's state of one partition: flat float32 tensors and counters."""
         return self.optimizer.state[self.parts[part]]
 
     def state_kinds(self) -> list[str]:
-        """What the optimizer keeps per element, such as exp_avg and shadow; after its first step.
+        """Return the names of the optimizer's per-element state, such as exp_avg and shadow.
 
-        The same on every rank: one that owns nothing but padding has a partition as well.
+        Call it after the first step. The result is the same on every rank: a rank that owns only
+        padding has a partition, too.
         """
         shape = self.parts[0].shape
         kept = self.state(0).items()
         return sorted(k for k, v in kept if isinstance(v, Tensor) and v.shape == shape)
 
     def set_counter(self, part: int, key: str, value: float) -> None:
-        """A number of the optimizer's state, such as its count of updates, from a checkpoint."""
-        device = self.parts[part].device if self._is_fused else "cpu"  # as torch's optimizers do
+        """Set a scalar of the optimizer's state, such as its step count, from a checkpoint."""
+        device = self.parts[part].device if self._is_fused else "cpu"  # as in torch's optimizers
         self.state(part)[key] = torch.tensor(value, device=device)
 
     def view(self, piece: Slice, kind: str) -> Tensor:
-        """The live elements [numel] of a slice: "master" weights or a kind of optimizer state."""
+        """Return a view [numel] of a slice's "master" weights or of a kind of optimizer state."""
         whole = self.parts[piece.part] if kind == "master" else self.state(piece.part)[kind]
         return whole.detach().narrow(0, piece.offset, piece.numel)
 
     def allocate_state(self, kinds: list[str]) -> None:
-        """Make the optimizer's state ahead of its first step, to be filled by a checkpoint."""
+        """Allocate the optimizer's state before its first step, to fill it from a checkpoint."""
         for part in self.parts:
             state = self.optimizer.state[part]
             for kind in kinds:
@@ -295,7 +304,7 @@ class ZeroEngine:
 
     @torch.no_grad()
     def publish(self, kind: str = "master") -> None:
-        """Make the model's own weights those of "master" or of the EMA ("shadow"), everywhere."""
+        """Copy the "master" weights or the EMA ("shadow") into the model, on all ranks."""
         self.wait_for_weights()
         sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
         if self.stage == 3:
@@ -303,6 +312,7 @@ class ZeroEngine:
             for i, source in enumerate(sources):
                 self.zero.fp16_partitioned_groups_flat[i].data.copy_(source)
                 self.zero._unflatten_partitioned_parameters(i)
+            # Parameters below stage 3's persistence threshold are kept whole on every rank.
             if self.zero.persistent_parameters:
                 first = self.zero.persistent_parameters[0]
                 first.all_gather(self.zero.persistent_parameters)
@@ -314,7 +324,7 @@ class ZeroEngine:
 
     @contextmanager
     def weights(self, kind: str) -> Iterator[None]:
-        """Evaluate with other weights: within the block the model holds `kind`'s, then its own."""
+        """Use the weights of `kind` ("master" or "shadow") in the model within the block."""
         if kind == "master":
             self.wait_for_weights()
             yield
@@ -327,7 +337,10 @@ class ZeroEngine:
 
     @contextmanager
     def whole(self, parameter: nn.Parameter, is_written: bool = False) -> Iterator[Tensor]:
-        """A frozen parameter's values, which ZeRO-3 partitions too; every rank must call it."""
+        """Gather a frozen parameter's values, which ZeRO-3 partitions too. Every rank must call it.
+
+        is_written: rank 0's changes are sent to all ranks at the end of the block.
+        """
         self.wait_for_weights()
         if self.stage < 3:
             yield parameter.data
@@ -338,7 +351,7 @@ class ZeroEngine:
             yield parameter.data
 
     def loss_scaler_state(self) -> dict:
-        """fp16's loss scale and its counters, as plain numbers."""
+        """Return fp16's loss scale and its counters as plain numbers; {} for other dtypes."""
         scaler = getattr(self.zero, "loss_scaler", None)
         if scaler is None or not self.engine.fp16_enabled():
             return {}

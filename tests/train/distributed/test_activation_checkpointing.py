@@ -462,12 +462,12 @@ def test_auto_keeps_all_where_memory_is_plenty(tmp_path: Path, data: Path) -> No
         (
             "pointwise",
             ["full"],
-            "pointwise in all 2 layers.* not even full would fit.* set it, and",
+            "pointwise in all 2 layers.* not even full, which.* set it, and",
         ),
         (
             "full",
             [],
-            r"full \(full in all 2 layers\) keeps the least there is; take a smaller deeps",
+            r"full \(full in all 2 layers\) keeps the least of all policies; use a smaller deeps",
         ),
     ],
     ids=["pointwise", "attention-kept", "none-fits", "full"],

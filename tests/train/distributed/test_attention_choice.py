@@ -276,9 +276,7 @@ def test_a_name_that_cannot_run_says_what_can(
     if command == "sample":
         words += ["args.force_inference=true", "--prompt", "a bar", "--out", str(tmp_path / "out")]
     assert main([command, *words]) == 2
-    wanted = (
-        f"args.attention_backend={name}: it needs a CUDA GPU; here these can: auto, flash, math"
-    )
+    wanted = f"args.attention_backend={name}: it needs a CUDA GPU; this machine can run: auto, flash, math"
     assert capsys.readouterr().err.strip().endswith(wanted)
     assert list(tmp_path.iterdir()) == []
 
@@ -297,7 +295,7 @@ def test_a_deterministic_run_may_not_name_cudnn(
     config = load_config([base], [*words, "args.deterministic=true"])
     wanted = (
         "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
-        "runs must; here these can: auto, flash, efficient, math$"
+        "runs must; this machine can run: auto, flash, efficient, math$"
     )
     with pytest.raises(ValueError, match=wanted):
         check_attention(config, TrainArguments.from_config(config), 64)

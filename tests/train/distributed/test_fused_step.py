@@ -543,7 +543,7 @@ def test_another_deepspeed_keeps_its_own_step(monkeypatch, caplog) -> None:
     monkeypatch.setattr(deepspeed, "__version__", "0.20.1")
     with caplog.at_level("INFO", logger="cogfast"):
         assert not make(Case(), False).is_step_fused
-    assert "DeepSpeed is 0.20.1, and ours is written for 0.19" in caplog.text
+    assert "DeepSpeed is 0.20.1, and cogfast's own step is written for 0.19" in caplog.text
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_a_rank_ends_when_a_machine_falls_silent() -> None:
     assert rank.poll() is None
     _, errors = rank.communicate(timeout=20)
     assert rank.returncode == 1
-    assert errors.endswith("cogfast: rank 0 ends: nothing is heard of ranks 2, 3 (there)\n")
+    assert errors.endswith("cogfast: rank 0 ends: no heartbeat from ranks 2, 3 (there)\n")
 
 
 def test_a_rank_ends_when_the_first_torchrun_is_gone() -> None:

@@ -282,7 +282,7 @@ def test_sizes_divide_the_heads(heads: int, size: int, sizes: str) -> None:
 
 def test_dropout_in_adapters_is_refused() -> None:
     config = replace(FAMILY["5b"], lora_rank=4, lora_dropout=0.1)
-    with pytest.raises(ValueError, match=r"=2 does not go with lora_dropout=0.1: .* use lora_d"):
+    with pytest.raises(ValueError, match=r"=2 does not support lora_dropout=0.1: .* use lora_d"):
         parallelize(assemble_transformer(config), TensorParallelGroup(0, 2, None))
     check_model_parallel_size(1, config)
 

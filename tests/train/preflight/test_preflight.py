@@ -111,8 +111,8 @@ REFUSED = {
         "--nproc_per_node"
     ),
     "args.model_parallel_size=3 args.sequence_parallel=true": (
-        "args.sequence_parallel=true deals out 17776 tokens of text and video to "
-        "args.model_parallel_size=3 processes, which does not divide them"
+        "args.sequence_parallel=true splits 17776 text and video tokens between "
+        "args.model_parallel_size=3 ranks, which does not divide them"
     ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
     "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
