@@ -1,15 +1,14 @@
-"""Checkpoints of a run: files that know no layout, written whole or not at all.
+"""Checkpoints of a run, which do not depend on the parallel layout.
 
-    <run>/checkpoints/<step>/manifest.json           what is where, counters, how far the run is
-    <run>/checkpoints/<step>/rank-00000.safetensors  the slices that rank 0 owned: master weights,
-                                                     moments and EMA, flat float32
-    <run>/checkpoints/latest                         the newest step that is complete
+    <run>/checkpoints/<step>/manifest.json           slices per file, counters, progress of the run
+    <run>/checkpoints/<step>/rank-00000.safetensors  rank 0's slices: master weights, moments and EMA,
+                                                     flat float32
+    <run>/checkpoints/latest                         the newest complete step
 
-A slice is a range of a flattened parameter; where tensor parallelism cuts the parameter, of one
-flattened share, and the manifest says of which of how many. So ranks of any other data- and
-tensor-parallel size can read what they need (model/weights/run.py).
-Frozen weights are kept too where they are the smaller part (the fixed position table of a full
-fine-tune), not where they are the larger (the base of a LoRA run).
+A slice is a range of a flattened parameter, or of one flattened shard of it, whose index and count
+are in the manifest. So ranks of any data- and tensor-parallel size can read the parts they need.
+Frozen weights are saved if they are the smaller part of the model (the fixed position table of a
+full fine-tune), not if they are the larger part (the base of a LoRA run).
 """
 
 from __future__ import annotations
@@ -36,15 +35,18 @@ def load_checkpoint(
 ) -> None:
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
-    Every rank reads only its own slices, whatever layout wrote them. is_verified: a thread compares
-    the checksums of the files meanwhile. ValueError, on all ranks, where the checkpoint holds
-    another model or is damaged.
+    Every rank reads only its own slices, from a checkpoint of any layout. is_verified: compare the
+    checksums of the files in a thread meanwhile.
+
+    Raises:
+        ValueError: the checkpoint has another model or is damaged; on all ranks.
     """
     _check_same_model(path, manifest, engine)
     files, damage = RunFiles(path, manifest), None
     mine = _share_of_files(files, engine, groups) if is_verified else []
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         verifying = pool.submit(verify_files, path, manifest, mine)
+        # Damage may show while reading or in the checksums; run both before the ranks agree.
         for step in (lambda: _fill_slices(files, engine), verifying.result):
             try:
                 step()
@@ -60,8 +62,11 @@ def load_checkpoint(
 
 
 def _share_of_files(files: RunFiles, engine: ZeroEngine, groups: ProcessGroups) -> list[str]:
-    """Of the files that the ranks of this machine read, those that this rank verifies: each file
-    is hashed once on each machine that reads it."""
+    """Return the files that this rank verifies.
+
+    The ranks of a machine share the files that any of them reads, so that each file is hashed once on
+    each machine.
+    """
     needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
     host = platform.node()
     reports = groups.gather((host, needed))
@@ -71,7 +76,7 @@ def _share_of_files(files: RunFiles, engine: ZeroEngine, groups: ProcessGroups) 
 
 
 def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> None:
-    """End all ranks with one line where one of them has found damage."""
+    """End all ranks with the same error if one of them has found damage."""
     found = next((text for text in groups.gather(damage) if text is not None), None)
 
     def refuse() -> None:
@@ -82,7 +87,7 @@ def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> Non
 
 
 def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
-    """Read this rank's slices; no rank waits for another."""
+    """Read this rank's slices, without communication."""
     parameters = dict(engine.transformer.named_parameters())
     kinds = sorted(files.kinds - {"master", "frozen"})
     engine.allocate_state(kinds)
@@ -94,7 +99,7 @@ def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
 
 
 def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
-    """Read the frozen weights that the checkpoint keeps; under ZeRO-3 the ranks do it together."""
+    """Read the frozen weights of the checkpoint. Collective under ZeRO-3."""
     parameters = dict(engine.transformer.named_parameters())
     for name in files.frozen:
         with engine.whole(parameters[name], is_written=True) as whole:

@@ -1,16 +1,12 @@
-"""Writes checkpoints beside the training: one copy to host memory, the rest in a thread.
+"""Writes checkpoints while training continues: copies to host memory, then writes in a thread.
 
-Training waits for the copy alone. On a GPU it is queued behind the step like a kernel, into pinned
-memory, so that the host does not wait at all; the thread waits for its event. The buffers are one
-host copy of this rank's partitions (16 bytes per element that it owns with FusedEmaAdam: weights,
-two moments, EMA), made at the first save and used again by each later one, which therefore waits
-until the one before is complete.
-Parameters that a tensor-parallel group has whole are copied on all its ranks and written by the
-first of each.
+Training only waits for the copy. On a GPU the copy into pinned memory is queued as a kernel is, so
+the host does not block; the thread waits for an event. The host buffers hold this rank's partitions
+(16 bytes per element with FusedEmaAdam: weights, two moments, EMA). Every save uses the same buffers
+and first waits for the save before it.
 
-The ranks' threads agree through a control group of their own: every rank starts the same saves in
-the same order, one at a time, and no other thread uses that group, so its collectives always meet
-their like, whatever the training does meanwhile. `latest` moves when all files are on the disk.
+The ranks' threads use a separate control group. Every rank starts the same saves in the same order,
+one at a time, so that the collectives always match. `latest` moves when all files are on disk.
 """
 
 from __future__ import annotations
@@ -35,14 +31,14 @@ from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of, whole_sh
 logger = logging.getLogger(__name__)
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
-_LEAST_REGISTERED = 2**20  # bytes; what is registered must not share a page
+_LEAST_REGISTERED = 2**20  # bytes; smaller buffers could share a page, which is registered whole
 
 
 class CheckpointWriter:
-    """The checkpoints of a run, `<folder>/<step>`, of which the newest `keep_last` stay (0: all).
+    """Writes the checkpoints of a run, `<folder>/<step>`, and keeps the newest `keep_last` (0: all).
 
-    Every rank makes it and calls its methods at the same steps. saved_step: of the newest complete
-    checkpoint, once `wait` has returned.
+    Every rank creates one and calls its methods at the same steps. saved_step: the step of the newest
+    complete checkpoint, valid after `wait`.
     """
 
     def __init__(
@@ -54,24 +50,25 @@ class CheckpointWriter:
         self._snapshot: _Snapshot | None = None
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self._has_failed = False  # the last time
+        self._has_failed = False  # whether the last save failed
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Complete the save under way, whatever ends the run."""
+        """Complete the pending save, also if the run ends with an error."""
         try:
             self.wait()
         except Exception as error:
             if kind is None:
                 raise
+            # Only log it: the error that ends the run must reach the user.
             logger.error("the last checkpoint is not complete: %s", error)
 
     def save(self, step: int, extra: dict) -> None:
         """Copy the state of `step` and start to write it; `extra` goes into the manifest.
 
-        Where the disk is full the log says so, the checkpoints before stay, and training goes on.
+        If the disk is full, it logs an error, keeps the earlier checkpoints, and training continues.
         """
         self.wait()
         try:
@@ -88,7 +85,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written; raise what ended the thread, if anything did."""
+        """Wait for the pending save. Raises the thread's error, if there was one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -97,7 +94,7 @@ class CheckpointWriter:
             raise error
 
     def _allocate(self) -> _Snapshot:
-        """The host buffers; where one rank has no memory for them, all hear of it."""
+        """Allocate the host buffers. If one rank runs out of memory, all ranks raise an error."""
         snapshot, error = None, None
         try:
             snapshot = _Snapshot(self.engine)
@@ -107,7 +104,10 @@ class CheckpointWriter:
         return snapshot
 
     def _write(self, about: dict) -> None:
-        """What the thread does. Errors that a user can mend are logged; `wait` raises others."""
+        """Write one checkpoint, in the thread.
+
+        Errors that a user can fix are logged; `wait` raises all other errors.
+        """
         try:
             self._write_all(about)
             self.saved_step = about["step"]
@@ -120,7 +120,7 @@ class CheckpointWriter:
             self._error = error
 
     def _write_all(self, about: dict) -> None:
-        """Files of all ranks, manifest, `latest`; an error of one rank is raised on all."""
+        """Write the files of all ranks, the manifest and `latest`. One rank's error ends all."""
         draft, groups = self._draft(about["step"]), self.groups
         groups.on_main(lambda: _make_empty(draft))
         name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
@@ -150,13 +150,14 @@ class CheckpointWriter:
             **about,
         }
         write_manifest(draft, manifest)
+        # All content must be on disk before the folder gets its final name.
         sync(draft / "manifest.json")
         sync(draft)
         _publish(draft, self.path(about["step"]))
         _prune(self.folder, about["step"], self.keep_last)
 
     def path(self, step: int) -> Path:
-        """The folder of a checkpoint."""
+        """Return the folder of the checkpoint of `step`."""
         return self.folder / f"{step:08d}"
 
     def _draft(self, step: int) -> Path:
@@ -166,12 +167,11 @@ class CheckpointWriter:
         self._has_failed = True
         if self.groups.is_main:
             shutil.rmtree(self._draft(step), ignore_errors=True)
-            logger.error("checkpoint of step %d failed: %s; the one before stays", step, error)
+            logger.error("checkpoint of step %d failed: %s; the previous one stays", step, error)
 
 
 class _Snapshot:
-    """Host copies of what this rank saves: partitions, counters and, on one rank of those that have
-    the same, frozen weights."""
+    """Host copies of the state that this rank saves: partitions, counters and frozen weights."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
@@ -185,7 +185,7 @@ class _Snapshot:
         self.copied: torch.cuda.Event | None = None
 
     def _live_partitions(self) -> dict[tuple[str, int], Tensor]:
-        """{(kind, part): flat tensor}, as the optimizer holds them now."""
+        """Return {(kind, part): flat tensor}, the optimizer's live tensors."""
         engine = self.engine
         return {
             (kind, part): (whole if kind == "master" else engine.state(part)[kind]).detach()
@@ -194,7 +194,7 @@ class _Snapshot:
         }
 
     def _live_numbers(self) -> dict[tuple[int, str], Tensor]:
-        """{(part, key): scalar} of the optimizer's counters, such as its number of steps."""
+        """Return {(part, key): scalar} of the optimizer's counters, such as its step count."""
         return {
             (part, key): torch.as_tensor(value)
             for part in range(len(self.engine.parts))
@@ -203,12 +203,13 @@ class _Snapshot:
         }
 
     def take(self) -> None:
-        """Copy the state of this moment. Under ZeRO-3 every rank must call it."""
+        """Copy the current state. Under ZeRO-3 every rank must call it."""
         for name, parameter in self.frozen.items():
             with self.engine.whole(parameter) as values:
-                if self.engine.data_rank == 0 and self._is_ours(name):
+                # Data-parallel ranks have equal frozen weights: the first one saves them.
+                if self.engine.data_rank == 0 and self._is_written_here(name):
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
-        self.frozen = {}  # they never change
+        self.frozen = {}  # they never change, so one copy is enough
         live = {**self._live_partitions(), **self._live_numbers()}
         buffers = {**self.partitions, **self.numbers}
         for key, buffer in buffers.items():
@@ -217,16 +218,22 @@ class _Snapshot:
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def _is_ours(self, name: str) -> bool:
-        """Whether we write what we hold of it: a share, or the whole that the first rank of a
-        tensor-parallel group writes for all."""
+    def _is_written_here(self, name: str) -> bool:
+        """Return whether this rank writes the parameter.
+
+        Every rank writes its shards; the first rank of a tensor-parallel group writes the replicated
+        parameters.
+        """
         return self.engine.tensor_rank == 0 or self.shards[name] is not None
 
     def write(self, path: Path) -> tuple[dict[str, dict], str]:
-        """Write what this rank owns; returns {tensor key: {parameter, kind, start, numel}}, with
-        share [index, count] where it is of one, and the file's checksum."""
+        """Write the slices that this rank owns.
+
+        Returns {tensor key: {parameter, kind, start, numel}}, with `share` [index, count] for slices
+        of a shard, and the file's checksum.
+        """
         if self.copied is not None:
-            self.copied.synchronize()  # in the writer's thread: training goes on
+            self.copied.synchronize()  # in the writer's thread, so training is not blocked
         tensors: list[Outgoing] = []
         slices: dict[str, dict] = {}
 
@@ -239,9 +246,9 @@ class _Snapshot:
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
 
-        ours = [piece for piece in self.engine.slices if self._is_ours(piece.parameter)]
+        written = [p for p in self.engine.slices if self._is_written_here(p.parameter)]
         for kind in self.kinds:
-            for piece in ours:
+            for piece in written:
                 whole = self.partitions[kind, piece.part]
                 values = whole.narrow(0, piece.offset, piece.numel)
                 add(kind, piece.parameter, piece.start, values)
@@ -250,7 +257,7 @@ class _Snapshot:
         return slices, write_safetensors(path, tensors)
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """{parameter: {counter: value}}; after `write`, which waits for the copies."""
+        """Return {parameter: {counter: value}}. Call it after `write`, which waits for the copies."""
         of_part: dict[int, dict[str, float]] = {}
         for (part, key), value in self.numbers.items():
             of_part.setdefault(part, {})[key] = float(value)
@@ -258,23 +265,24 @@ class _Snapshot:
 
 
 def _host_buffer(like: Tensor) -> Tensor:
-    """Host memory of the shape and dtype; page-locked where the source is on a GPU.
-
-    Large ones are registered: torch's pinned allocator would round them up to a power of two.
-    """
+    """Allocate host memory with the shape and dtype of `like`, page-locked if that is on a GPU."""
     is_small = like.nbytes < _LEAST_REGISTERED
     buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda and is_small)
     if like.is_cuda and not is_small:
+        # torch's pinned allocator would round the size up to a power of two: register it instead.
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
         if int(runtime.cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)) == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
         else:
-            logger.warning("cannot lock %d bytes of host memory: saves take longer", buffer.nbytes)
+            logger.warning("cannot pin %d bytes of host memory: saves take longer", buffer.nbytes)
     return buffer
 
 
 def _frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """Where they are the smaller part: the same decision at every layout."""
+    """Return the frozen parameters if they are the smaller part of the model, else {}.
+
+    The decision is the same for every parallel layout.
+    """
     parameters = dict(transformer.named_parameters())
     frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
     num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
@@ -283,7 +291,7 @@ def _frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _about(parameter: nn.Parameter) -> dict[str, object]:
-    """What the manifest says of a parameter; `cut`, where it lies in shares: dim and num_parts."""
+    """Return a parameter's entry in the manifest; `cut` is [dim, num_parts] of its shards."""
     about = {
         "shape": whole_shape(parameter),
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -298,8 +306,10 @@ def _make_empty(folder: Path) -> None:
 
 
 def _publish(draft: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, then move `latest`: in this order on the disk, too."""
-    if final.exists():  # of a run that goes on from a step before; never gone while it is needed
+    """Give a complete checkpoint its final name, then move `latest`, in this order on disk, too."""
+    if final.exists():
+        # A run that resumed from an earlier step saves this step again. Rename the old checkpoint
+        # first, so that a complete one exists at every moment.
         replaced = replaced_name(final)
         final.rename(replaced)
         draft.rename(final)
@@ -311,9 +321,9 @@ def _publish(draft: Path, final: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
-    """Remove old checkpoints and what killed runs left unfinished.
+    """Remove old checkpoints and the unfinished ones of killed runs.
 
-    Steps after `step` stay: the run went on from a checkpoint before them, which it was asked to.
+    Checkpoints of later steps than `step` stay: the user resumed from an earlier one on purpose.
     """
     for path in folder.glob("*.incomplete*"):
         if path.is_dir():

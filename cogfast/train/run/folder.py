@@ -1,4 +1,4 @@
-"""Where a run writes: `<args.save>/<experiment_name>-<date and time>/`, and finding one again."""
+"""The folder of a run, `<args.save>/<experiment_name>-<date and time>/`: create, find, describe."""
 
 from __future__ import annotations
 
@@ -24,19 +24,36 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 
-# Keys that decide what is trained: a resumed run must have its checkpoint's. Paths, intervals,
-# logging, evaluation, the number of steps, and how ranks share the work may differ freely.
+# Keys that decide what is trained: a resumed run must have the same values as its checkpoint. Paths,
+# intervals, logging, evaluation, the number of steps, and the parallel layout may change.
 _DECISIVE = (
-    *("model.*", "data.*", "args.seed", "args.mode", "args.cached_noised_images"),
-    *("deepspeed.optimizer.*", "deepspeed.gradient_clipping", "args.weight_decay"),
-    *("deepspeed.bf16.enabled", "deepspeed.fp16.enabled", "args.bf16", "args.fp16"),
-    *("args.lr", "args.lr_*", "args.warmup*", "args.min_lr_ratio"),
+    "model.*",
+    "data.*",
+    "args.seed",
+    "args.mode",
+    "args.cached_noised_images",
+    "deepspeed.optimizer.*",
+    "deepspeed.gradient_clipping",
+    "args.weight_decay",
+    "deepspeed.bf16.enabled",
+    "deepspeed.fp16.enabled",
+    "args.bf16",
+    "args.fp16",
+    "args.lr",
+    "args.lr_*",
+    "args.warmup*",
+    "args.min_lr_ratio",
 )
-# Of these, what only says where files are, how samples are made, or how memory is saved.
+# Exceptions, which may change: locations of files, sampling, and ways to save memory.
 _FREE = (
-    *("*_path", "*_dir", "*_folder", "model.sampler_config.*"),
-    *("*.checkpoint_activations", "model.en_and_decode_n_samples_a_time"),
-    *("data.params.keep_decoded_mib", "model.denoiser_config.params.weighting_config.*"),
+    "*_path",
+    "*_dir",
+    "*_folder",
+    "model.sampler_config.*",
+    "*.checkpoint_activations",
+    "model.en_and_decode_n_samples_a_time",
+    "data.params.keep_decoded_mib",
+    "model.denoiser_config.params.weighting_config.*",
 )
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
@@ -44,10 +61,10 @@ _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 def open_run_folder(
     save: str, experiment: str, resume: str | None, groups: ProcessGroups
 ) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint that it goes on from, the same on every rank.
+    """Return the run's folder and the checkpoint that it resumes from, the same on every rank.
 
-    resume: None starts afresh; "latest" goes on with the newest run of that experiment that has a
-    checkpoint; "auto" the same or, where there is none, afresh; a path names a run or checkpoint.
+    resume: None: start a new run. "latest": resume the experiment's newest run that has a checkpoint.
+    "auto": the same, but start a new run if there is none. Otherwise the path of a run or checkpoint.
     """
     return groups.on_main(lambda: _find(Path(save), experiment, resume))
 
@@ -66,18 +83,18 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
         if resume == "latest":
             raise ValueError(
                 f"args.resume=latest: no run of {experiment!r} with a checkpoint in {save}; "
-                "use --resume auto to start afresh where there is none"
+                "use --resume auto to start a new run in that case"
             )
     while True:
         stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
         try:
             run.mkdir(parents=True)
-        except FileExistsError:  # another run began in this second
+        except FileExistsError:  # another run started in the same second
             time.sleep(0.2)
         except OSError as error:
             raise ValueError(
-                f"args.save={save}: cannot make a run's folder there ({error.strerror}); name "
+                f"args.save={save}: cannot create a run's folder there ({error.strerror}); name "
                 "another folder"
             ) from None
         else:
@@ -98,8 +115,11 @@ def _named(path: Path) -> tuple[Path, Path]:
 
 
 def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch: int) -> None:
-    """ValueError where the run would not go on with what its checkpoint was trained with, unless
-    args.accept_changes is set; it lists the keys."""
+    """Check that the keys that decide what is trained are the checkpoint's.
+
+    Raises:
+        ValueError: some differ and args.accept_changes is not set; lists them.
+    """
     before = manifest.get("config", {})
     after = plain_sections(config)
     found = [] if not before else list(_changes(before, after).items())
@@ -108,13 +128,13 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
         changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
     if changes and not config.args.get("accept_changes"):
         raise ValueError(
-            f"args.resume={checkpoint}: the configuration is not the checkpoint's: "
-            f"{'; '.join(changes)}; set it back, or go on all the same with --accept-changes"
+            f"args.resume={checkpoint}: the configuration differs from the checkpoint's: "
+            f"{'; '.join(changes)}; change it back, or resume anyway with --accept-changes"
         )
 
 
 def plain_sections(config: Config) -> dict:
-    """The resolved sections as a manifest has them: JSON, which knows no infinity."""
+    """Return the resolved sections as in a manifest: JSON types, infinities as strings."""
     sections = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
     return json.loads(json.dumps(sections), parse_constant=str)
 
@@ -124,17 +144,17 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 
 
 def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_size: int) -> None:
-    """Write down what runs: the merged config, versions, devices, git commit and changes.
+    """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
-    checkpoint: where the run goes on, None for a new one. A resumed run's files stand beside the
-    first ones; keys of the config that are other than then are logged.
+    checkpoint: the one that the run resumes from; None for a new run. A resumed run writes new files
+    beside the first ones and logs the config keys that changed.
     """
     try:
         _write_description(folder, checkpoint, config_text, world_size)
     except OSError as error:
         raise ValueError(
-            f"args.save={folder.parent}: {folder.name} cannot be written ({error.strerror}); make "
-            "room or name another folder"
+            f"args.save={folder.parent}: {folder.name} cannot be written ({error.strerror}); free "
+            "space or name another folder"
         ) from None
 
 
@@ -146,10 +166,10 @@ def _write_description(
     try:
         changed = _changed_keys(first, config_text) if first.is_file() else []
     except ValueError:
-        logger.warning("%s is damaged: it is now %s", first, set_aside(first).name)
+        logger.warning("%s is damaged: renamed to %s", first, set_aside(first).name)
         changed = []
     if changed:
-        logger.warning("the configuration is not the one before: %s", "; ".join(changed))
+        logger.warning("the configuration has changed: %s", "; ".join(changed))
     if changed or not first.is_file():
         (folder / f"training_config{mark if changed else ''}.yaml").write_text(config_text)
     environment = json.dumps(_environment(world_size), indent=2)
@@ -160,7 +180,7 @@ def _write_description(
 
 
 def _changed_keys(before: Path, after: str) -> list[str]:
-    """`key: value -> value` of every key that differs between a run's file and a configuration."""
+    """Return `key: old -> new` of every key that differs between a run's file and a configuration."""
     both = read_yaml(before, before.name, is_plain=True), OmegaConf.create(after)
     changes = _changes(*(OmegaConf.to_container(sections) for sections in both))
     of_resume = ("args.resume", "args.accept_changes")
@@ -168,7 +188,7 @@ def _changed_keys(before: Path, after: str) -> list[str]:
 
 
 def _changes(before: dict, after: dict) -> dict[str, str]:
-    """{key: "key: value -> value"} of what differs between two plain configurations."""
+    """Return {key: "key: old -> new"} of the keys that differ between two plain configurations."""
     old, new = _leaves(before), _leaves(after)
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
@@ -198,14 +218,14 @@ def _environment(world_size: int) -> dict[str, object]:
     }
 
 
-def git(*words: str) -> str | None:
-    """What git says of the source, or None where it is installed without git."""
+def git(*arguments: str) -> str | None:
+    """Return the output of a git command on cogfast's source; None if that is no git checkout."""
     source = Path(__file__).resolve().parents[3]
-    if not (source / ".git").exists():  # git would speak of a project around it
+    if not (source / ".git").exists():  # git would describe a repository that contains the folder
         return None
     try:
         done = subprocess.run(
-            ["git", *words], cwd=source, capture_output=True, timeout=10, check=True
+            ["git", *arguments], cwd=source, capture_output=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

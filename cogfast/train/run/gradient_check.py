@@ -1,4 +1,4 @@
-"""Is it learning at all? Something must be trainable, and all of it must get a gradient."""
+"""Checks that something is trainable and that every trainable parameter gets a gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from cogfast.model.transformer import DiffusionTransformer
 
 
 def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
-    """Why no adapter would get a gradient, or None: what follows the adapters multiplies by 0."""
+    """Return why no adapter would get a gradient, or None.
+
+    Zero weights behind the adapters, in the output layer or in all gates, stop every gradient.
+    """
     # sync: once, before the first step
     if transformer.config.lora_rank is None:
         return None
@@ -19,7 +22,7 @@ def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
 
 
 class GradientCheck:
-    """Refuses a model with nothing to train; after the first step, one that learns in part only."""
+    """Raises an error if nothing is trainable, or if a parameter has no gradient in the first step."""
 
     def __init__(self, model: nn.Module) -> None:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -40,7 +43,7 @@ class GradientCheck:
         return hook
 
     def after_step(self, step: int) -> None:
-        """To be called after every step; looks once, after the first."""
+        """Check once, after the first step. Call it after every step."""
         if not self.hooks:
             return
         for hook in self.hooks:

@@ -1,6 +1,7 @@
-"""Files that a run appends to: a full disk costs a warning, and the lines follow when it has space.
+"""Append-only log files that survive a full disk.
 
-TensorBoard's own writer appends in a thread that a full disk ends with a traceback, for good.
+A full disk causes a warning, and the missing records are written when there is space again.
+TensorBoard's own writer uses a thread, which a full disk ends with a traceback.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING = 64 << 20  # bytes that wait for space in each file
+_MOST_WAITING = 64 << 20  # bytes kept per file until there is space; older records are dropped
 
 
 class LogFile:
-    """A file of whole records. What cannot be written now is appended before the next record."""
+    """A file of whole records. Records that cannot be written now are kept for the next `append`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[bytes] = []
 
     def append(self, record: bytes) -> None:
-        """Append a record and all that wait; where the disk is full a warning says so, once."""
+        """Append the waiting records and this one. Logs one warning when the disk is full."""
         was_full = bool(self._waiting)
         self._waiting.append(record)
         try:
@@ -34,9 +35,10 @@ class LogFile:
         except OSError as error:
             if not was_full:
                 logger.warning(
-                    "%s cannot be written (%s); training continues, and what is missing follows "
-                    "when there is space",
-                    *(self.path, error.strerror or error),
+                    "%s cannot be written (%s); training continues, and the missing records are "
+                    "written when there is space",
+                    self.path,
+                    error.strerror or error,
                 )
             while sum(map(len, self._waiting)) > _MOST_WAITING:
                 self._waiting.pop(0)
@@ -46,7 +48,7 @@ class LogFile:
         self._waiting.clear()
 
     def _write(self, content: bytes) -> None:
-        """Append all of it or nothing: half a record would spoil those after it."""
+        """Append all of `content` or nothing: half a record would corrupt the next ones."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0) as file:
             start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
@@ -59,13 +61,14 @@ class LogFile:
 
 
 class TensorBoardFile:
-    """Scalars in TensorBoard's format, without a thread."""
+    """Writes scalars in TensorBoard's format, without a thread."""
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
-        """purge_step: from which on TensorBoard forgets what earlier files of the folder hold."""
+        """purge_step: TensorBoard ignores this and later steps of earlier files in the folder."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        # The name may exist: two runs in one process and second.
         taken = len(list(folder.glob(f"{name}.*")))
         self._file = LogFile(folder / f"{name}.{taken}")
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -83,6 +86,6 @@ class TensorBoardFile:
     def _add(self, event: object) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        framed = io.BytesIO()  # with its length and checksums
+        framed = io.BytesIO()  # a record with its length and checksums
         RecordWriter(framed).write(event.SerializeToString())
         self._file.append(framed.getvalue())

@@ -1,4 +1,4 @@
-"""What a run says of itself: a line per logging step, metrics.jsonl, TensorBoard, loss.png."""
+"""Metrics of a run: log lines, metrics.jsonl, TensorBoard, W&B and loss.png."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.progress_bar import open_bar
 
-# Dense bf16 peak, FLOP/s, from the makers' data sheets, by a part of the device's name.
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The first
+# match counts, so "H100 PCIe" comes before "H100".
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -40,17 +41,17 @@ PEAK_FLOPS = {
 
 
 def forward_flops(config: TransformerConfig, num_tokens: int) -> tuple[float, float]:
-    """FLOPs of one sample's forward pass: in the blocks' linears, and in attention.
+    """Return the FLOPs of one sample's forward pass: in the blocks' linears, and in attention.
 
     24 M^2 S per layer for QKV, output and the 4x MLP, 4 S^2 M for attention, S = num_tokens;
-    embeddings and modulation are below a thousandth and left out.
+    embeddings and modulation are below 0.1% and left out.
     """
     width, layers = config.hidden_size, config.num_layers
     return 24.0 * width**2 * num_tokens * layers, 4.0 * num_tokens**2 * width * layers
 
 
 def train_flops(config: TransformerConfig, num_tokens: int) -> float:
-    """Model FLOPs of training on one sample; recomputed activations never count.
+    """Return the model FLOPs of training on one sample, without recomputed activations.
 
     Three forwards for full training. With LoRA the frozen linears need no weight gradient: two,
     plus three times the adapters' 2 S r (M + M) for each target, plus 3x attention.
@@ -64,7 +65,7 @@ def train_flops(config: TransformerConfig, num_tokens: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s, or None where it is not known (a CPU)."""
+    """Return the device's dense bf16 peak in FLOP/s; None if it is unknown (such as a CPU's)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -72,7 +73,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
-    """GPU: peak bytes allocated and reserved since the start; CPU: resident memory. In GiB."""
+    """Return memory in GiB: on a GPU the peaks since the start, on a CPU resident memory."""
     if device.type == "cuda":
         return {
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
@@ -80,24 +81,24 @@ def memory_gib(device: torch.device) -> dict[str, float]:
         }
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: the peak, in bytes on a Mac
+    except OSError:  # not Linux: use the peak, which macOS reports in bytes
         return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30}
     return {"memory_rss_gib": pages * resource.getpagesize() / 2**30}
 
 
 logger = logging.getLogger(__name__)
 
-_SMOOTHING = 0.98  # of the running mean of the loss, per step: it looks back over 50 steps
-_MOST_BYTES = 1 << 30  # of metrics.jsonl: millions of lines
+_SMOOTHING = 0.98  # decay per step of the loss's running mean, about 50 steps
+_MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
 _NUMBER = NotRequired[float | None]
 _LINE = {"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER}
-_SLOW_DATA = 0.1  # share of the step above which waiting for data deserves a hint
+_SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is logged with a hint
 
 
 class Metrics:
-    """Collects a run's numbers on the device and reads them at logging steps only.
+    """Collects a run's numbers on the device and reads them only at logging steps.
 
-    Rank 0 writes; the others only take part in the means.
+    Rank 0 writes; the other ranks only take part in the means.
     """
 
     def __init__(
@@ -114,13 +115,13 @@ class Metrics:
     ) -> None:
         self.folder, self.groups, self.config = folder, groups, config
         self.num_steps, self.samples_per_step = num_steps, samples_per_step
-        self.loss_sum = torch.zeros(2, device=groups.device)  # of finite losses; their number
+        self.loss_sum = torch.zeros(2, device=groups.device)  # sum and number of finite losses
         self.num_unlogged_steps = 0  # since the last line
-        self.running_loss = math.nan  # before the first line
-        self.has_logged = False  # the first line's wait holds the start of the workers
+        self.running_loss = math.nan  # until the first line
+        self.has_logged = False  # the first line's data wait includes the start of the workers
         self.history: list[dict] = []
         self.lines = LogFile(folder / "metrics.jsonl")
-        self.is_drawn = True  # loss.png, the last time
+        self.is_drawn = True  # whether the last attempt to write loss.png succeeded
         self.tensorboard = self.wandb = self.progress = None
         self.restart_clock()
         if groups.is_main:
@@ -132,7 +133,7 @@ class Metrics:
     def _open_writers(
         self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
     ) -> None:
-        # What a run wrote after the checkpoint that it resumes from is taken back.
+        # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
         purge_step = start_step + 1 if start_step else None
         self.tensorboard = TensorBoardFile(tensorboard_folder, purge_step)
         if wandb_project is not None:
@@ -141,7 +142,7 @@ class Metrics:
             self.wandb = wandb.init(
                 project=wandb_project,
                 name=self.folder.name,
-                id=self.folder.name,  # a resumed run goes on there
+                id=self.folder.name,  # a resumed run continues the same W&B run
                 resume="allow",
                 dir=str(self.folder),
             )
@@ -162,27 +163,30 @@ class Metrics:
             self.wandb.finish(exit_code=int(error is not None))
 
     def restart_clock(self) -> None:
-        """Leave the time since the last line out of the next one (an evaluation, a save)."""
+        """Restart the step timer, so that evaluations and saves do not count as training time."""
         self.interval_start = time.perf_counter()
         self.num_timed_steps, self.waited = 0, 0.0
         self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the steps
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Around the wait for a batch; a line has that of the rank that waited longest."""
+        """Measure the wait for a batch. A log line has the wait of the slowest rank."""
         start = time.perf_counter()
         yield
         self.waited += time.perf_counter() - start
 
     def add_loss(self, loss: Tensor) -> None:
-        """One micro-batch's loss; it stays on the device. Those that are not finite only count as
-        skipped, else one of them would hide the other steps of its interval."""
+        """Add one micro-batch's loss, on the device.
+
+        Non-finite losses are left out of the mean, since one of them would hide all other losses of
+        the interval.
+        """
         loss = loss.detach().float()
         is_finite = loss.isfinite()
         self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
     def end_step(self, step: int, tokens_per_sample: int) -> None:
-        """After each optimizer step; `step` counts from 1. Samples of a step have as many tokens."""
+        """Count an optimizer step; `step` starts at 1. All samples of a step have as many tokens."""
         self.num_timed_steps += 1
         self.timed_tokens += tokens_per_sample
         self.timed_flops += train_flops(self.config, tokens_per_sample)
@@ -191,8 +195,9 @@ class Metrics:
             self.progress.update(self.progress.task_ids[0], completed=step)
 
     def log(self, step: int, lr: float, engine: ZeroEngine) -> int:
-        """Write the line of `step`; returns how many steps in a row were skipped by now."""
-        # Each rank's wait in a place of its own: all wait, in collectives, for who waits longest.
+        """Write the line of `step`. Returns the number of steps skipped in a row until now."""
+        # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
+        # rank, times data_size, turns the mean into a gather.
         waits = [0.0] * self.groups.data_size
         waits[self.groups.data_rank] = self.groups.data_size * self.waited
         means = self.groups.mean(torch.cat([self.loss_sum, self.loss_sum.new_tensor(waits)]))
@@ -214,7 +219,7 @@ class Metrics:
             "loss": loss,
             "loss_running": self.running_loss,
             "lr": lr,
-            "grad_norm": norm if norm >= 0 else math.nan,  # negative: it was not finite
+            "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
             "step_ms": 1000 * seconds / self.num_timed_steps,
             "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
             "samples_per_s": per_second,
@@ -228,13 +233,12 @@ class Metrics:
         self.loss_sum.zero_()
         self.num_unlogged_steps = 0
         self.write(step, line)
-        self._say(step, line)
+        self._log_line(step, line)
         self.restart_clock()
         return int(in_a_row)
 
     def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
-        """Write the held-out losses, where there are any, and leave their time out of the next
-        line's step."""
+        """Write the held-out losses, if any, and restart the step timer."""
         if losses:
             self.write(step, {"step": step, **losses})
             named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
@@ -243,7 +247,7 @@ class Metrics:
         self.restart_clock()
 
     def write(self, step: int, line: dict) -> None:
-        """Append numbers to metrics.jsonl and hand them to TensorBoard and W&B (rank 0)."""
+        """Write numbers to metrics.jsonl, TensorBoard and W&B, on rank 0."""
         if not self.groups.is_main:
             return
         self.history.append(line)
@@ -254,7 +258,7 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.log(numbers, step=step)
 
-    def _say(self, step: int, line: dict) -> None:
+    def _log_line(self, step: int, line: dict) -> None:
         parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
         parts += [f"mean {line['loss_running']:.4f}", f"lr {line['lr']:.2e}"]
         wait, whole = line["data_wait_ms"], line["step_ms"]
@@ -274,7 +278,7 @@ class Metrics:
         logger.info(text)
 
     def draw_loss(self) -> None:
-        """loss.png: the training loss, its running mean and the held-out loss over the steps."""
+        """Draw loss.png: the training loss, its running mean and the held-out loss over the steps."""
         lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
         if not self.groups.is_main or not lines:
             return
@@ -315,14 +319,14 @@ class Metrics:
 
 
 def _plain(value: object) -> object:
-    """JSON has no NaN."""
+    """Replace NaN and infinities by None: JSON does not have them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _history_until(step: int, path: Path) -> list[dict]:
-    """The lines up to `step` of a run that resumes there; what came after leaves the file.
+    """Return the lines up to `step`, where the run resumes, and remove later ones from the file.
 
-    A damaged file is set aside; what can be read of it stays.
+    A damaged file is renamed; its readable lines are kept.
     """
     if not path.exists():
         return []
@@ -334,7 +338,7 @@ def _history_until(step: int, path: Path) -> list[dict]:
                 lines.append(parse_json(text, _LINE, f"line {number}"))
             except ValueError as error:
                 problem = problem or error
-        with suppress(ValueError):  # a crash cut it short, or only its end
+        with suppress(ValueError):  # a crash may have cut the last line
             lines.append(parse_json(cut, _LINE, path.name))
     except ValueError as error:
         problem = error
@@ -342,8 +346,8 @@ def _history_until(step: int, path: Path) -> list[dict]:
     try:
         if problem is not None:
             kept = set_aside(path)
-            logger.warning("%s is damaged (%s): it is now %s", path, problem, kept.name)
+            logger.warning("%s is damaged (%s): renamed to %s", path, problem, kept.name)
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     except (OSError, WriteError) as error:
-        logger.warning("%s: lines after step %d stay in it (%s)", path, step, error)
+        logger.warning("%s: cannot remove the lines after step %d (%s)", path, step, error)
     return lines

@@ -1,6 +1,6 @@
-"""Where a step's time goes: named ranges, and a profile of a few steps.
+"""Profiling: named ranges within a step, and a profile of a few steps.
 
-Under nsys the capture is nsys's (scripts/profile_nsys.sh); without it PyTorch's own profiler writes
+Under nsys (scripts/profile_nsys.sh) nsys captures the steps. Otherwise PyTorch's profiler writes
 `profile/rank0-trace.json.gz`, for ui.perfetto.dev or chrome://tracing, and `profile/top_ops.txt`.
 """
 
@@ -29,17 +29,19 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 logger = logging.getLogger(__name__)
 
 _NO_RANGE = nullcontext()
-_TOP = 30  # rows of the table of ops
-_NAME_WIDTH = 72  # characters; names of generated kernels are longer
+_TOP = 30  # rows in the table of ops
+_NAME_WIDTH = 72  # characters; longer names, such as those of generated kernels, are cut
 _BOOKKEEPING = "autograd::engine::"
-_BACKWARD_LINE = 2**31 - 1  # a thread's number in the trace that no thread has
-# nsys sets one of them, by version, in the processes that it traces.
+_BACKWARD_LINE = 2**31 - 1  # thread id for the trace's extra line; no thread has this number
+# nsys sets one of these variables, depending on its version, in the processes that it traces.
 _NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
 class Profiler:
-    """The ranges of a step, and the capture of steps args.profiling up to args.profiling_steps
-    later. Outside of the capture a range is one shared object that does nothing."""
+    """Named ranges, and the capture of args.profiling_steps steps from step args.profiling on.
+
+    Outside of the captured steps a range is one shared object that does nothing.
+    """
 
     def __init__(
         self,
@@ -49,14 +51,14 @@ class Profiler:
         args: TrainArguments,
         num_steps: int,
     ) -> None:
-        """num_steps: after which the run ends."""
+        """num_steps: last step of the run."""
         self.folder, self.groups = folder, groups
         is_on = args.profiling is not None and args.profiling >= 0
         self.first = args.profiling if is_on else None
         self.end = min(self.first + args.profiling_steps, num_steps) if is_on else None
         self.blocks = _BlockRanges(blocks, self.range) if args.profiling_blocks else None
         self.is_capturing = self.has_captured = False
-        self.step = 0  # that have been done
+        self.step = 0  # completed steps
         self.trace: profile | None = None
         self.step_range = ExitStack()
 
@@ -69,7 +71,7 @@ class Profiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """A run that is stopped within the capture still has its profile; one that fails has not."""
+        """Write the profile of a run that was stopped within the capture, unless it failed."""
         if error is not None:
             self._restore()
             if self.trace is not None:
@@ -80,7 +82,7 @@ class Profiler:
             logger.warning("args.profiling=%d: this run did not do that step", self.first)
 
     def range(self, name: str) -> AbstractContextManager:
-        """Around a part of the step: NVTX's for nsys, and PyTorch's for its own trace."""
+        """Return a range around a part of the step, for nsys (NVTX) and for PyTorch's trace."""
         return self._named(name) if self.is_capturing else _NO_RANGE
 
     @contextmanager
@@ -97,14 +99,14 @@ class Profiler:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """The range of the backward pass, in which blocks open their own."""
+        """Open the range of the backward pass, in which blocks open theirs."""
         with self.range("backward"):
             yield
             if self.blocks is not None:
                 self.blocks.end_backward()
 
     def begin_step(self, step: int) -> None:
-        """Before the step that follows `step` done ones."""
+        """Start the capture if it is due. Call it before each step, with the completed steps."""
         self.step = step
         if step == self.first:
             self._start()
@@ -112,7 +114,10 @@ class Profiler:
             self.step_range.enter_context(self.range(f"step {step}"))
 
     def end_step(self, step: int) -> bool:
-        """When `step` are done; whether it took the time to write a profile."""
+        """Stop the capture if it is due. Call it after each step, with the completed steps.
+
+        Returns whether it wrote a profile, which takes time.
+        """
         if not self.is_capturing:
             return False
         self.step = step
@@ -124,8 +129,7 @@ class Profiler:
 
     def _start(self) -> None:
         self.is_capturing = self.has_captured = True
-        # Backward on this thread: ranges are those of the thread that opens them, and a kernel lies
-        # in the ranges of the thread that launches it.
+        # Run backward on this thread: a kernel belongs to the ranges of the thread that launches it.
         torch.autograd.grad_mode.set_multithreading_enabled(False)
         if self.blocks is not None:
             self.blocks.install()
@@ -133,25 +137,25 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self.groups.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()  # sync: kernels of the steps before stay out of the profile
-            if self.groups.local_rank == 0:  # nsys captures all processes of a machine at once
+            torch.cuda.synchronize()  # sync: keep kernels of earlier steps out of the profile
+            if self.groups.local_rank == 0:  # nsys captures all processes of a machine together
                 torch.cuda.cudart().cudaProfilerStart()
-        if nsys is not None:  # the two cannot trace one GPU
-            logger.info("args.profiling: %s is set, so nsys has the profile", nsys)
+        if nsys is not None:  # only one profiler can trace a GPU
+            logger.info("args.profiling: %s is set, so nsys captures the profile", nsys)
         elif self.groups.is_main:
             self.trace = profile(activities=activities)
             self.trace.start()
 
     def _stop(self) -> None:
         if self.groups.device.type == "cuda":
-            torch.cuda.synchronize()  # sync: the last step's kernels belong to it
+            torch.cuda.synchronize()  # sync: include all kernels of the last step
             if self.groups.local_rank == 0:
                 torch.cuda.cudart().cudaProfilerStop()
         self._restore()
         if self.trace is not None:
             self.trace.stop()
             self._write(self.trace)
-            self.trace = None  # thousands of events
+            self.trace = None  # frees thousands of events
 
     def _restore(self) -> None:
         self.step_range.close()
@@ -177,10 +181,10 @@ class Profiler:
 
 
 class _BlockRanges:
-    """Ranges around every block: forward, recomputed, and backward.
+    """Ranges around every block: forward, recompute and backward.
 
-    A block's backward range begins where the gradient of its output arrives and ends where the
-    gradient of the block before it does.
+    A block's backward range begins when the gradient of its output arrives and ends when the gradient
+    of its input is complete.
     """
 
     def __init__(
@@ -192,8 +196,9 @@ class _BlockRanges:
         self.calls_before: list[Callable | None] = []
 
     def install(self) -> None:
-        # What nn.Module.compile sets, and what a call of the block goes through: outside of the
-        # compiled code, which a range would break in two, and inside of activation checkpointing.
+        # nn.Module.compile sets _compiled_call_impl, and every call of the block uses it. Wrapping it
+        # puts the range outside of the compiled graph, which a range would break, and inside of
+        # activation checkpointing.
         self.calls_before = [block._compiled_call_impl for block in self.blocks]
         for i, block in enumerate(self.blocks):
             call = block._compiled_call_impl or block._call_impl
@@ -211,6 +216,7 @@ class _BlockRanges:
             out = call(hidden, *others)
         if out.requires_grad:
             out.register_hook(partial(self._begin_backward, i))
+        # The first block has no block before it whose hook would end its backward range.
         if i == 0 and hidden.requires_grad:
             hidden.register_hook(self._end_block)
         return out
@@ -229,8 +235,10 @@ class _BlockRanges:
 
 
 def _separate_backward_blocks(path: Path) -> None:
-    """Give the backward ranges of blocks a line of their own in the trace: one begins within a node
-    of autograd and ends within another, and viewers drop what overlaps on a line."""
+    """Move the backward ranges of blocks to a separate line in the trace.
+
+    They begin within one autograd node and end within another; viewers drop overlapping ranges.
+    """
     with gzip.open(path, "rt") as file:
         trace = json.load(file)
     events = trace["traceEvents"]
@@ -246,7 +254,7 @@ def _separate_backward_blocks(path: Path) -> None:
 
 
 def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
-    """Where the time of `num_steps` steps went: by range, then by op (on a GPU: by kernel)."""
+    """Format the time spent in `num_steps` steps, by range and then by op (on a GPU: by kernel)."""
     ranges = [e for e in averages if e.is_user_annotation]
     on_device = {e.key: e.device_time_total for e in ranges if e.device_type != DeviceType.CPU}
     hosts = sorted(
@@ -254,7 +262,7 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
         key=lambda e: e.cpu_time_total,
         reverse=True,
     )
-    # autograd's bookkeeping around its nodes is no op, and ranges of blocks overlap with it
+    # Leave out autograd's own events: they are no ops, and they overlap with the blocks' ranges.
     ops = [e for e in averages if not (e.is_user_annotation or e.key.startswith(_BOOKKEEPING))]
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
     what, spent = "op", lambda e: e.self_cpu_time_total
@@ -272,7 +280,7 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     lines += [
         f"{'all':{_NAME_WIDTH}} {total / 1e3:10.3f} {100:9.2f}% {sum(e.count for e in ops):8}"
     ]
-    return "\n".join([f"{num_steps} steps; times are sums over them", "", *lines, ""])
+    return "\n".join([f"{num_steps} steps; times are totals of these steps", "", *lines, ""])
 
 
 def _short(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The bar of a long command on a terminal."""
+"""Progress bar of a long command on a terminal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 
 def open_bar(what: str, total: int) -> Progress | None:
-    """A running bar with one task, whose field `note` is shown last; None where stderr is no
-    terminal."""
+    """Start a progress bar with one task; None if stderr is not a terminal.
+
+    The bar ends with the task's field `note`.
+    """
     if not sys.stderr.isatty():
         return None
     from rich.console import Console

@@ -1,12 +1,12 @@
-"""What a process does when it is asked to stop: by SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1.
+"""Handles requests to stop: SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1.
 
-A command ends at once: `Interrupted` unwinds the main thread, which removes what it wrote by half.
-Training listens for itself meanwhile (`StopRequest`): it saves first. In both, a second Ctrl-C ends
-the process whatever its main thread does.
+A command ends at once: `Interrupted` unwinds the main thread, which removes half-written files.
+Training saves a checkpoint first (`StopRequest`). In both cases a second Ctrl-C ends the process at
+once, even if its main thread is busy.
 
-torchrun passes a signal on to its ranks, which are in sessions of their own, so that a terminal's
-Ctrl-C reaches them once. Slurm signals every process, and then a rank gets the signal twice within
-moments. A second Ctrl-C at torchrun reaches the ranks as SIGTERM.
+torchrun forwards signals to its ranks, which run in separate sessions, so a terminal's Ctrl-C reaches
+them once. Slurm signals every process, so a rank gets the signal twice within moments. A second
+Ctrl-C at torchrun reaches the ranks as SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from cogfast.data.workers.signals import STOP_SIGNALS
 
-_REPEAT_SECONDS = 1.0  # within which a second signal is the first one, from another sender
-_CLOSED = 0  # no signal has this number
-_SHOW_CURSOR = "\r\x1b[?25h"  # a progress bar hides it
+_REPEAT_SECONDS = 1.0  # a second signal within this time is the first one from another sender
+_CLOSED = 0  # sent through the pipe to end the thread; no signal has this number
+_SHOW_CURSOR = "\r\x1b[?25h"  # terminal code; a progress bar hides the cursor
 
 
 class Interrupted(BaseException):
@@ -32,19 +32,19 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Listens within `with`. received: the numbers of the signals that came, in order.
+    """Context manager that listens for signals. received: their numbers, in order of arrival.
 
-    on_first: called in the main thread for the first signal; it may raise. announce: called for it
-    in another thread, which may log. last_line: what to write when the process is ended while the
-    main thread is busy, given the reason. patience: seconds that the main thread has to end after
-    the first signal; None: as long as it takes.
+    last_line: given the reason, returns the line to write if the process is ended while the main
+    thread is busy. on_first: called in the main thread for the first signal; may raise. announce:
+    called for it in another thread; may log. patience: seconds that the main thread has to end after
+    the first signal; None: no limit.
 
-    Within `with` of another one the inner one listens; when it has come to its end, the work is done,
-    and the outer one leaves a signal alone.
+    If two are nested, the inner one listens. When it ends without an error, the work is done, and the
+    outer one ignores signals.
 
-    Python calls signal handlers in the main thread alone, and not while that waits in C++, such as
-    for another rank. So a thread reads the numbers, too, and ends the process where the main thread
-    does not. A signal that is ignored at the start (by nohup) stays ignored.
+    Python runs signal handlers only in the main thread, and not while that waits in C++, such as for
+    another rank. So a thread reads the signals too, and ends the process if the main thread does not.
+    A signal that is ignored at the start (by nohup) stays ignored.
     """
 
     _innermost: ClassVar[StopSignals | None] = None
@@ -82,7 +82,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        # A byte, since the end of a pipe does not come while a forked process has it open.
+        # Closing the pipe is not enough: a forked process may have it open.
         os.write(self._writer, bytes([_CLOSED]))
         os.close(self._writer)
 
@@ -117,19 +117,21 @@ class StopSignals:
                         self.announce(number)
 
     def _end(self, number: int, reason: str) -> None:
-        """End the process from a thread: nothing is flushed or closed, and the main thread may hold
-        the lock of sys.stderr."""
+        """End the process from a thread, without flushing or closing anything.
+
+        The main thread may hold the lock of sys.stderr.
+        """
         write_last_line(self.last_line(reason))
         os._exit(128 + number)
 
 
 def name_of(number: int) -> str:
-    """SIGINT and so on."""
+    """Return a signal's name, such as SIGINT."""
     return signal.Signals(number).name
 
 
 def write_last_line(line: str) -> None:
-    """Write to stderr past Python's buffers and locks; nothing for an empty line."""
+    """Write a line to stderr without Python's buffers and locks; nothing for an empty line."""
     if line:
         start = _SHOW_CURSOR if os.isatty(2) else ""
         with contextlib.suppress(OSError):
@@ -137,15 +139,17 @@ def write_last_line(line: str) -> None:
 
 
 def end_by(number: int) -> None:
-    """End this process as the signal does by default, so that a shell's script ends, too."""
+    """End this process by the signal's default action, so that a calling shell script ends, too."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the first process of a container ignores its own signals
+    os._exit(128 + number)  # reached as process 1 of a container, which ignores its own signals
 
 
 def settle_signals() -> None:
-    """For a process that has done its work and only has to exit: Ctrl-C ends it without a
-    traceback, and the other signals do not change its exit status."""
+    """Prepare a process that has finished its work to exit.
+
+    Ctrl-C then ends it without a traceback, and other signals do not change its exit status.
+    """
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT

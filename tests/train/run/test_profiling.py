@@ -104,7 +104,7 @@ def test_ranges_of_the_trace(events: list[dict]) -> None:
 def test_table_of_ops_is_the_trace_summed_up(profiled: Path, events: list[dict]) -> None:
     """Counts and self times against those of the trace: an op's time less that of what it calls."""
     text = (profiled / "profile" / "top_ops.txt").read_text()
-    assert text.startswith("2 steps; times are sums over them\n")
+    assert text.startswith("2 steps; times are totals of these steps\n")
     of_ranges, of_ops = text.split("\n\n")[1:3]
     stacks, parents, children = {}, [], Counter()
     # the ranges of blocks' backward passes stand on a line of their own
@@ -216,7 +216,7 @@ def test_nsys_is_told_when_and_has_nvtx_ranges(
     steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3)]
     assert cuda.calls == ["synchronize", "start", *steps[0], *steps[1], "synchronize", "stop"]
     assert not (tmp_path / "profile").exists()
-    assert "NSYS_PROFILING_SESSION_ID is set, so nsys has the profile" in caplog.text
+    assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in caplog.text
 
 
 def test_one_rank_of_a_machine_tells_nsys_and_rank_0_alone_writes(

@@ -240,7 +240,7 @@ def test_a_change_of_what_is_trained_is_refused(
     """Before the run's folder is written to."""
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
-    wanted = re.escape(f"{DECISIVE[override]}; set it back, or go on all the same with --accept-")
+    wanted = re.escape(f"{DECISIVE[override]}; change it back, or resume anyway with --accept-")
     with pytest.raises(ValueError, match=wanted):
         resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
     assert {path.name for path in copy.iterdir()} == {path.name for path in short_run.iterdir()}

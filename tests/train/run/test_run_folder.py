@@ -61,7 +61,7 @@ def test_what_cannot_be_found_or_made_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it has no checkpoints/latest"):
         open_run_folder("", "a", str(make_run(tmp_path, "empty")), ALONE)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"args.save=.*file: cannot make a run's folder there"):
+    with pytest.raises(ValueError, match=r"args.save=.*file: cannot create a run's folder there"):
         open_run_folder(str(tmp_path / "file"), "a", None, ALONE)
 
 
@@ -80,7 +80,7 @@ def test_a_run_writes_down_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureF
     changed = load_config([run / "training_config-from-00000002.yaml"])
     assert changed.args.train_iters == 3
     assert (run / "environment-from-00000002.json").is_file()
-    assert "the configuration is not the one before: args.train_iters: 2 -> 3" in caplog.text
+    assert "the configuration has changed: args.train_iters: 2 -> 3" in caplog.text
     caplog.clear()
     Trainer(load_config([base], ["args.resume=latest"]))
     assert "the configuration" not in caplog.text
