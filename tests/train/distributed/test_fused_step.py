@@ -1,11 +1,11 @@
-"""Our step of ZeRO 1 and 2 against DeepSpeed's own, on one process and on two.
+"""cogfast's step of ZeRO 1 and 2 against DeepSpeed's own, on one process and on two.
 
 Without clipping the two are equal bit for bit, in fp32 and in bf16: a bf16 gradient is the same
-number in fp32. With clipping the norm is added up in another order, so the clip factor may differ
+number in fp32. With clipping the norm is summed in a different order, so the clip factor may differ
 in its last bit.
 
-In the runs of two processes what a gather brings lands when it is waited for, and no sooner: whoever
-reads weights without waiting reads old ones.
+In the runs of two processes, a gather writes its result only when it is waited for. Code that reads
+weights without waiting reads old ones.
 """
 
 from __future__ import annotations
@@ -56,16 +56,19 @@ class Case:
 
 # The clip of 0.05 bites at every step, that of 3 at some.
 CASES = [
-    *(Case(*x) for x in itertools.product((1, 2), ("bf16", "fp32"), (0.0, 0.05), (1, 3))),
+    *itertools.starmap(Case, itertools.product((1, 2), ("bf16", "fp32"), (0.0, 0.05), (1, 3))),
     Case(clip=3.0),
-    *(Case(stage, zero={"overlap_comm": True}, accumulation=3) for stage in (1, 2)),
-    *(Case(stage, zero={"contiguous_gradients": False}, accumulation=3) for stage in (1, 2)),
+    Case(1, zero={"overlap_comm": True}, accumulation=3),
+    Case(2, zero={"overlap_comm": True}, accumulation=3),
+    Case(1, zero={"contiguous_gradients": False}, accumulation=3),
+    Case(2, zero={"contiguous_gradients": False}, accumulation=3),
     Case(zero={"reduce_scatter": False}, accumulation=3),
     Case(zero={"round_robin_gradients": True}),
     Case(zero={"parameter_alignment": True}),
     Case(data_types={"grad_accum_dtype": "fp32"}, accumulation=3),
-    # Last: DeepSpeed remembers the mpu.
-    *(Case(stage, dtype="fp32", clip=0.05, is_model_shared=True) for stage in (1, 2)),
+    # These come last, because DeepSpeed keeps a reference to the mpu.
+    Case(1, dtype="fp32", clip=0.05, is_model_shared=True),
+    Case(2, dtype="fp32", clip=0.05, is_model_shared=True),
 ]
 
 
@@ -76,14 +79,15 @@ EVENTFUL = [
 ]
 # Sums of many micro-batches: what float32 sums are worth.
 LONG_SUMS = [
-    *(Case(accumulation=n, data_types={"grad_accum_dtype": "fp32"}) for n in (8, 32)),
+    Case(accumulation=8, data_types={"grad_accum_dtype": "fp32"}),
+    Case(accumulation=32, data_types={"grad_accum_dtype": "fp32"}),
     Case(accumulation=32),
 ]
 EVALUATED_AT, SAVED_AT = (2, 4, BAD_STEP), 7
 
 
 class SharedModel:
-    """What DeepSpeed asks of its mpu: two ranks that hold one model together."""
+    """DeepSpeed's mpu interface for two ranks that share one model."""
 
     def __init__(self) -> None:
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -152,7 +156,7 @@ def make(case: Case, use_stock_step: bool) -> ZeroEngine:
 
 
 def micro_batch_input(step: int, i: int) -> Tensor:
-    """This rank's, [2, 13]."""
+    """Return this rank's input, [2, 13]."""
     rank = torch.distributed.get_rank()
     random = torch.Generator().manual_seed(1000 * step + 10 * i + rank)
     return torch.randn(2, 13, generator=random)
@@ -170,7 +174,7 @@ def micro_batch(engine: ZeroEngine, step: int, i: int, is_bad: bool = False) -> 
 
 
 def snapshot(engine: ZeroEngine) -> dict[str, Tensor]:
-    """Weights of the model, and this rank's masters, moments, EMA and counts."""
+    """Return the model's weights, and this rank's masters, moments, EMA and counters."""
     engine.wait_for_weights()
     out = {f"model {n}": p.detach().clone() for n, p in engine.transformer.named_parameters()}
     for kind in ("master", *engine.state_kinds()):
@@ -182,7 +186,7 @@ def snapshot(engine: ZeroEngine) -> dict[str, Tensor]:
 
 
 def trajectory(case: Case, use_stock_step: bool) -> dict:
-    """The losses, norms, counts and last state of a run, and the two states around a bad step."""
+    """Return a run's losses, norms, counters and last state, and the states around a bad step."""
     engine = make(case, use_stock_step)
     assert engine.is_step_fused is not use_stock_step
     losses, norms, before = [], [], {}
@@ -213,7 +217,7 @@ GATHERS: list = []
 
 
 class LateGather:
-    """An all-gather under way whose result lands when it is waited for."""
+    """A pending all-gather that writes its result when it is waited for."""
 
     def __init__(self, output: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
         self.output, self.landing = output, torch.empty_like(output)
@@ -239,7 +243,7 @@ def gather_late(
 
 
 def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -> dict:
-    """Evaluations and a save right behind steps; waits: for the weights, right behind each step."""
+    """Run evaluations and a save right after steps. waits: wait for the weights after each step."""
     engine, found = make(case, False), {}
     x = torch.linspace(-1, 1, 13).to(next(engine.transformer.parameters()).dtype)
     writer = CheckpointWriter(folder, engine, groups, keep_last=1)
@@ -262,8 +266,8 @@ def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -
 
 
 def accumulated_gradient(case: Case) -> tuple[Tensor, Tensor]:
-    """What one optimizer step is given of this rank's partition, and the float64 sum of the same
-    bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does."""
+    """Return the gradient that the optimizer gets for this rank's partition, and the float64 sum of
+    the same bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does."""
     engine = make(case, use_stock_step=False)
     parameters = {n: p for n, p in engine.transformer.named_parameters() if n != "unused"}
     exact = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in parameters.items()}
@@ -296,7 +300,7 @@ def accumulated_gradient(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def order_of_events(use_stock_step: bool) -> list[str]:
-    """Of the second step and what follows it: work of the host, and a forward pass."""
+    """Return the events of the second step, the host's work after it, and a forward pass."""
     engine = make(Case(), use_stock_step)
     engine.transformer.first.register_forward_hook(lambda *_: EVENTS.append("forward"))
     for step in range(2):
@@ -317,8 +321,8 @@ def order_of_events(use_stock_step: bool) -> list[str]:
 
 
 def run_cases(out: Path) -> None:
-    """Save every case's run with our step and with DeepSpeed's, {(case's name, is stock): ...}, and
-    those of EVENTFUL, {(case's name, "waits" or "late"): ...}."""
+    """Save every case's run with cogfast's step and with DeepSpeed's, {(case's name, is stock): ...},
+    and those of EVENTFUL, {(case's name, "waits" or "late"): ...}."""
     groups = start_processes()
     cases = [c for c in CASES if groups.world_size > 1 or not c.is_model_shared]
     found: dict = {}
@@ -337,7 +341,7 @@ def run_cases(out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
-    """{(number of processes, rank): what run_cases found}."""
+    """Return {(number of processes, rank): results of run_cases}."""
     out = tmp_path_factory.mktemp("fused step")
     run_cases(out)
     launch_ranks(2, "-m", "tests.train.distributed.test_fused_step", str(out))
@@ -408,8 +412,9 @@ def test_many_micro_batches_add_up_in_float32(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("case", EVENTFUL, ids=lambda case: case.name)
-def test_whoever_reads_weights_waits_for_them(runs: dict, case: Case, rank: int) -> None:
-    """Bit for bit: forward passes, an evaluation, a skipped step and a save right behind a step."""
+def test_every_reader_waits_for_the_weights(runs: dict, case: Case, rank: int) -> None:
+    """Forward passes, an evaluation, a skipped step and a save right after a step are bit for bit
+    the same."""
     late, waits = (runs[2, rank][case.name, how] for how in ("late", "waits"))
     assert late.keys() == waits.keys()
     kinds = {name.split()[0] for name in late}
@@ -420,8 +425,8 @@ def test_whoever_reads_weights_waits_for_them(runs: dict, case: Case, rank: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_weights_are_gathered_while_the_host_goes_on(runs: dict, rank: int) -> None:
-    """A gather for each of the two parameter groups; DeepSpeed's step ends with its own."""
+def test_the_weights_are_gathered_while_the_host_continues(runs: dict, rank: int) -> None:
+    """Each of the two parameter groups has a gather; DeepSpeed's own step waits for it."""
     work = ["step returns", "host's work, beside which gathers end"]
     starts, waits = ["gather starts"] * 2, ["gather is waited for"] * 2
     order = runs[2, rank]["order"]
@@ -430,7 +435,7 @@ def test_the_weights_are_gathered_while_the_host_goes_on(runs: dict, rank: int) 
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a tensor's value: item(), bool(), float(), an index."""
+    """Refuses ops that make the host wait for a tensor's value: item(), bool(), float(), an index."""
 
     REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 
@@ -464,7 +469,7 @@ def test_step_reads_nothing_on_the_host(case: Case, monkeypatch: pytest.MonkeyPa
 def steps_without_host_reads(
     case: Case, use_stock_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps under NoHostReads, but for FusedEmaAdam, which reads where all is on the CPU."""
+    """Run two steps under NoHostReads, except FusedEmaAdam, which reads CPU tensors."""
     update = FusedEmaAdam.step
 
     def update_freely(optimizer: FusedEmaAdam) -> None:
@@ -483,8 +488,8 @@ def steps_without_host_reads(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_gradients_land_in_their_places(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer reads what the reduction wrote: no flattened copy, and none in float32."""
+def test_gradients_are_stored_at_their_places(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer reads the reduction's output, without a flattened or a float32 copy."""
     start_processes()
     engine = make(Case(dtype=dtype), False)
     micro_batch(engine, 0, 0)

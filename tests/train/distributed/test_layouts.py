@@ -52,9 +52,14 @@ class Layout:
     def words(self) -> list[str]:
         micro = self.micro or 4 * self.tensor // (self.ranks * self.accumulation)
         return [
-            *(f"{MICRO}={micro}", f"{ACCUMULATION}={self.accumulation}", f"{STAGE}={self.stage}"),
+            f"{MICRO}={micro}",
+            f"{ACCUMULATION}={self.accumulation}",
+            f"{STAGE}={self.stage}",
             # as many held-out samples
-            *(CLIP, f"{TENSOR}={self.tensor}", f"args.eval_iters={self.accumulation}", *self.extra),
+            CLIP,
+            f"{TENSOR}={self.tensor}",
+            f"args.eval_iters={self.accumulation}",
+            *self.extra,
         ]
 
 
@@ -154,8 +159,13 @@ def one_process(runs: dict[str, Path], layout: str) -> Path:
 
 
 QUICK = (  # the others are soaked
-    *("dp 2", "tp 2, lora", "dp 2 x tp 2, 5b", "dp 2 x tp 2, zero-3"),
-    *("resumed at dp 1", "resumed at dp 4", "dp 1 resumed at dp 2 x tp 2"),
+    "dp 2",
+    "tp 2, lora",
+    "dp 2 x tp 2, 5b",
+    "dp 2 x tp 2, zero-3",
+    "resumed at dp 1",
+    "resumed at dp 4",
+    "dp 1 resumed at dp 2 x tp 2",
 )
 EVERYWHERE = pytest.mark.parametrize(
     "layout",

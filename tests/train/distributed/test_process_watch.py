@@ -83,7 +83,8 @@ def test_a_rank_ends_when_a_machine_falls_silent() -> None:
 def test_a_rank_ends_when_the_first_torchrun_is_gone() -> None:
     server = subprocess.Popen(
         [
-            *(sys.executable, "-c"),
+            sys.executable,
+            "-c",
             "import time; from torch.distributed import TCPStore; "
             "s = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
             "print(s.port, flush=True); time.sleep(60)",
@@ -118,7 +119,8 @@ def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) 
     """It watches before it imports torch, and so before it could wait for the store."""
     launcher = subprocess.Popen(
         [
-            *(sys.executable, "-c"),
+            sys.executable,
+            "-c",
             "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])",
             STARTING,
         ],

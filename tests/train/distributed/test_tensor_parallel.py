@@ -1,4 +1,4 @@
-"""Processes that hold a model together compute what one process does: output, loss, gradients."""
+"""Processes that share a model compute the same as one process: output, loss, gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole_model(name: str) -> DiffusionTransformer:
 
 
 def launch(folder: Path, num_processes: int, size: int, cases: list[str]) -> None:
-    """One launch of processes in groups of `size` for all cases."""
+    """Launch processes once, in groups of `size`, for all cases."""
     for name in cases:
         (folder / name.partition("=")[0]).mkdir()
         if name in CASES:
@@ -52,7 +52,7 @@ def launch(folder: Path, num_processes: int, size: int, cases: list[str]) -> Non
 
 
 def read(folder: Path, name: str, size: int, number: int = 0) -> list[dict]:
-    """What the processes of a group found."""
+    """Return the results of a group's processes."""
     with torch.serialization.safe_globals([Shard]):
         return [torch.load(folder / name / f"{number}-{rank}.pt") for rank in range(size)]
 
@@ -149,7 +149,7 @@ def test_sats_two_files_give_what_its_one_file_gives(pair: Path, golden: Path) -
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
 def test_four_processes_equal_one(tmp_path: Path, size: int) -> None:
-    """As one group, and as two, each with a batch of its own."""
+    """Four processes run as one group, and as two groups with a batch each."""
     launch(tmp_path, 4, size, [*CASES])
     for name in CASES:
         for number in range(4 // size):
@@ -157,7 +157,7 @@ def test_four_processes_equal_one(tmp_path: Path, size: int) -> None:
 
 
 def share(name: str, rank: int, size: int, seed: int = 0) -> DiffusionTransformer:
-    """What a process holds; without others there is no forward."""
+    """Return one process's shard of the model; it cannot run forward without the other processes."""
     with torch.device("meta"):
         transformer = assemble_transformer(CASES[name].config)
     parallelize(transformer, TensorParallelGroup(rank, size, None))
@@ -192,7 +192,7 @@ def test_shares_are_parts_of_a_whole_model_and_make_it_up(name: str) -> None:
     assert all(torch.equal(filled[key].view_as(p), p) for key, p in whole.items())
 
 
-def test_heads_are_dealt_out_whole() -> None:
+def test_heads_are_not_cut() -> None:
     """Process 1 of 2 has heads 2 and 3 of 4, of q, of k and of v."""
     whole = whole_model("5b")
     parallelize(half := whole_model("5b"), TensorParallelGroup(1, 2, None))
@@ -211,14 +211,19 @@ def test_nothing_whole_is_in_memory() -> None:
         assert parameter.untyped_storage().nbytes() == 4 * whole[key] // count, key
     held_whole = {key.split(".", 2)[-1] for key in whole if key not in shards and "blocks" in key}
     assert held_whole == {
-        *(
-            f"{norm}.{kind}"
-            for norm in ("attention_norm", "mlp_norm")
-            for kind in ("weight", "bias")
-        ),
-        *(f"attention.{n}_norm.{k}" for n in ("query", "key") for k in ("weight", "bias")),
-        *("attention.out.original.bias", "fc2.bias"),
-        *(f"attention.qkv.matrix_A.{i}" for i in range(3)),
+        "attention_norm.weight",
+        "attention_norm.bias",
+        "mlp_norm.weight",
+        "mlp_norm.bias",
+        "attention.query_norm.weight",
+        "attention.query_norm.bias",
+        "attention.key_norm.weight",
+        "attention.key_norm.bias",
+        "attention.out.original.bias",
+        "fc2.bias",
+        "attention.qkv.matrix_A.0",
+        "attention.qkv.matrix_A.1",
+        "attention.qkv.matrix_A.2",
         "attention.out.matrix_B.0",
     }
 

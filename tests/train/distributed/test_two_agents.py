@@ -30,11 +30,13 @@ def meeting_point(how: str, machine: int, port: int) -> list[str]:
     return {
         "static": [
             f"--node_rank={machine}",
-            *("--master_addr=127.0.0.1", f"--master_port={port}"),
+            "--master_addr=127.0.0.1",
+            f"--master_port={port}",
         ],
         "c10d": [
             "--rdzv_backend=c10d",
-            *(f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=my-run"),
+            f"--rdzv_endpoint=127.0.0.1:{port}",
+            "--rdzv_id=my-run",
         ],
     }[how]
 
@@ -49,9 +51,20 @@ def start_machines(
     return [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
-                *(f"--nproc_per_node={processes}", *meeting_point(how, machine, port)),
-                *("-m", "cogfast", "train", *words, "--seed", "1", "--resume", "auto"),
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                f"--nproc_per_node={processes}",
+                *meeting_point(how, machine, port),
+                "-m",
+                "cogfast",
+                "train",
+                *words,
+                "--seed",
+                "1",
+                "--resume",
+                "auto",
             ],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -170,7 +170,9 @@ CASES = {
     "whole": Case(tensor_parallel_cases.Case("2b"), 2, ("blocks.0.fc1", "blocks.1.attention.out")),
     "adapters": Case(
         tensor_parallel_cases.Case("5b", lora_rank=4, trains_lora_only=True, dtype=torch.bfloat16),
-        *(2, (), False),
+        2,
+        (),
+        False,
     ),
     "stage 3": Case(tensor_parallel_cases.Case("2b"), 3, ("blocks.0.fc2", "blocks.1.norm")),
 }

@@ -173,8 +173,10 @@ def test_what_is_no_file_is_set_aside(tmp_path: Path) -> None:
     log = BadSampleLog(tmp_path / "bad_samples.jsonl", 100)
     assert log.add("a", "broken")
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("metrics.jsonl", "metrics.damaged-1.jsonl"),
-        *("bad_samples.jsonl", "bad_samples.damaged-1.jsonl"),
+        "metrics.jsonl",
+        "metrics.damaged-1.jsonl",
+        "bad_samples.jsonl",
+        "bad_samples.damaged-1.jsonl",
     }
 
 

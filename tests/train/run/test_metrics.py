@@ -26,9 +26,20 @@ from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import tiny
 
 KEYS = {
-    *("step", "loss", "loss_running", "lr", "grad_norm", "step_ms", "data_wait_ms"),
-    *("samples_per_s", "tokens_per_s", "model_tflops", "mfu", "memory_rss_gib"),
-    *("skipped", "skipped_in_a_row"),
+    "step",
+    "loss",
+    "loss_running",
+    "lr",
+    "grad_norm",
+    "step_ms",
+    "data_wait_ms",
+    "samples_per_s",
+    "tokens_per_s",
+    "model_tflops",
+    "mfu",
+    "memory_rss_gib",
+    "skipped",
+    "skipped_in_a_row",
 }
 
 
@@ -221,7 +232,9 @@ def test_a_full_disk_costs_nothing_that_can_follow(
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [step for step, _ in scalars(run / "tensorboard")["loss"]] == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
-        *("00000002", "00000006", "latest")
+        "00000002",
+        "00000006",
+        "latest",
     ]
     Image.open(run / "loss.png").verify()
     ours = [record for record in caplog.records if record.name.startswith("cogfast")]

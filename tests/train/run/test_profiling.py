@@ -374,8 +374,12 @@ def test_script_runs_nsys_around_a_launch_and_prints_reports(
     request = parse_train(capture[at + 1 :])
     assert request.base == ["a b.yaml", "c.yaml"]
     assert set(request.overrides) == {
-        *("args.seed=3", "args.load=x y", "args.profiling=20", "args.profiling_steps=4"),
-        *("args.profiling_blocks=true", "args.exit_interval=24"),
+        "args.seed=3",
+        "args.load=x y",
+        "args.profiling=20",
+        "args.profiling_steps=4",
+        "args.profiling_blocks=true",
+        "args.exit_interval=24",
     }
     names = ["nvtx_sum", "nvtx_gpu_proj_sum", "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum"]
     names.append("cuda_api_sum")

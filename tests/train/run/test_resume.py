@@ -76,8 +76,10 @@ def test_a_signal_to_the_script_saves_on_every_rank(tmp_path: Path, base: Path) 
     layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=null"]
     process = subprocess.Popen(
         [
-            *("scripts/finetune_multi_gpus.sh", f"args.save={tmp_path}"),
-            *("args.train_iters=100000", *layout),
+            "scripts/finetune_multi_gpus.sh",
+            f"args.save={tmp_path}",
+            "args.train_iters=100000",
+            *layout,
         ],
         cwd=ROOT,
         env={
