@@ -1,5 +1,5 @@
-"""Activation checkpointing: every policy gives the same gradients, recomputes what it says, keeps what
-the formulas say; auto's choice by memory; what a run is told when memory does not suffice."""
+"""Activation checkpointing: gradients, recomputed ops and kept bytes of every policy; auto's choice by
+memory; the error of a run that runs out of memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gradients(name: str, transformer: DiffusionTransformer) -> dict[str, Tensor]
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of ops by name; those of matmuls by what they multiply, too."""
+    """Counts the calls of ops by name; matmuls also by their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_policies_count_in_training_alone() -> None:
 
 @pytest.mark.slow  # Inductor compiles C++
 def test_policies_hold_in_compiled_blocks() -> None:
-    """One graph for the blocks of a policy; what is kept does not run again there either."""
+    """The blocks of a policy share one graph, and ops whose results are kept do not run again."""
     transformer = tiny("5b", num_layers=3).train()
     wanted = gradients("5b", transformer)
     torch._dynamo.reset()
@@ -160,7 +160,7 @@ class Storages(TorchDispatchMode):
     """Refers to the memory of every result of an op, without holding it."""
 
     def __init__(self, others: set[int]) -> None:
-        """others: memory that does not count."""
+        """others: memory of other processes, which does not count."""
         super().__init__()
         self.others = others
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -180,7 +180,7 @@ class Storages(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["5b", "lora"])
 def test_kept_bytes_follow_the_formulas(kind: str) -> None:
-    """On the launchers that a GPU has, whose ops keep nothing that a CPU's keep beside."""
+    """Uses the launchers of a GPU, whose ops keep less than those of a CPU."""
     _, transformer = make(kind)
     grid, num_text = TokenGrid(2, 4, 6), 12
     hidden = torch.randn(1, num_text + grid.num_tokens, 128).requires_grad_()
@@ -199,7 +199,7 @@ def test_kept_bytes_follow_the_formulas(kind: str) -> None:
 
 
 def test_nothing_is_left_after_backward() -> None:
-    """Without the garbage collector, which a run does not wait for."""
+    """Memory is freed without the garbage collector."""
     name, transformer = make("5b")
     weights = {p.untyped_storage()._cdata for p in transformer.parameters()}
     gc.disable()
@@ -217,7 +217,7 @@ def test_nothing_is_left_after_backward() -> None:
 
 
 def layer(model: str, batch_size: int = 1, is_lora: bool = False) -> LayerShape:
-    """The real sizes, in bfloat16."""
+    """Return a block with a real model's sizes, in bfloat16."""
     num_rows, width = {"2b": (17776, 1920), "5b": (17776, 3072), "1.5": (45104, 3072)}[model]
     return LayerShape(
         num_rows=batch_size * num_rows,
@@ -292,7 +292,7 @@ def test_tensor_parallel_parts_share_what_is_wide() -> None:
 
 
 def test_none_where_it_keeps_less_than_pointwise() -> None:
-    """Rows split in eight: the products before their sums are whole."""
+    """With rows split in eight, the products before their sums are still whole."""
     shape = LayerShape(num_rows=17776, width=3072, num_heads=48, bytes_per_number=2, num_parts=8)
     assert "none" not in plan_layers(shape, 4, 4 * shape.kept("pointwise"))
     split = replace(shape, splits_rows=True)
@@ -328,7 +328,7 @@ def test_keys_of_sat_and_ours(sat_configs: Path) -> None:
 
 
 class Gpu:
-    """Stands for a GPU and for the other ranks: what a step allocates is told to it."""
+    """Stands for a GPU and for the other ranks; a test sets how much a step allocates."""
 
     device = torch.device("cuda")
 
@@ -355,7 +355,7 @@ class Gpu:
 
 @pytest.mark.parametrize("others", [[], [0]], ids=["alone", "beside a rank without room"])
 def test_auto_measures_a_step_on_a_gpu(monkeypatch, others: list[int]) -> None:
-    """The second step counts: in the first one the optimizer's state is not there yet."""
+    """The second step is measured: the first one has no optimizer state yet."""
     name, transformer = make("5b")
     tokens = inputs(name)["latents"].shape[2:].numel() // 4 + 10
     shape = LayerShape(num_rows=2 * tokens, width=128, num_heads=2, bytes_per_number=4)
@@ -381,8 +381,8 @@ def test_auto_measures_a_step_on_a_gpu(monkeypatch, others: list[int]) -> None:
 
 
 def test_auto_plans_for_the_largest_bucket(monkeypatch) -> None:
-    """What was measured on a small micro-batch is scaled to the largest of the run: its activations,
-    not the gradients."""
+    """The measurement of a small micro-batch is scaled to the run's largest one: activations grow,
+    gradients do not."""
     name, transformer = make("5b")
     tokens = inputs(name)["latents"].shape[2:].numel() // 4 + 10
     shape = LayerShape(num_rows=2 * tokens, width=128, num_heads=2, bytes_per_number=4)
@@ -418,8 +418,8 @@ def start(folder: Path, data: Path, choice: str) -> Trainer:
 TINY_RUN = LayerShape(num_rows=4 * 20, width=32, num_heads=2, bytes_per_number=4)
 
 
-def with_room_for(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, *policies: str) -> None:
-    """The machine has as much memory as a step of the tiny run takes."""
+def with_memory_for(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, *policies: str) -> None:
+    """Give the machine as much memory as a step of the tiny run takes."""
     kept = kept_by_all(TINY_RUN, policies)
     room = TINY_RUN.live + trainer.checkpointing.gradient_bytes + kept
     memory = int(room / 0.96) + 2
@@ -436,7 +436,7 @@ def test_a_run_gives_the_same_losses_under_each_policy(
         trainer = start(tmp_path / choice, data, choice)
         assert trainer.checkpointing.policies == ("full" if choice == "auto" else choice,) * 2
         if choice == "auto":  # room for one layer's worth of a rung
-            with_room_for(monkeypatch, trainer, "attention_kept", "pointwise")
+            with_memory_for(monkeypatch, trainer, "attention_kept", "pointwise")
         trainer.train()
         found[choice] = losses(run_folder(tmp_path / choice / "runs"))
     assert len(found["none"]) == 3
@@ -476,7 +476,7 @@ def test_out_of_memory_names_the_policy_that_fits(
     tmp_path: Path, data: Path, monkeypatch, choice: str, fitting: list[str], text: str
 ) -> None:
     trainer = start(tmp_path, data, choice)
-    with_room_for(monkeypatch, trainer, *fitting)
+    with_memory_for(monkeypatch, trainer, *fitting)
 
     def fail(loss: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.75 GiB.")

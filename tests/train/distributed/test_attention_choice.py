@@ -105,7 +105,7 @@ def test_a_wrong_backend_is_out(
 
 
 def test_the_look_at_some_rows_sees_all_of_them() -> None:
-    """First and last row are among those compared; dk and dv are compared whole."""
+    """The first and the last row are compared; dk and dv are compared whole."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
     dout = torch.randn(SHAPE, generator=generator)

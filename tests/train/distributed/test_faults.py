@@ -1,4 +1,4 @@
-"""One of two ranks fails: the others hear of it, nobody waits for ever, and what can go on does."""
+"""One of two ranks fails: the other ranks notice, none waits forever, and work that can continue does."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Path]:
-    """All runs but those that end early, in one launch; and one in this process, for comparison."""
+    """Start all runs except those that end early in one launch, and one in this process to compare."""
     folder = tmp_path_factory.mktemp("runs")
     done = launch(base, folder, [f"{run},{MICRO}" for run in RUNS.values()])
     (folder / "log").write_text(done.stdout)
@@ -94,7 +94,7 @@ def held_out(run: Path) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_training_goes_on(runs: dict[str, Path], name: str) -> None:
-    """To the last step, with the losses of one process, whatever failed on the way."""
+    """After any of these failures, training reaches the last step with the losses of one process."""
     found, wanted = losses(runs[name]), losses(runs["one"])
     assert len(found) == STEPS
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
@@ -106,7 +106,7 @@ def test_training_goes_on(runs: dict[str, Path], name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_evaluation_is_whole_or_left_out(runs: dict[str, Path], name: str) -> None:
-    """Two ranks hold out the loss of one; a failed loss leaves the samples, and the other way."""
+    """Two ranks compute one rank's held-out loss; if it fails the samples remain, and vice versa."""
     found, wanted = held_out(runs[name]), held_out(runs["one"])
     if name.startswith(("encode", "loss")):
         assert found == []
@@ -139,7 +139,7 @@ def test_the_log_says_what_failed(runs: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
-    """It is the last thing that is printed, whatever the other rank says of a lost connection."""
+    """The error is printed last, also if the other rank reports a lost connection."""
     begin = time.monotonic()
     done = launch(base, tmp_path, [f"first batch:,{MICRO}"])
     assert time.monotonic() - begin < 60
@@ -151,7 +151,7 @@ def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_cannot_go_on_ends_in_one_line(tmp_path: Path, base: Path) -> None:
-    """Two ranks agree that nothing is finite: a line of ours, no traceback of it, no warnings."""
+    """Two ranks agree that nothing is finite: one line from cogfast, no traceback, no warnings."""
     all_bad = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     all_bad["params"]["num_bad"] = 8
     bad = write_config(tmp_path / "bad.yaml", base.parent / "data", dataset=all_bad)

@@ -1,5 +1,5 @@
-"""However a run is laid out over ranks, it is the run of one process: losses, weights, EMA, held-out
-losses and samples; and it goes on in any other layout."""
+"""A run at any parallel layout equals the run of one process in losses, weights, EMA, held-out losses
+and samples, and it can be resumed at any other layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS = {  # families and their LoRA rank
 
 @dataclass(frozen=True)
 class Layout:
-    """A run on `ranks` processes; resumed_from: the layout whose checkpoint it goes on from."""
+    """A run on `ranks` processes; resumed_from: the layout whose checkpoint it resumes from."""
 
     ranks: int
     tensor: int = 1
@@ -97,7 +97,7 @@ LAYOUTS = {
 
 
 def launch(ranks: int, runs: list[list[str]]) -> None:
-    """Train them one after the other on this many processes."""
+    """Train the layouts one after the other on `processes` processes."""
     launch_ranks(ranks, "tests/support/layouts.py", json.dumps(runs), timeout=600)
 
 
@@ -105,7 +105,7 @@ def launch(ranks: int, runs: list[list[str]]) -> None:
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Run folders by layout, of those that are tested and their sources, and of one process by
+    """Return the run folders by layout, of tested layouts and their sources, and of one process by
     model."""
     folder = tmp_path_factory.mktemp("layouts")
     mine = (item for item in request.session.items if item.module is request.module)
@@ -158,7 +158,7 @@ def one_process(runs: dict[str, Path], layout: str) -> Path:
     return runs[f"one process, {LAYOUTS[layout].model}"]
 
 
-QUICK = (  # the others are soaked
+QUICK = (  # the other layouts are marked soak
     "dp 2",
     "tp 2, lora",
     "dp 2 x tp 2, 5b",

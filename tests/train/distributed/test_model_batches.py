@@ -1,4 +1,4 @@
-"""Copies to the device ahead of time: order, what waits for what, errors in their place."""
+"""Copies to the device ahead of time: order of batches, waits, and errors at their place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 
 
 class LazyStream:
-    """Stands for a CUDA stream: what is copied on it is done no sooner than somebody waits for it,
-    which a GPU may do too, and its memory is overwritten when nobody has recorded its use."""
+    """Stands for a CUDA stream: a copy is done when something waits for it, as late as a GPU may do it.
+    Its memory is overwritten if no use was recorded."""
 
     current: LazyStream | None = None
 
@@ -34,7 +34,7 @@ class LazyStream:
 
 @pytest.fixture
 def recorded(monkeypatch) -> list[torch.Tensor]:
-    """Puts LazyStream in CUDA's place; the tensors whose use was recorded."""
+    """Replace CUDA's stream by LazyStream; return the tensors whose use was recorded."""
     main, tensors = LazyStream(CPU), []
     to = torch.Tensor.to
 

@@ -1,4 +1,4 @@
-"""A rank that waits for ever ends when another rank, or the store of the first torchrun, is gone."""
+"""A rank that waits forever ends when another rank, or the store of the first torchrun, is gone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ time.sleep(2 if sys.argv[3] == "left" else 60)
 
 
 def waiting(port: int, sibling: int, how: str = "stays") -> subprocess.Popen:
-    """A rank 0 in a collective that does not end, which it has begun."""
+    """Start a rank 0 that is in a collective that does not end."""
     process = subprocess.Popen(
         [sys.executable, "-c", WAITING, str(port), str(sibling), how],
         cwd=ROOT,
@@ -45,7 +45,7 @@ def waiting(port: int, sibling: int, how: str = "stays") -> subprocess.Popen:
 
 
 def test_a_rank_that_waits_for_a_dead_one_ends() -> None:
-    """The rank beside it tells the ranks of other machines, which cannot see its process."""
+    """A rank on the same machine reports it to other machines, which cannot see its process."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,7 +65,7 @@ def test_a_rank_that_waits_for_a_dead_one_ends() -> None:
 
 
 def test_a_rank_ends_when_a_machine_falls_silent() -> None:
-    """Nobody is left there to say so; where its ranks count, all is well."""
+    """No process is left to report it; machines whose heartbeat counts up are fine."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -116,7 +116,7 @@ command.main(["train"])
 
 
 def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) -> None:
-    """It watches before it imports torch, and so before it could wait for the store."""
+    """The rank watches before it imports torch, and so before it can wait for the store."""
     launcher = subprocess.Popen(
         [
             sys.executable,
@@ -148,7 +148,7 @@ LOST = {
 
 @pytest.mark.parametrize("case", LOST)
 def test_a_broken_connection_is_of_another_rank(case: str) -> None:
-    """Also where a library raised another error of it, or met it while it cleaned up."""
+    """The cause is found if a library wrapped the error or raised another one while it cleaned up."""
     error = RuntimeError(LOST[case])
     assert is_of_another_rank(error)
     wrapped = RuntimeError("cannot reduce the gradients")

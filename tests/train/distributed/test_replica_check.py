@@ -1,4 +1,4 @@
-"""A tensor-parallel process whose copy of a parameter is another one is found, and it alone."""
+"""The tensor-parallel rank whose copy of a parameter differs is found, and no other rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP_BIT = {"5b": 30, "bf16": 14}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Of each of the four ranks, {model: {case: what was said}}."""
+    """Return, for each of the four ranks, {model: {case: error message}}."""
     folder = tmp_path_factory.mktemp("replicas")
     launch_ranks(4, "tests/support/ranks/replica_check_ranks.py", str(folder), timeout=120)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_copies_pass(found: list[dict], model: str) -> None:
-    """Shards, which differ everywhere, and the padding of ZeRO-3's parts are none."""
+    """Shards, which always differ, and the padding of ZeRO-3's partitions are not compared."""
     for rank in found:
         for case in ("equal", "as before", "between", "never", "awaited", "zero-3, equal"):
             assert rank[model][case] == "", case
@@ -35,7 +35,7 @@ def test_equal_copies_pass(found: list[dict], model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_changed_copy_ends_its_group(found: list[dict], model: str) -> None:
-    """One bit, elements in each other's places, within a chunk and across, and two parameters."""
+    """One changed bit, swapped elements within a chunk and across chunks, and two parameters."""
     name = "text_embedding.weight"
     cases = {
         "bit 0": name,
@@ -65,7 +65,7 @@ def test_a_changed_part_is_found_under_zero_3(found: list[dict], model: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_check_sends_eight_bytes_a_parameter(found: list[dict], model: str) -> None:
-    """To each other of the group."""
+    """Each rank sends 8 bytes per parameter to every other rank of the group."""
     for rank in found:
         assert rank[model]["sent"] == {"gather": 8 * rank[model]["copies"]}
 
@@ -74,7 +74,7 @@ def test_a_check_sends_eight_bytes_a_parameter(found: list[dict], model: str) ->
 def test_the_hash_is_that_of_whole_numbers(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal to Python's unbounded ones modulo 2^64, whatever order a device sums in."""
+    """The hash equals that of Python's integers modulo 2^64, for any order of summation."""
     monkeypatch.setattr(replica_check, "_CHUNK", 10)
     values = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     integers = values.flatten().view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).tolist()

@@ -109,19 +109,21 @@ def test_two_processes_equal_one(pair: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_rows_apart_keep_less_for_backward(pair: Path) -> None:
-    """Half of six activations [B, S, M] per block: its input, what its middle adds up, both norms'
-    results, which the linears read, and the two products that the gates' gradients need."""
+    """Each rank saves half of six activations [B, S, M] per block: the input, the hidden state between
+    attention and MLP, both norms' results, and the two products that the gates' gradients need."""
     apart, together = (read(pair, name, 2)[1]["kept"] for name in ("rows 5b", "long text"))
     activation = 2 * 156 * 128 * 4  # [B, S, M] float32
     assert together - apart == pytest.approx(2 * 6 * activation / 2, rel=0.05)
 
 
-def test_rows_must_be_dealt_out_evenly() -> None:
+def test_rows_must_split_evenly() -> None:
     with torch.device("meta"):
         transformer = assemble_transformer(CASES["5b"].config)
     parallelize(transformer, TensorParallelGroup(0, 4, None), splits_rows=True)
     materialize(transformer, torch.device("cpu"), seed=0)
-    with pytest.raises(ValueError, match=r"^106 tokens .* to args.model_parallel_size=4 processes"):
+    with pytest.raises(
+        ValueError, match=r"^106 text and video tokens .* args.model_parallel_size=4 ranks"
+    ):
         transformer(**case_inputs("5b", 0))
 
 
@@ -167,7 +169,7 @@ def share(name: str, rank: int, size: int, seed: int = 0) -> DiffusionTransforme
 
 @pytest.mark.parametrize("name", ["2b", "1.5_5b_i2v", "lora"])
 def test_shares_are_parts_of_a_whole_model_and_make_it_up(name: str) -> None:
-    """Fresh weights of four processes, put together, are those of one, each number once."""
+    """New weights of four processes, put together, are those of one process, each element once."""
     whole = dict(assemble_transformer(CASES[name].config, seed=3).named_parameters())
     filled = {key: torch.full_like(p, torch.nan).flatten() for key, p in whole.items()}
     for rank in range(4):

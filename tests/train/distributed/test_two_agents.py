@@ -1,5 +1,5 @@
-"""Two torchruns of two processes each, as on two machines, meet on loopback: they train as one
-process does, when one of them is gone the other ends, and another launch goes on."""
+"""Two torchruns of two processes each, as on two machines, connect over loopback: they train as one
+process does, each ends when the other is gone, and a second launch resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIRS = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.model_parallel_size
 
 
 def meeting_point(how: str, machine: int, port: int) -> list[str]:
-    """docs/launch.md's two ways to bring machines together, with this host and a free port."""
+    """Return the arguments of docs/launch.md's two kinds of rendezvous, with this host and a free port."""
     return {
         "static": [
             f"--node_rank={machine}",
@@ -44,7 +44,7 @@ def meeting_point(how: str, machine: int, port: int) -> list[str]:
 def start_machines(
     how: str, words: list[str], folder: Path, processes: int = 2
 ) -> list[subprocess.Popen]:
-    """A torchrun for each of two machines; what one says is in folder/<machine>.log."""
+    """Start a torchrun for each of two machines, with its output in folder/<machine>.log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -86,7 +86,7 @@ def wait_for_step(save: Path, step: int, machines: list[subprocess.Popen], logs:
 
 
 def lose_the_second(machines: list[subprocess.Popen], logs: Path) -> None:
-    """Kill one machine: the ranks of the other end and say, last of all, that a rank failed."""
+    """Kill one machine: the ranks of the other one end, and last print that a rank failed."""
     trees = [psutil.Process(machine.pid).children(recursive=True) for machine in machines]
     for process in (psutil.Process(machines[1].pid), *trees[1]):
         process.kill()
@@ -112,8 +112,8 @@ def test_a_lost_machine_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
-    """Met in one way with dp 4, and in the other with dp 2 x tp 2: to the last step, with the losses
-    of one process that nothing interrupted."""
+    """One kind of rendezvous trains with dp 4, the other with dp 2 x tp 2. Both reach the last step
+    with the losses of one uninterrupted process."""
     base = write_config(
         tmp_path / "base.yaml",
         write_clips(tmp_path / "data"),

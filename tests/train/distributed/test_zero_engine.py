@@ -1,4 +1,4 @@
-"""DeepSpeed as we drive it: accumulation, skipped steps, weight decay, and no waiting for a device."""
+"""ZeroEngine: accumulation, skipped steps, weight decay, and no host-device syncs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int) -> None:
-    """4 samples at once, and 2 times 2: same losses and gradient norms."""
+    """4 samples at once and 2 times 2 have the same losses and gradient norms."""
     found = []
     for name, words in (("whole", [f"{MICRO}=4"]), ("parts", [f"{MICRO}=2", f"{ACCUMULATION}=2"])):
         trainer = make(tmp_path / name, data, f"{STAGE}={stage}", *words, train_iters=6)
@@ -116,7 +116,7 @@ def test_weight_decay_of_args_counts_where_the_optimizer_has_none(
 
 
 class Waits:
-    """Counts, per caller, what would make the host wait for a GPU."""
+    """Counts, per caller, the ops that would make the host wait for a GPU."""
 
     METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
     # Where a GPU run does not pass, or where the tensor lies on the CPU in any case.
@@ -141,8 +141,8 @@ class Waits:
 def test_steps_between_logging_never_wait_for_the_device(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """What is on the CPU by design (readers, FusedEmaAdam's CPU branch) left out, neither our code
-    nor DeepSpeed's reads a tensor's value in a step or waits for the device; one line reads once."""
+    """Neither cogfast nor DeepSpeed reads a tensor's value in a step or waits for the device, except
+    code for the CPU (readers, FusedEmaAdam's CPU branch); a log line reads once."""
     import deepspeed
 
     words = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
