@@ -1,4 +1,4 @@
-"""What a checkpoint keeps, which ones stay, and what a full disk or another optimizer does."""
+"""Checkpoints: their content, which ones are kept, full disks, and a changed optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_newest_are_kept(tmp_path: Path, base: Path) -> None:
 
 
 def test_going_back_keeps_what_it_writes(tmp_path: Path, base: Path) -> None:
-    """Resumed at 2 with 8 on the disk: step 3 is the newest of this run, though 8 > 3."""
+    """A run resumed at step 2, with step 8 on disk, keeps step 3 as its newest checkpoint."""
     run = train(base, tmp_path, "args.train_iters=8", "args.keep_last=0")
     train(
         base,
@@ -66,7 +66,7 @@ def test_what_a_killed_run_left_unfinished_goes(tmp_path: Path, base: Path) -> N
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path, base: Path) -> None:
-    """A checkpoint that replaces one of its step: the old one goes by another name meanwhile."""
+    """A checkpoint that replaces one of the same step renames the old one first."""
     run = train(base, tmp_path, "args.train_iters=2")
     newest = newest_checkpoint(run)
     newest.rename(newest.with_name("00000002.incomplete.old"))
@@ -76,7 +76,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path, base: Path
 
 
 class SlowDisk:
-    """write_safetensors that waits until it is told to go on."""
+    """A write_safetensors that waits until the test lets it continue."""
 
     def __init__(self) -> None:
         self.is_free, self.calls, self.write = Event(), [], checkpoint_writer.write_safetensors
@@ -169,7 +169,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path, base: Path) -> None:
     "optimizer", ["torch.optim.RMSprop", "torch.optim.SGD", "torch.optim.NAdam", "AdamW"]
 )
 def test_every_optimizers_state_is_kept(tmp_path: Path, base: Path, optimizer: str) -> None:
-    """3 steps and 3 more are 6, bit for bit: momentum, squares and counters included."""
+    """3 steps and 3 resumed ones equal 6, bit for bit, including momentum, squares and counters."""
     params = {"torch.optim.SGD": "{lr: 0.01, momentum: 0.9}"}.get(optimizer, "{lr: 0.001}")
     words = [f"deepspeed.optimizer={{type: {optimizer}, params: {params}}}"]
     whole = train(base, tmp_path / "whole", *words, "args.train_iters=6")
@@ -227,8 +227,8 @@ Trainer(load_config([sys.argv[1]], [f"args.save={sys.argv[2]}"])).train()
 
 @pytest.mark.slow
 def test_a_real_full_disk_ends_in_one_line_at_the_end(tmp_path: Path, base: Path) -> None:
-    """A limit on the size of files, as the system itself enforces it: training goes on to its end,
-    which then says that the last step could not be saved."""
+    """With the system's limit on file sizes, training continues to its end and then reports that the
+    last step could not be saved."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(base), str(tmp_path)],
         cwd=ROOT,

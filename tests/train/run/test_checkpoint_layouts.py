@@ -1,4 +1,4 @@
-"""Checkpoints of models that processes share: saved at one layout, read at any other, bit for bit."""
+"""Checkpoints of tensor-parallel models: saved at one layout, read at any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_of_a_whole_parameter_only_the_ranges_of_the_share_are_read(tmp_path: Pa
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_a_gap_is_told(tmp_path: Path, cut: tuple) -> None:
-    """The second range of share 1 is gone: who needs it hears where; others do not care."""
+def test_a_gap_is_refused(tmp_path: Path, cut: tuple) -> None:
+    """The second range of share 1 is missing: a reader that needs it gets an error with its place."""
     shape, dim, num_parts = cut
     manifest = write_files(tmp_path, cut, numbers(shape), 2, 3)
     ranges = odd_ranges(torch.Size(shape).numel() // 2, 3)
@@ -181,7 +181,7 @@ STEPS = 3
 
 
 class Mesh:
-    """What DeepSpeed asks of its mpu: `size` ranks that follow each other share a model."""
+    """DeepSpeed's mpu interface; `size` consecutive ranks share a model."""
 
     def __init__(self, size: int) -> None:
         ranks = list(range(torch.distributed.get_world_size()))
@@ -219,7 +219,7 @@ class Mesh:
 
 
 def make(case: Case, mesh: Mesh | None, is_fresh: bool) -> ZeroEngine:
-    """is_fresh: every number that a checkpoint should bring is another one."""
+    """is_fresh: every number that the checkpoint should set has a different value."""
     transformer = assemble_transformer(case.model.config)
     randomize(transformer, seed=0)
     if mesh is not None:
@@ -354,7 +354,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def masters(whole: dict, kind: str = "master", is_frozen_kept: bool = True) -> dict[str, Tensor]:
-    """What a checkpoint holds of the model, float32."""
+    """Return a checkpoint's master weights, float32."""
     frozen = {n: w.float() for n, w in whole["model"].items() if n not in whole[kind]}
     return {**whole[kind], **(frozen if is_frozen_kept else {})}
 
@@ -386,7 +386,7 @@ def name_of(whole: dict) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_state_moves_to_one_process(launched: Path, name: str) -> None:
-    """And what every rank has, one rank alone wrote."""
+    """One process reads the state of four; replicated parameters were written by one rank."""
     groups = start_processes()
     saved = assemble(read(launched / name, "saved"))
     engine = make(CASES[name], None, is_fresh=True)

@@ -1,4 +1,4 @@
-"""Damaged and hostile run folders: each is used as it should be, or refused in one line."""
+"""Damaged and hostile run folders: each is used correctly or refused in one line."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_files_follow_the_umask(good: Path) -> None:
 
 
 def flipped_bits(folder: Path, draw: random.Random, number: int) -> Iterator[tuple[Path, int]]:
-    """Of each file: bits of its first kilobyte (a header), its last one, and anywhere."""
+    """Choose bits of each file: in its first kilobyte (a header), its last one, and anywhere."""
     for path in sorted(folder.iterdir()):
         size, places = 8 * path.stat().st_size, []
         for _ in range(number):
@@ -108,8 +108,8 @@ def test_many_flipped_bits_are_refused(good: Path, tmp_path: Path) -> None:
 
 
 def test_a_resume_refuses_a_flipped_bit_of_a_tensor(base: Path, good: Path, tmp_path: Path) -> None:
-    """The file's size and header are whole: without checksums the run would go on from it, as it
-    does where it is asked to. The last good checkpoint is one whose bits are right, too."""
+    """The file's size and header are intact: without checksums the run would resume from it, as it
+    does on request. The last good checkpoint that the error names has correct checksums."""
     run = copy_of(good, tmp_path)
     old, new = run / "checkpoints" / "00000002", run / "checkpoints" / "00000004"
     weights = new / "rank-00000.safetensors"
@@ -126,7 +126,7 @@ def test_a_resume_refuses_a_flipped_bit_of_a_tensor(base: Path, good: Path, tmp_
 
 
 def test_a_checkpoint_without_checksums_is_resumed(base: Path, good: Path, tmp_path: Path) -> None:
-    """As versions before wrote them; one of today that has lost its checksums is refused."""
+    """Earlier versions wrote no checksums; a current checkpoint without them is refused."""
     run = copy_of(good, tmp_path)
     file = newest_checkpoint(run) / "manifest.json"
     manifest = json.loads(file.read_text())
@@ -154,7 +154,7 @@ METRICS = {
 def test_damaged_metrics_are_set_aside(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What can be read of them stays, and so does the file as it was, by another name."""
+    """Readable lines are kept, and the damaged file is renamed."""
     file = tmp_path / "metrics.jsonl"
     lines = b'{"step": 1, "loss": 2.0}\n' + METRICS[what] + b'{"step": 2, "loss": null}\n'
     file.write_bytes(lines + b'{"step": 3, "loss": 2.0}\n{"step": 4')
@@ -233,7 +233,7 @@ def piece_of(manifest: dict) -> dict:
 
 @pytest.mark.parametrize("what", MANIFESTS)
 def test_a_wrong_manifest_is_refused(good: Path, tmp_path: Path, what: str) -> None:
-    """Also where its checksum is right: a program may have written it."""
+    """A wrong manifest is refused even if its checksum is right."""
     run = copy_of(good, tmp_path)
     checkpoint = run / "checkpoints" / "00000004"
     manifest = json.loads((checkpoint / "manifest.json").read_text())

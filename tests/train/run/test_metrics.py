@@ -1,4 +1,4 @@
-"""What a run says of itself: lines, means, TensorBoard, loss.png, and a subclass's loss."""
+"""Metrics of a run: lines, means, TensorBoard, loss.png, and a subclass's loss."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_line_is_the_mean_since_the_last(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_non_finite_loss_hides_no_other(tmp_path: Path, data: Path) -> None:
-    """8 samples, 2 per step, one of them bad: 3 of 4 steps have a loss, which the line is of."""
+    """With one bad sample of 8, at 2 per step, the line has the mean loss of 3 of 4 steps."""
     dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     micro = "deepspeed.train_micro_batch_size_per_gpu=2"
     for name, interval in (("each", 1), ("four", 4)):
@@ -255,7 +255,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
 
 
 class Halved(Trainer):
-    """A user's loss, which knows nothing of how ours is made."""
+    """A user's loss, independent of cogfast's."""
 
     def compute_loss(self, batch: dict) -> Tensor:
         latents = torch.randn(4, 8, 3, 4, 4)
@@ -285,7 +285,7 @@ def test_missing_wandb_is_told_before_training(tmp_path: Path, data: Path) -> No
 def test_wandb_goes_on_with_its_run(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in that notes what it is told: wandb itself wants an account."""
+    """A stand-in that records the calls: wandb itself needs an account."""
     stub = tmp_path / "stub"
     stub.mkdir()
     (stub / "wandb.py").write_text(
@@ -356,7 +356,7 @@ Trainer(load_config([sys.argv[1]])).train()
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_memory_does_not_grow(tmp_path: Path, data: Path, num_workers: int) -> None:
-    """Resident memory after 200 steps is that after 20, within 2%."""
+    """Resident memory after 200 steps equals that after 20 within 2%."""
     base = write_config(
         tmp_path / "base.yaml", data, train_iters=200, log_interval=20, num_workers=num_workers
     )

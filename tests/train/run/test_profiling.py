@@ -57,7 +57,7 @@ def profiled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def events(profiled: Path) -> list[dict]:
-    """What the trace has a duration of, by beginning."""
+    """Return the trace's events that have a duration, by start time."""
     with gzip.open(profiled / "profile" / "rank0-trace.json.gz", "rt") as file:
         trace = json.load(file)
     whole = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

@@ -52,8 +52,8 @@ def words(base: Path, save: Path, *overrides: str) -> list[str]:
 
 @pytest.mark.slow
 def test_three_kills_of_two_ranks_change_nothing(tmp_path: Path, base: Path) -> None:
-    """Of a rank, of everything in a save, and of torchrun: what is left of the run ends by itself
-    each time, and in the end it is the uninterrupted one, bit for bit."""
+    """Kill a rank, then all processes during a save, then torchrun: the rest of the run ends by itself
+    each time, and the final state equals the uninterrupted run's, bit for bit."""
     layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=2"]
     layout += ["deepspeed.bf16={enabled: true}"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -30,7 +30,7 @@ def make_run(save: Path, name: str, *steps: int) -> Path:
 
 @pytest.mark.parametrize("resume", ["latest", "auto"])
 def test_the_newest_run_of_the_experiment_goes_on(tmp_path: Path, resume: str) -> None:
-    """Not that of an experiment whose name begins alike, nor one without a checkpoint."""
+    """Runs of experiments with the same prefix and runs without a checkpoint are skipped."""
     make_run(tmp_path, "a-2026-01-01-00-00-00", 1)
     newest = make_run(tmp_path, "a-2026-01-02-00-00-00", 1, 2)
     make_run(tmp_path, "a-2026-01-03-00-00-00")
@@ -55,7 +55,7 @@ def test_a_run_or_a_checkpoint_is_named_by_its_path(
     assert open_run_folder("", "a", "00000001", ALONE) == (run, first)
 
 
-def test_what_cannot_be_found_or_made_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_found_or_made_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder; refusing to start from scratch"):
         open_run_folder("", "a", str(tmp_path / "nowhere"), ALONE)
     with pytest.raises(ValueError, match="it has no checkpoints/latest"):

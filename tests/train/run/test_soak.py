@@ -1,4 +1,4 @@
-"""What takes long: many kills, and the quickstart's quality over seeds. `make soak` runs it."""
+"""Long tests, run by `make soak`: many kills, and the quickstart's quality over seeds."""
 
 from __future__ import annotations
 
