@@ -1,13 +1,13 @@
-"""Every fused op against the copy rate and against what users have today.
+"""Time every fused op and compare it with the copy rate and with other packages.
 
-    python -m bench.ops [--out DIR]          table, DIR/ops.json, DIR/ops.png
-    python -m bench.ops --sweep [--out DIR]  the launch configurations worth trying, timed
-    python -m pytest bench/ops.py            the same figures, as pytest-benchmark keeps them
-    ... --device cpu --tiny                  small sizes: a test of this program
+    python -m bench.ops [--out DIR]          print a table; write DIR/ops.json and DIR/ops.png
+    python -m bench.ops --sweep [--out DIR]  time candidate launch configurations
+    python -m pytest bench/ops.py            record the same figures with pytest-benchmark
+    ... --device cpu --tiny                  use small sizes, to test this program
 
-An op is compared with float32 and float64 arithmetic first, in bf16 at the shape that is timed and
-in bf16, fp16 and fp32 at a small one. One that is off is not timed: its line says FAILED, and the
-exit status is 1. GB/s count what a perfect kernel would move, whatever is timed.
+First, an op is compared with float32 and float64 arithmetic: in bf16 at the timed shape, and in bf16,
+fp16 and fp32 at a small one. An op that is wrong is not timed; its row has the status FAILED, and the
+exit status is 1. GB/s always count the bytes that a perfect kernel would move.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
 from bench.kernel_ops.optimizer_ops import optimizer_benches
 from bench.kernel_ops.peers import Unavailable
 
-_LEAST_SECONDS = 20  # what an op with all its peers may take
+_LEAST_SECONDS = 20  # time that an op with all its peers may need
 _NOT_FOUND = (ImportError, Unavailable)
 
 
 def benches(settings: Settings) -> list[Bench]:
-    """The largest shape last: it is what is left out where time is short."""
+    """Return all benchmarks; those of the largest shape come last, as they are skipped first."""
     of_blocks = [
         OpBench(settings, op, shape)
         for shape in (TINY_SHAPES if settings.is_tiny else SHAPES)
         for op in OPS
     ]
-    num_first = 2 * len(OPS)
+    num_first = 2 * len(OPS)  # the ops of the first two shapes
     return [*of_blocks[:num_first], *optimizer_benches(settings), *of_blocks[num_first:]]
 
 
 @dataclass
 class _Report:
-    """What measure_ops gathers."""
+    """The rows, problems and missing peers that measure_ops has collected."""
 
     copy: Row
     peers: Sequence[str]
@@ -74,7 +74,7 @@ class _Report:
 
 
 def measure_ops(settings: Settings) -> Outcome:
-    """A row for every op, shape and way; `vs X`: how many times our time X takes."""
+    """Measure a row for every op, shape and way; `vs X` is the time of X over that of cogfast."""
     todo = benches(settings)
     peers = list(dict.fromkeys(name for bench in todo for name in bench.peers()))
     report = _Report(copy_rate(settings), peers)
@@ -89,7 +89,7 @@ def measure_ops(settings: Settings) -> Outcome:
 
 
 def _measure(bench: Bench, report: _Report) -> None:
-    """The rows of one op at one shape, all of them FAILED if it is off."""
+    """Measure the rows of one op at one shape; if the op is wrong, all of them are FAILED."""
     wrong = bench.check()
     report.problems += wrong
     status = "FAILED" if wrong else "ok"
@@ -117,9 +117,9 @@ def _time_peer(bench: Bench, name: str, absent: dict[str, str]) -> dict[str, Row
         return dict.fromkeys(bench.ways, {"unavailable": absent[name]})
     try:
         timed = time_contestant(bench, name, bench.ways)
-    except Exception as error:  # whatever a peer does, it takes no other figure with it
+    except Exception as error:  # a failing peer must not cost other figures
         if isinstance(error, _NOT_FOUND):
-            absent[name] = why(error)
+            absent[name] = why(error)  # do not try this peer again
         return dict.fromkeys(bench.ways, {"unavailable": why(error)})
     return {way: spread(times_ms) for way, times_ms in timed.items()}
 
@@ -129,14 +129,13 @@ def _gb_per_s(bench: Bench, way: str, times_ms: Sequence[float]) -> float:
 
 
 def why(error: Exception) -> str:
-    """A line on why a peer has no figure."""
+    """Return one line that says why a peer has no figure."""
     text = str(error).splitlines()[0] if str(error) else ""
     return text if isinstance(error, _NOT_FOUND) else f"{type(error).__name__}: {text}"
 
 
 class _Clock:
-    """pytest-benchmark's timer: a round is as long as the next of the times that were measured on
-    the device."""
+    """A timer for pytest-benchmark that replays times measured on the device, one per round."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -186,7 +185,7 @@ def pytest_generate_tests(metafunc) -> None:
 
 
 def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
-    """A figure for pytest-benchmark; a peer that cannot run is skipped."""
+    """Record a figure with pytest-benchmark; a peer that cannot run is skipped."""
     import pytest
 
     wrong = _wrong_here(bench)
@@ -196,7 +195,7 @@ def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
     except _NOT_FOUND as error:
         if name == OURS:
             raise
-        pytest.skip(why(error))  # a peer that is not installed, or wants a GPU
+        pytest.skip(why(error))  # a peer that is not installed or needs a GPU
     rate = _gb_per_s(bench, way, times_ms)
     benchmark.group = f"{bench} {way}"
     benchmark.extra_info |= {**bench.describe(), "way": way, "by": name}
@@ -209,10 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sweep", action="store_true", help="launch configurations instead")
+    parser.add_argument("--sweep", action="store_true", help="time launch configurations instead")
     parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: a test of this program")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu --tiny to try the program")

@@ -1,13 +1,13 @@
-"""One block, and one whole training step, of ours against diffusers' model with the same weights:
+"""Time a block or a training step of cogfast and of diffusers' model with the same weights:
 python -m bench.step [--model 5b --what step block --mode sft lora ...] [--out FILE].
 
-A step is forward, mean squared error, backward, clipping, AdamW and an EMA of the weights. Several
-values of an option are measured in turn. First the two sides' outputs and gradients are compared,
-and what disagrees is not timed. The rows at the same checkpointing policy come first, then each
-side at its best.
+A step is forward, mean squared error, backward, clipping, AdamW and an EMA of the weights. All values
+of an option are measured in turn. Outputs and gradients of the two sides are compared first; a case
+that disagrees is not timed. The result has rows with the same checkpointing policy on both sides, and
+the best policy of each side.
 
-Model TFLOP count three forward passes (LoRA: two of the frozen linears, three of adapters and
-attention), never recomputation; MFU is their rate over the device's dense bf16 peak.
+Model TFLOP count three forward passes (LoRA: two for the frozen linears, three for adapters and
+attention) and no recomputation; MFU is their rate over the dense bf16 peak of the device.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ from bench.steps.step_sides import SIDES, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.schema.arguments import PolicyChoice
 
-SHOWN = (
-    *("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio"),
-    *(
-        f"{side}_{key}"
-        for key in ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
-        for side in SIDES
-    ),
-    *(f"{side}_{key}" for key in ("peak_memory_gib", "attention_kernels") for side in SIDES),
-    *(f"{side}_{key}" for key in ("does_not_fit", "unavailable", "error") for side in SIDES),
-    *("not_timed", "error"),
-)
-# Until one has been measured; a compilation of forward and backward costs most of it.
+_CASE_KEYS = ("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio")
+_TIME_KEYS = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
+_USE_KEYS = ("peak_memory_gib", "attention_kernels")
+_FAILURE_KEYS = ("does_not_fit", "unavailable", "error")
+# Columns of the printed table.
+SHOWN = [*_CASE_KEYS]
+SHOWN += [f"{side}_{key}" for key in _TIME_KEYS for side in SIDES]
+SHOWN += [f"{side}_{key}" for key in _USE_KEYS for side in SIDES]
+SHOWN += [f"{side}_{key}" for key in _FAILURE_KEYS for side in SIDES]
+SHOWN += ["not_timed", "error"]
+# Guess of a case's time until one has been measured; compilation needs most of it.
 _FIRST_GUESS_SECONDS = {"eager": 30.0, "compiled": 90.0}
 
 
@@ -62,10 +61,10 @@ def measure_cases(
     deadline: float = math.inf,
     keep: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
-    """Rows of all cases, the best policies among the numbers.
+    """Measure all cases; the best policies are in the numbers of the outcome.
 
-    deadline: of time.perf_counter; a case that is unlikely to end before it is left out, with a
-    note. keep: given what there is after every case.
+    deadline: a time of time.perf_counter; a case that would probably end later is skipped, with a
+    note. keep: called with the outcome so far after every case.
     """
     rows: list[Row] = []
     problems: list[str] = []
@@ -96,7 +95,7 @@ def measure_cases(
 def _measure_safely(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     try:
         return measure_case(case, plan)
-    except Exception as error:  # whatever it is, the other cases are still measured
+    except Exception as error:  # the other cases are measured after any failure
         text = f"{type(error).__name__}: {error}".splitlines()[0]
     free_memory(plan.device)
     named = {key: getattr(case, key) for key in ("model", "what", "mode", "checkpointing")}
@@ -106,7 +105,7 @@ def _measure_safely(case: Case, plan: Plan) -> tuple[dict[str, object], list[str
 
 
 def _bars(rows: Sequence[Row]) -> Bars | None:
-    """Model TFLOP/s of both sides, where both were timed."""
+    """Return a plot of model TFLOP/s for the cases in which both sides were timed."""
     drawn = [row for row in rows if "ratio" in row]
     if not drawn:
         return None
@@ -131,13 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     many("--mode", Mode, "sft")
     many("--checkpointing", PolicyChoice, "none")
     many("--engine", Engine, "eager")
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all of the model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="cuda: bfloat16")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: float32 on cpu, bfloat16 on cuda"
+    )
     parser.add_argument("--kernels", choices=get_args(KernelChoice), default="triton")
-    parser.add_argument("--attention-backend", help="ours alone; left out: PyTorch's choice")
+    parser.add_argument("--attention-backend", help="for cogfast only; default: PyTorch's choice")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of sampling per case and side")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="sampling time per case and side"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -145,7 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.layers is not None and not (
         1 <= arguments.layers <= MODELS[arguments.model][0].num_layers
     ):
-        parser.error(f"--layers: {arguments.model} has {MODELS[arguments.model][0].num_layers}")
+        parser.error(
+            f"--layers must be 1 to {MODELS[arguments.model][0].num_layers} for {arguments.model}"
+        )
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     default_dtype = "float32" if arguments.device == "cpu" else "bfloat16"

@@ -1,8 +1,8 @@
-"""Attention at the token count of 49 x 480 x 720, by every backend: forward and backward.
+"""Time attention forward and backward at the token count of 49 x 480 x 720, by every backend.
 
-Rates count 4 S^2 H D operations forward and 2.5 times that backward, FlashAttention's convention.
-Every backend's output and gradients are compared with plain float32 arithmetic on two heads: the
-error may be twice that of plain bf16 arithmetic, and a floor.
+Rates count 4 S^2 H D operations forward and 2.5 times that backward, as FlashAttention does. Output
+and gradients of every backend are compared with plain float32 arithmetic on two heads: the error may
+be twice that of plain bf16 arithmetic plus a floor.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from cogfast.kernels.flash_attention import flash_attention, flash_attention_ref
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
 
 _SHAPES = ((1, 17776, 48, 64), (1, 17776, 30, 64))  # 5B, 2B
-_MATH_SHAPE = (1, 2048, 48, 64)  # the full size takes it seconds
+_MATH_SHAPE = (1, 2048, 48, 64)  # it needs seconds at the full size
 _TINY_SHAPES, _TINY_MATH_SHAPE = ((1, 160, 3, 64), (1, 144, 2, 64)), (1, 96, 3, 64)
 _DTYPE = torch.bfloat16
-_BACKWARD = 2.5  # times the forward's operations: five products against two
+_BACKWARD = 2.5  # times the operations of forward: five products instead of two
 _RELATIVE_FLOOR = 1e-3  # a quarter of bf16's spacing
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
+    """An attention function to time, with the name that results show."""
+
     name: str
     run: Attention
 
@@ -42,8 +44,9 @@ NAMED = tuple(Backend(name, partial(flash_attention, backend=name)) for name in 
 
 
 def measure_attention(settings: Settings) -> Outcome:
+    """Measure a row for every backend and shape."""
     shapes = _TINY_SHAPES if settings.is_tiny else _SHAPES
-    # others' packages stand behind PyTorch's own there: what breaks the CUDA context comes last
+    # BACKENDS lists other packages after PyTorch's own: what could break the CUDA context runs last.
     fused = [backend for backend in (DEFAULT, *NAMED) if backend.name != "math"]
     (plain,) = (backend for backend in NAMED if backend.name == "math")
     cases = [(plain, _TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE)]
@@ -69,7 +72,7 @@ def measure_attention(settings: Settings) -> Outcome:
 def measure_backend(
     settings: Settings, backend: Backend, shape: Sequence[int]
 ) -> tuple[Row, list[str]]:
-    """A row of figures and what is wrong with them; a backend that cannot run says why instead."""
+    """Return a row of figures, or of the reason why the backend cannot run, and the problems."""
     row = {"backend": backend.name, "shape_bshd": list(shape)}
     if backend.name in BACKENDS:
         reason = reason_unavailable(backend.name, settings.device, _DTYPE, shape[-1])
@@ -77,7 +80,7 @@ def measure_backend(
             return {**row, "unavailable": reason}, []
     try:
         figures, wrong = _measure(settings, backend.run, shape)
-    except Exception as error:  # whatever it is, the other backends are still measured
+    except Exception as error:  # the other backends are measured after any failure
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return {**row, "error": text}, [f"{backend.name} {list(shape)}: {text}"]
     return {**row, **figures}, [f"{backend.name} {list(shape)}: {text}" for text in wrong]
@@ -86,13 +89,14 @@ def measure_backend(
 def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[Row, list[str]]:
     b, s, h, d = shape
     draw = lambda *size: torch.randn(size, dtype=_DTYPE, device=settings.device)
-    make_v = lambda: draw(b, s, 3, h, d)[:, :, 2]  # a part of packed qkv, as in the model
+    make_v = lambda: draw(b, s, 3, h, d)[:, :, 2]  # a view of packed qkv, as in the model
     make = lambda: draw(b, s, h, d)
     bytes_per_set = 4 * 2 * b * s * h * d
     sets = [
         ([x.requires_grad_() for x in (make(), make(), make_v())], make())
         for _ in range(num_buffer_sets(bytes_per_set, settings.device))
     ]
+    # Backward runs on stored outputs, so that its times contain no forward.
     outputs = [run(*qkv) for qkv, _ in sets]
     forward = [lambda qkv=qkv: run(*qkv) for qkv, _ in sets]
     backward = [
@@ -115,10 +119,10 @@ def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[
 def compare(
     output: Tensor, qkv: Sequence[Tensor], given: Tensor
 ) -> tuple[dict[str, float], list[str]]:
-    """Errors of an output [B, S, H, D] and its gradients on the first and last head.
+    """Return the errors of an output [B, S, H, D] and its gradients on the first and last head.
 
-    q, k, v and the output's gradient `given` are [B, S, H, D] in bf16. Relative errors are norms
-    of differences over norms; the largest difference of each tensor is absolute.
+    q, k, v and the gradient `given` of the output are [B, S, H, D] in bf16. A relative error is the
+    norm of the difference over the norm; a largest error is an absolute difference.
     """
     gradients = torch.autograd.grad(output, qkv, given, retain_graph=True)
     actual = dict(zip(("out", "dq", "dk", "dv"), (output, *gradients), strict=True))
@@ -133,20 +137,20 @@ def compare(
             relative = ((values - truth).norm() / truth.norm()).item()
             limit = 2 * ((plain[name].float() - truth).norm() / truth.norm()).item()
             limit += _RELATIVE_FLOOR
-            if not relative <= limit:  # NaN too
+            if not relative <= limit:  # also true for NaN
                 wrong.append(f"{name} of head {head}: relative error {relative:.2e} > {limit:.2e}")
-            _raise(errors, f"{name}_relative_error", relative)
-            _raise(errors, f"{name}_relative_limit", limit)
-            _raise(errors, f"{name}_largest_error", (values - truth).abs().max().item())
+            _raise_to(errors, f"{name}_relative_error", relative)
+            _raise_to(errors, f"{name}_relative_limit", limit)
+            _raise_to(errors, f"{name}_largest_error", (values - truth).abs().max().item())
     return errors, wrong
 
 
-def _raise(errors: dict[str, float], key: str, value: float) -> None:
+def _raise_to(errors: dict[str, float], key: str, value: float) -> None:
     errors[key] = max(errors.get(key, value), value)
 
 
 def _reference(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Output and gradients of q, k, v and the output's gradient [B, S, 1, D], in their dtype."""
+    """Compute output and gradients of q, k, v and the output's gradient [B, S, 1, D], in their dtype."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     output = flash_attention_reference(q, k, v)
     gradients = torch.autograd.grad(output, (q, k, v), tensors[3])
@@ -154,7 +158,7 @@ def _reference(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def name_of_kernel(call: Callable[[], object], device: torch.device) -> str:
-    """The kernel (on a CPU: the operator) that a call spends most of its time in, from a trace."""
+    """Return the kernel (on a CPU: the operator) with the largest share of a call's time, by a trace."""
     is_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     with profile(activities=activities) as trace:

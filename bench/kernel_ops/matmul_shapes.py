@@ -1,4 +1,4 @@
-"""The matrix products of a block at 49 x 480 x 720: each linear, forward and both gradients."""
+"""Time the matrix products of a block at 49 x 480 x 720: each linear, forward and both gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from bench.harness.timing import num_buffer_sets, spread, time_calls
 
 _NUM_TOKENS, _TINY_NUM_TOKENS = 17776, 96  # 226 of text and 13 x 30 x 45 of video
 _WIDTHS, _TINY_WIDTHS = (1920, 3072), (64,)  # 2B, 5B
-_LINEARS = {"qkv": (1, 3), "out": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}  # in, out; in widths
+_LINEARS = {
+    "qkv": (1, 3),
+    "out": (1, 1),
+    "fc1": (1, 4),
+    "fc2": (4, 1),
+}  # inputs and outputs, in units of the width
 # x [tokens, in], w [out, in], dy [tokens, out]
 _PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "forward": lambda x, w, dy: x @ w.T,
@@ -23,6 +28,7 @@ _PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def measure_matmuls(settings: Settings) -> Outcome:
+    """Measure a row for every width, linear and product, compared with a large square product."""
     square = matmul_rate(settings)
     rate = square["tflop_per_s"]
     rows = [
@@ -54,6 +60,7 @@ def _measure(settings: Settings, width: int, linear: str, product: str, rate: fl
         [draw(shape) for shape in shapes]
         for _ in range(num_buffer_sets(num_bytes, settings.device))
     ]
+    # Half the sampling time of other pieces: there are many rows.
     multiply = _PRODUCTS[product]
     calls = [lambda tensors=tensors: multiply(*tensors) for tensors in sets]
     times = spread(time_calls(calls, settings.device, settings.seconds / 2))

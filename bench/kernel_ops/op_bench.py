@@ -1,4 +1,4 @@
-"""What is checked and timed: an op of a block at a shape, by `cogfast` and by its peers."""
+"""The benchmark of an op of a block at a shape, by `cogfast` and by its peers."""
 
 from __future__ import annotations
 
@@ -26,30 +26,34 @@ from bench.kernel_ops.op_check import check_op, check_peer, given_for, parts
 from bench.kernel_ops.peers import compile_call, is_compiled, peers_of
 
 OURS = "cogfast"
-Calls = Mapping[str, Sequence[Callable[[], object]]]  # by way; they take turns
+Calls = Mapping[
+    str, Sequence[Callable[[], object]]
+]  # by way; the calls of a way use different buffers
 
 
 class Bench(Protocol):
+    """An op at a shape that can be checked and timed. A way is forward, backward or step."""
+
     settings: Settings
     ways: Sequence[str]
 
     def describe(self) -> Row:
-        """op, model and shape."""
+        """Return op, model and shape."""
 
     def num_bytes(self, way: str) -> int:
-        """What a perfect kernel would move."""
+        """Return the bytes that a perfect kernel reads and writes."""
 
     def goal(self, way: str) -> float:
-        """Percent of the copy rate."""
+        """Return the goal in percent of the copy rate."""
 
     def peers(self) -> Sequence[str]:
-        """Their names."""
+        """Return the names of the peers."""
 
     def check(self, at_small_shapes: bool = True) -> list[str]:
-        """What is wrong with ours."""
+        """Return a sentence for each result of cogfast that is wrong."""
 
     def calls(self, name: str) -> Calls:
-        """Those of `cogfast` or of a peer. Raises Unavailable or ImportError."""
+        """Return the calls of `cogfast` or of a peer; Unavailable or ImportError if it cannot run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +118,11 @@ def _backward(run: Run, given: Tensors) -> Callable[[], object]:
 
 
 def time_contestant(bench: Bench, name: str, ways: Sequence[str]) -> dict[str, list[float]]:
-    """By way, milliseconds of single calls of `cogfast` or of a peer."""
+    """Return the milliseconds of single calls of `cogfast` or of a peer, by way."""
     settings = bench.settings
     gc.collect()
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()
+    # Peers hold buffers of several GB: the ones of the peer before are freed first.
     calls = bench.calls(name)
     return {way: time_calls(calls[way], settings.device, settings.seconds) for way in ways}

@@ -1,6 +1,6 @@
-"""The fused ops of a block at the shapes that count: inputs, the op, its reference, bytes moved.
+"""The fused ops of a block at the shapes of the models: inputs, op, reference and bytes moved.
 
-What a perfect kernel reads and writes, in units of a tensor [B, S, M]; vectors are left out (1%):
+A perfect kernel reads and writes, in units of a tensor [B, S, M] (vectors, below 1%, are ignored):
 
     op                                    forward              backward
     adaptive_layernorm               2    h -> n               4    dn, dh', h -> dh
@@ -24,16 +24,16 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
 
-EPS = 1e-5  # of the blocks' norms
+EPS = 1e-5  # of the norms in a block
 Tensors = Mapping[str, Tensor]
-# By name; a tuple stands for the text rows and the video rows of one [B, S, M], where a peer keeps
-# them apart.
+# By name. A tuple has the text rows and the video rows of one [B, S, M]: some peers keep them in two
+# tensors.
 Values = Mapping[str, Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShape:
-    """num_text rows of text in front of t x h x w rows of video."""
+    """The shape of a token sequence: num_text rows of text, then t x h x w rows of video."""
 
     model: str
     num_text: int
@@ -69,26 +69,27 @@ TINY_SHAPES = (
 
 
 def small(shape: TokenShape) -> TokenShape:
-    """Few tokens, a prime number of text rows and two samples of different modulation: what float32
-    is checked on."""
+    """Return a shape with few tokens, a prime number of text rows and two samples, for float32 checks."""
     return replace(shape, num_text=min(shape.num_text, 67), grid=(2, 5, 9), batch=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # each is itself alone
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compared and hashed by identity
 class Op:
-    """A fused op. inputs: as the function names them; frozen: those of them that have no gradient
-    in the variant. exact: a reference for float32 and float64, where `reference` rounds by itself.
+    """A fused op, with inputs by the argument names of its function.
+
+    frozen: inputs without a gradient in this variant. exact: a reference for float32 and float64, for
+    an op whose `reference` computes in float32.
     """
 
     name: str
-    variant: str  # empty where there is one
+    variant: str  # empty if there is only one
     outputs: Sequence[str]
     draw: Callable[[TokenShape, Callable[..., Tensor]], Tensors]
     run: Callable[[TokenShape, Tensors], Sequence[Tensor]]
     reference: Callable[[TokenShape, Tensors], Sequence[Tensor]]
     exact: Callable[[TokenShape, Tensors], Sequence[Tensor]] | None = None
     frozen: Sequence[str] = ()
-    units: Mapping[str, int]  # by way, see the top of the file
+    units: Mapping[str, int]  # by way; see the table at the top
     goals: Mapping[str, float]  # percent of the copy rate
 
     def __str__(self) -> str:
@@ -121,13 +122,14 @@ def _draw_residual_norm(shape: TokenShape, draw: Callable[..., Tensor]) -> Tenso
 def _draw_modulation(
     shape: TokenShape, draw: Callable[..., Tensor], names: Sequence[str]
 ) -> Tensors:
-    """[B, 2, M] views of one [B, 2, 6, M], as the modulation layer gives them."""
+    """Draw views [B, 2, M] of one [B, 2, 6, M], the layout of the modulation layer."""
     whole = draw(shape.batch, 2, 6, shape.width, scale=0.5)
     return {name: whole[:, :, i] for i, name in enumerate(names)}
 
 
 def _draw_qkv(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
     t, h, w = shape.grid
+    # Angles per position: 2 units for the frame, 3 for the row and 3 for the column.
     unit = shape.head_width // 16
     angles = draw(unit * (2 * t + 3 * h + 3 * w), dtype=torch.float32)
     return {
@@ -159,7 +161,7 @@ def _split_qkv(shape: TokenShape, inputs: Tensors) -> tuple:
 
 
 def _qk_exact(shape: TokenShape, inputs: Tensors) -> Sequence[Tensor]:
-    """In the dtype of the inputs throughout; the reference rotates in float32."""
+    """Compute entirely in the dtype of the inputs; the reference rotates in float32."""
     q, k, v = inputs["qkv"].unbind(2)
     turned = []
     for x, name in ((q, "query"), (k, "key")):
@@ -173,7 +175,7 @@ def _qk_exact(shape: TokenShape, inputs: Tensors) -> Sequence[Tensor]:
     return turned[0], turned[1], v
 
 
-# The functions are looked up when they are called: a test puts wrong ones in their place.
+# The lambdas look functions up when they are called, so that tests can replace them by wrong ones.
 NORM = Op(
     name="adaptive_layernorm",
     variant="",
@@ -242,19 +244,20 @@ WAYS = ("forward", "backward")
 
 
 def bytes_of(op: Op, way: str, shape: TokenShape, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the bytes that a perfect kernel reads and writes."""
     return op.units[way] * shape.batch * shape.num_tokens * shape.width * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A call on inputs of its own: outputs by name, and the leaves that gradients are asked of."""
+    """A call with its inputs: it returns outputs by name; gradients are taken of `leaves`."""
 
     call: Callable[[], Values]
     leaves: Values
 
 
 def draw_inputs(op: Op, shape: TokenShape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Leaves; those that are not frozen require a gradient."""
+    """Draw the inputs as leaves; those that are not frozen require a gradient."""
 
     def draw(*size: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
         return scale * torch.randn(size, dtype=dtype, device=device)
@@ -263,16 +266,17 @@ def draw_inputs(op: Op, shape: TokenShape, dtype: torch.dtype, device: torch.dev
 
 
 def mark_trained(op: Op, inputs: Tensors) -> Tensors:
-    """Leaves of the same strides."""
+    """Return the inputs as leaves with the same strides."""
     return {k: x.detach().requires_grad_(k not in op.frozen) for k, x in inputs.items()}
 
 
 def trained(op: Op, inputs: Tensors) -> Values:
+    """Return the inputs that are not frozen."""
     return {name: x for name, x in inputs.items() if name not in op.frozen}
 
 
 def draw_given(op: Op, outputs: Sequence[Tensor]) -> Tensors:
-    """A gradient for every output, as if what comes next had sent it back."""
+    """Draw a gradient for every output."""
     return {
         name: torch.randn(x.shape, dtype=x.dtype, device=x.device)
         for name, x in zip(op.outputs, outputs, strict=True)
@@ -280,11 +284,13 @@ def draw_given(op: Op, outputs: Sequence[Tensor]) -> Tensors:
 
 
 def run_ours(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
+    """Return a run of the fused op."""
     call = lambda: dict(zip(op.outputs, op.run(shape, inputs), strict=True))
     return Run(call, trained(op, inputs))
 
 
 def run_reference(op: Op, shape: TokenShape, inputs: Tensors, exact: bool = False) -> Run:
+    """Return a run of the reference, or of the exact reference."""
     reference = op.exact if exact and op.exact is not None else op.reference
     call = lambda: dict(zip(op.outputs, reference(shape, inputs), strict=True))
     return Run(call, trained(op, inputs))

@@ -1,7 +1,7 @@
-"""Is what is about to be timed right? Outputs and gradients against float32 or float64.
+"""Check outputs and gradients of an op against float32 or float64 before it is timed.
 
-A tensor may be off by twice what the op's own reference is off in the same dtype, and a floor: in
-the norm of the whole, and at its worst element.
+The error of a tensor may be twice that of the op's reference in the same dtype plus a floor, both in
+the norm and at the worst element.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from bench.kernel_ops.op_cases import (
 )
 
 _FACTOR = 2.0
-# An eighth of the spacing of numbers; sums in another order differ by a few spacings of float32.
+# bf16, fp16: an eighth of the spacing of numbers. float32: a different summation order changes a result
+# by a few spacings.
 _FLOORS = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13, torch.float32: 2.0**-20}
-_MOST_CHARACTERS = 300
-_SAME = 1e-4  # in float32, of the norm
+_MOST_CHARACTERS = 300  # of an error message
+_SAME = 1e-4  # relative error in float32 up to which a peer computes the same op
 _SMALL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def parts(values: Values) -> list[Tensor]:
+    """Return all tensors as a flat list."""
     return [
         x for value in values.values() for x in (value if isinstance(value, tuple) else [value])
     ]
 
 
 def given_for(outputs: Values, given: Tensors) -> list[Tensor]:
-    """The gradients of `outputs`, each in the layout of its output."""
+    """Return the gradients of `outputs`, each in the layout of its output."""
     laid_out = []
     for name, value in outputs.items():
         pieces = value if isinstance(value, tuple) else (value,)
@@ -50,28 +52,28 @@ def given_for(outputs: Values, given: Tensors) -> list[Tensor]:
 
 
 def answers(run: Run, given: Tensors) -> dict[str, Tensor]:
-    """Outputs and gradients by name, each whole; the packed qkv part by part."""
+    """Return outputs and gradients by name, with split rows joined and packed qkv split."""
     outputs = run.call()
     gradients = iter(
         torch.autograd.grad(parts(outputs), parts(run.leaves), given_for(outputs, given))
     )
-    told: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, value in outputs.items():
-        told[name] = torch.cat(value, dim=1) if isinstance(value, tuple) else value
+        found[name] = torch.cat(value, dim=1) if isinstance(value, tuple) else value
     for name, leaf in run.leaves.items():
         if isinstance(leaf, tuple):
-            told[f"d_{name}"] = torch.cat([next(gradients) for _ in leaf], dim=1)
+            found[f"d_{name}"] = torch.cat([next(gradients) for _ in leaf], dim=1)
         elif name == "qkv":
-            told |= dict(zip(("d_q", "d_k", "d_v"), next(gradients).unbind(2), strict=True))
+            found |= dict(zip(("d_q", "d_k", "d_v"), next(gradients).unbind(2), strict=True))
         else:
-            told[f"d_{name}"] = next(gradients)
-    return {name: x.detach() for name, x in told.items()}
+            found[f"d_{name}"] = next(gradients)
+    return {name: x.detach() for name, x in found.items()}
 
 
 def expected(
     op: Op, shape: TokenShape, inputs: Tensors, given: Tensors
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, float]]:
-    """The truth, and how far from it an answer may be, in relative norm and at the worst element."""
+    """Return the exact answers, and the limits of relative norm and worst element for each."""
     dtype = next(iter(inputs.values())).dtype
     exact = torch.float64 if dtype == torch.float32 else torch.float32
     raised = mark_trained(op, {k: x.to(exact) for k, x in inputs.items()})
@@ -88,21 +90,21 @@ def expected(
 
 
 def compare(
-    told: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     norms: Mapping[str, float],
     worst: Mapping[str, float],
 ) -> list[str]:
-    """A sentence for each answer that is too far off."""
+    """Return a sentence for each answer whose error is above its limit."""
     wrong = []
-    for name, value in told.items():
+    for name, value in found.items():
         true = truth[name]
         if value.shape != true.shape:
             wrong.append(f"{name}: shape {list(value.shape)}, not {list(true.shape)}")
             continue
         off = value.to(true.dtype) - true
         relative, largest = (off.norm() / true.norm()).item(), off.abs().max().item()
-        if not relative <= norms[name]:  # NaN too
+        if not relative <= norms[name]:  # also true for NaN
             wrong.append(f"{name}: relative error {relative:.2e} > {norms[name]:.2e}")
         elif not largest <= worst[name]:
             wrong.append(f"{name}: largest error {largest:.2e} > {worst[name]:.2e}")
@@ -110,7 +112,7 @@ def compare(
 
 
 def check_run(run: Run, reference: tuple, given: Tensors) -> list[str]:
-    """What is wrong with a run on inputs whose expected() is known; whatever it raises, too."""
+    """Compare a run with the result of expected(); an exception becomes a sentence, too."""
     try:
         return compare(answers(run, given), *reference)
     except Exception as error:
@@ -120,33 +122,31 @@ def check_run(run: Run, reference: tuple, given: Tensors) -> list[str]:
 def check_op(
     op: Op, shape: TokenShape, device: torch.device, at_small_shapes: bool = True
 ) -> list[str]:
-    """What is wrong with our op: in bf16 at this shape, in three dtypes at a small one."""
+    """Check the op of cogfast in bf16 at this shape, and in three dtypes at a small one."""
     cases = [(shape, torch.bfloat16)]
     if at_small_shapes:
         cases += [(small(shape), dtype) for dtype in _SMALL_DTYPES]
     wrong = []
     for case_shape, dtype in cases:
-        torch.manual_seed(
-            0
-        )  # a verdict that repeats: the largest error of many is a matter of luck
+        torch.manual_seed(0)  # the largest error depends on the draws
         inputs = draw_inputs(op, case_shape, dtype, device)
         with torch.no_grad():
             given = draw_given(op, op.reference(case_shape, inputs))
         reference = expected(op, case_shape, inputs, given)
-        told = check_run(run_ours(op, case_shape, inputs), reference, given)
+        found = check_run(run_ours(op, case_shape, inputs), reference, given)
         kind = str(dtype).removeprefix("torch.")
-        wrong += [f"{op}, {case_shape}, {kind}: {text}" for text in told]
+        wrong += [f"{op}, {case_shape}, {kind}: {text}" for text in found]
     return wrong
 
 
 def check_peer(build: Callable, op: Op, shape: TokenShape, device: torch.device) -> None:
-    """Refuse a peer that computes something else; it rounds where its authors want."""
+    """Refuse a peer that computes something else. The check is in float32, where rounding is negligible."""
     shape = small(shape)
     inputs = draw_inputs(op, shape, torch.float32, device)
     with torch.no_grad():
         given = draw_given(op, op.reference(shape, inputs))
     truth = answers(run_reference(op, shape, inputs), given)
-    told = answers(build(op, shape, inputs), given)
-    for name, value in told.items():
+    found = answers(build(op, shape, inputs), given)
+    for name, value in found.items():
         off = ((value - truth[name]).norm() / truth[name].norm()).item()
-        assert off <= _SAME, f"{op}: {name} of the peer is off by {off:.2e}"
+        assert off <= _SAME, f"{op}: {name} of the peer has relative error {off:.2e} > {_SAME}"

@@ -1,12 +1,12 @@
-"""FusedEmaAdam on one flat partition, as ZeRO has it, and what users have today for the same update.
+"""FusedEmaAdam on one flat partition, as under ZeRO, and its peers for the same update.
 
-Bytes per parameter that a perfect kernel moves, of ours and of torch's AdamW with a foreach EMA:
+Bytes per parameter of a perfect kernel, for FusedEmaAdam and for torch's AdamW with a foreach EMA:
 
     gradient bf16 2; weight, m, v and shadow read and written 32                   34    28 + 12
     the new weight in bf16                                                        + 2        + 6
     clipping: the norm reads the gradient; torch's also scales it in place        + 2       + 12
 
-torch, DeepSpeed and apex take gradients of the weights' dtype only, float32.
+torch, DeepSpeed and apex need gradients in float32, the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_referenc
 
 _ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-2}
 _EMA_DECAY = 0.9999
-_NORM = 1.0  # gradients are clipped to it
-_STEPS_BEFORE = 10
-_RTOL, _ATOL = 1e-6, 1e-7  # fair in float32, say the notes of the golden files
-_SLICE = 4096
+_NORM = 1.0  # maximal gradient norm
+_STEPS_BEFORE = 10  # so that bias correction and EMA warm-up matter
+_RTOL, _ATOL = 1e-6, 1e-7  # for float32, from the notes of the golden files
+_SLICE = 4096  # elements that are compared at each place
 _CHECKED_LENGTHS, _TINY_LENGTHS = (1, 999, 70_001), (1, 999)
 _GOAL = 88.0
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of gradients, at the short lengths
@@ -39,7 +39,7 @@ _TINY_SIZES = (("2B", 5_003), ("5B, half", 9_001))
 
 @dataclass(slots=True)
 class Streams:
-    """Of one update, all [n]; g in bf16 or as the weights, copy in bf16."""
+    """The tensors [n] of an update: g is bf16 or the dtype of the weights, copy is bf16."""
 
     p: Tensor
     g: Tensor
@@ -49,7 +49,7 @@ class Streams:
     copy: Tensor | None
 
     def slice(self, start: int, dtype: torch.dtype) -> Streams:
-        """Copies of _SLICE elements, without `copy`, for the reference."""
+        """Return copies of _SLICE elements, without `copy`, for the reference."""
         streams = (self.p, self.g, self.m, self.v, self.shadow)
         rows = (x.detach()[start : start + _SLICE].to(dtype, copy=True) for x in streams)
         return Streams(*rows, None)
@@ -111,13 +111,15 @@ def _ema_decay(step: int) -> float:
 
 
 def _with_lerp(adam: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable:
-    """Another package's Adam, torch's clipping, a foreach EMA and a cast."""
+    """Combine the Adam of a package with torch's clipping, a foreach EMA and a cast."""
 
     def build(streams: Streams, has_clip: bool) -> Callable[[], object]:
         p = nn.Parameter(streams.p.detach())
         p.grad = streams.g
         optimizer = adam([p])
-        streams.m = streams.v = torch.empty(0)  # it makes its own; there is no room for both
+        streams.m = streams.v = torch.empty(
+            0
+        )  # the optimizer has its own; the memory does not hold both
 
         @torch.no_grad()
         def call() -> None:
@@ -142,9 +144,9 @@ def _deepspeed_adam(params: list[Tensor]) -> torch.optim.Optimizer:
     adam = importlib.import_module("deepspeed.ops.adam").FusedAdam
     try:
         return adam(params, **_ADAM)
-    except Exception as error:  # its kernel is compiled here, which fails in many ways
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Unavailable(f"its kernel is not built: {said}") from error
+    except Exception as error:  # the kernel is compiled here, which can fail in many ways
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Unavailable(f"its kernel is not built: {reason}") from error
 
 
 def _apex_adam(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -163,7 +165,7 @@ PEERS: dict[str, Callable[[Streams, bool], Callable[[], object]]] = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBench:
-    """A Bench of an update of num_parameters float32 weights by bf16 gradients."""
+    """A Bench of an update of float32 weights by bf16 gradients."""
 
     settings: Settings
     model: str
@@ -204,13 +206,14 @@ class OptimizerBench:
             for dtype in _DTYPES if n != self.num_parameters else (torch.bfloat16,):
                 try:
                     wrong += self._compare(n, dtype)
-                except Exception as error:  # whatever it is, the other ops are still measured
+                except Exception as error:  # the other ops are measured after any failure
                     wrong.append(f"{self}: {type(error).__name__}: {error}".splitlines()[0])
         return wrong
 
     def _compare(self, n: int, gradient: torch.dtype) -> list[str]:
-        """One step of ours, its first, middle and last elements against float64."""
+        """Compare the first, middle and last elements of a step with float64."""
         streams = draw_streams(n, gradient, self.has_copy, self.settings.device)
+        # Element 2^31 is where 32-bit offsets overflow.
         starts = sorted({0, max(0, min(2**31, n) - _SLICE // 2), max(0, n - _SLICE)})
         expected = [streams.slice(start, torch.float64) for start in starts]
         factor = _clip_factor(streams.g).double() if self.has_clip else None
@@ -224,25 +227,25 @@ class OptimizerBench:
                 value = getattr(streams, name).detach()[start : start + _SLICE].double()
                 true = getattr(truth, name)
                 off = ((value - true).abs() / (_RTOL * true.abs() + _ATOL)).max().item()
-                if not off <= 1:  # NaN too
+                if not off <= 1:  # also true for NaN
                     wrong.append(f"{name} from {start} of {n}: {off:.3g} times the tolerance")
             if streams.copy is not None:
                 rows = slice(start, start + _SLICE)
                 if not torch.equal(streams.copy[rows], streams.p.detach()[rows].bfloat16()):
-                    wrong.append(f"copy from {start} of {n} is not the weight in bf16")
+                    wrong.append(f"copy from {start} of {n} differs from the weight in bf16")
         dtype = str(gradient).removeprefix("torch.")
         return [f"{self}, {dtype} gradient: {text}" for text in wrong]
 
     def calls(self, name: str) -> dict[str, Sequence[Callable[[], object]]]:
         device = self.settings.device
-        # torch's, DeepSpeed's and apex's Adam want the gradient in the weights' dtype
+        # Adam of torch, DeepSpeed and apex needs the gradient in the dtype of the weights.
         has_bf16_gradient = name not in PEERS or PEERS[name] is _reference
         gradient = torch.bfloat16 if has_bf16_gradient else torch.float32
         streams = draw_streams(self.num_parameters, gradient, self.has_copy, device)
         call = PEERS.get(name, _ours)(streams, self.has_clip)
         if is_compiled(name):
             call = compile_call(call, self.settings.is_tiny, is_first=True)
-        return {"step": [call]}  # far more than a cache holds
+        return {"step": [call]}  # larger than any cache: one buffer set is enough
 
 
 def optimizer_benches(settings: Settings) -> list[OptimizerBench]:

@@ -1,7 +1,7 @@
-"""What users have today for each fused op of a block: the same inputs, outputs and gradients.
+"""Peers of the fused ops: implementations of other packages with the same inputs and outputs.
 
-A peer is built per set of inputs. It raises Unavailable, or ImportError, where it cannot run; the
-packages are none of this project's dependencies.
+A peer is built for each set of inputs and raises Unavailable or ImportError if it cannot run. Its
+package is not a dependency of cogfast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Build = Callable[[Op, TokenShape, Tensors], Run]
 
 
 class Unavailable(Exception):
-    """Why a peer cannot run here."""
+    """Raised by a peer that cannot run on this machine."""
 
 
 def need_gpu(device: torch.device) -> None:
@@ -39,25 +39,27 @@ def need_gpu(device: torch.device) -> None:
 
 
 def nvidia_apex(module: str) -> object:
-    """A module of NVIDIA's apex; the `apex` of PyPI is another project."""
+    """Import a module of NVIDIA's apex; the `apex` of PyPI is a different project."""
     try:
         return importlib.import_module(f"apex.{module}")
     except ImportError as error:
         try:
             importlib.import_module("apex")
         except ImportError:
-            raise Unavailable("apex is not installed (PyPI's apex is another project)") from error
-        except Exception:  # PyPI's needs a web framework that may be missing or broken
+            raise Unavailable(
+                "apex is not installed (PyPI's apex is a different project)"
+            ) from error
+        except Exception:  # PyPI's apex imports a web framework, which may be missing or broken
             pass
-        said = f"the apex here is not NVIDIA's, or is built without its kernels: {error}"
-        raise Unavailable(said) from error
+        reason = f"the apex here is not NVIDIA's, or is built without its kernels: {error}"
+        raise Unavailable(reason) from error
 
 
 def compile_call(call: Callable, is_tiny: bool, is_first: bool) -> Callable:
-    """torch.compile for one shape; at tiny sizes without code generation, which takes seconds."""
+    """Compile a call for one shape; at tiny sizes without code generation, which takes seconds."""
     if is_first:
-        torch.compiler.reset()  # or the shapes before this one would make sizes symbolic
-    # a backward that is timed again and again must leave its buffers alone
+        torch.compiler.reset()  # else earlier shapes would make sizes symbolic
+    # The same backward is timed many times: it must not overwrite its buffers.
     torch._functorch.config.donated_buffer = False
     backend = "aot_eager" if is_tiny else "inductor"
     return torch.compile(call, backend=backend, dynamic=False)
@@ -68,8 +70,10 @@ def eager(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
 
 
 class _BiasWithin(torch.autograd.Function):
-    """A product that has its bias already, as the linears of the peers give it: their backward sums
-    the bias gradient in a pass of its own."""
+    """Identity of a product that includes its bias, with the bias gradient of the peers' linears.
+
+    The backward of a peer's linear sums the bias gradient in a separate pass.
+    """
 
     @staticmethod
     def forward(ctx, product: Tensor, bias: Tensor) -> Tensor:
@@ -83,7 +87,7 @@ class _BiasWithin(torch.autograd.Function):
 
 
 class _Biased:
-    """[B, S, N] with its bias added ahead of the measurement, and its bias leaf."""
+    """A product [B, S, N] whose bias is added before the measurement, and the leaf of the bias."""
 
     def __init__(self, product: Tensor, bias: Tensor) -> None:
         self.leaf = (product + bias).detach().requires_grad_(product.requires_grad)
@@ -94,7 +98,7 @@ class _Biased:
 
 
 def _other_norm(load: Callable[[], type]) -> Build:
-    """Another package's LayerNorm in the place of the norm, plain PyTorch around it."""
+    """Build a peer from the LayerNorm of a package and plain PyTorch for the rest."""
 
     def build(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
         need_gpu(inputs["hidden"].device)
@@ -124,7 +128,7 @@ def _other_norm(load: Callable[[], type]) -> Build:
 
 
 def _with_weights(layer: nn.Module, inputs: Tensors) -> nn.Module:
-    """The layer on tensors that are not parameters: gradients are asked of them by name."""
+    """Replace the parameters of a layer by tensors, so that gradients can be taken of them by name."""
     del layer.weight, layer.bias
     layer.weight, layer.bias = inputs["weight"], inputs["bias"]
     return layer
@@ -141,7 +145,7 @@ def _apex_norm() -> type:
 
 
 def _two_streams(op: Op, shape: TokenShape, inputs: Tensors) -> tuple[dict, Callable]:
-    """diffusers keeps text and video apart: leaves by name, and what gives the rows of a branch."""
+    """Return leaves with separate text and video tensors, as in diffusers, and the rows of the branch."""
     leaves = dict(trained(op, inputs))
     rows = norm._split_rows(inputs["hidden"].detach(), shape.num_text)
     leaves["hidden"] = tuple(x.contiguous().requires_grad_() for x in rows)
@@ -158,8 +162,10 @@ def _add_branch(leaves: dict, branch: tuple[Tensor, Tensor], gate: Tensor) -> tu
 
 
 def diffusers_norm(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
-    """CogVideoXLayerNormZero behind its modulation linear, the block's residual before it, and the
-    cat that the attention and the MLP begin with."""
+    """Run CogVideoXLayerNormZero without its modulation linear.
+
+    Included are the residual before it and the concatenation with which attention and MLP begin.
+    """
     from diffusers.models.normalization import CogVideoXLayerNormZero
 
     module = CogVideoXLayerNormZero(1, shape.width, eps=EPS)
@@ -167,7 +173,7 @@ def diffusers_norm(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
     _with_weights(module.norm, inputs)
     leaves, rows_of_branch = _two_streams(op, shape, inputs)
     shift, scale = inputs["shift"], inputs["scale"]
-    gate = inputs.get("gate", scale)  # the first norm of a block returns it for later
+    gate = inputs.get("gate", scale)  # the first norm of a block returns the gate for later
 
     def call() -> dict:
         branch = rows_of_branch()
@@ -186,12 +192,12 @@ def diffusers_residual(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
 
 
 def diffusers_qk(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
-    """Of its attention processor what lies between the three linears and the attention."""
+    """Run the part of its attention processor between the three linears and the attention."""
     from diffusers.models.embeddings import apply_rotary_emb
 
     leaves = {name: x for name, x in trained(op, inputs).items() if name != "qkv"}
     parts = (x.detach().contiguous().requires_grad_() for x in inputs["qkv"].unbind(2)[:2])
-    leaves |= dict(zip(("q", "k"), parts, strict=True))  # linears of their own; v is not touched
+    leaves |= dict(zip(("q", "k"), parts, strict=True))  # separate linears; v is unchanged
     angles = None
     if shape.is_rotary:
         table = rotation_of(shape, inputs).per_row(shape.num_text)[shape.num_text :]
@@ -213,7 +219,7 @@ def diffusers_qk(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
 
 
 def diffusers_gelu(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
-    """Its GELU module behind its linear, which adds the bias."""
+    """Run its GELU module without its linear, which adds the bias."""
     from diffusers.models.activations import GELU
 
     module = GELU(1, 1, approximate="tanh")
@@ -227,9 +233,8 @@ _NORMS = {
     "apex FusedLayerNorm": _other_norm(_apex_norm),
     "diffusers": diffusers_norm,
 }
-# By op and name of the peer. torch eager and torch.compile of the op's reference come first, and
-# what is named "... compiled" is compiled too: the reference rotates by complex numbers, which
-# torch.compile leaves as they are.
+# By op and name of the peer. A name that ends in "compiled" is compiled: torch.compile does not fuse the
+# complex numbers by which the reference rotates, so the peer without them is compiled too.
 PEERS: dict[str, dict[str, Build]] = {
     "adaptive_layernorm": _NORMS,
     "residual_adaptive_layernorm": _NORMS,

@@ -1,8 +1,8 @@
-"""The tables of docs/scaling.md, from the formulas of bench/scaling/traffic.py:
+"""Write the tables of docs/scaling.md from the formulas of bench/scaling/traffic.py:
 
     python -m bench.scaling.tables
 
-writes them anew between two comments of the page.
+The tables replace the text between two comments of the page.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODELS = {"2B": "cogvideox_2b", "5B": "cogvideox_5b", "1.5-5B": "cogvideox1.5_5b
 NUM_GPUS = (8, 64, 512)
 GPUS_PER_NODE = 8
 LORA_RANK = 128
-NVLINK, BETWEEN_NODES = 370e9, 45e9  # bytes per second and GPU: assumptions
+NVLINK, BETWEEN_NODES = 370e9, 45e9  # bytes per second and GPU; assumed, not measured
 
 
 @cache
 def read_model(name: str) -> tuple[TransformerConfig, int]:
-    """The transformer's configuration, and tokens per sample of the size that it was trained on."""
+    """Return the configuration of a transformer and the tokens per sample at its training size."""
     config = load_config([ROOT / "configs" / f"{MODELS[name]}.yaml"])
     model = TransformerConfig(**transformer_arguments(config.model["network_config"]["params"]))
     video = config.data["params"]
@@ -43,12 +43,14 @@ def read_model(name: str) -> tuple[TransformerConfig, int]:
 
 
 def count(name: str, is_lora: bool = False, **layout: object) -> Traffic:
+    """Count the traffic of a model in a layout."""
     config, num_tokens = read_model(name)
     config = replace(config, lora_rank=LORA_RANK) if is_lora else config
     return count_traffic(config, Layout(**layout), num_tokens)
 
 
 def write_tables() -> str:
+    """Return both tables as Markdown."""
     layouts, stages = [], []
     for name in MODELS:
         for is_lora in (False, True):
@@ -77,7 +79,7 @@ def write_tables() -> str:
 
 
 def _model_sizes(name: str) -> list[int]:
-    """GPUs per copy: what divides a node and the heads."""
+    """Return the possible numbers of GPUs per copy: divisors of a node and of the heads."""
     heads = read_model(name)[0].num_attention_heads
     return [n for n in range(1, GPUS_PER_NODE + 1) if GPUS_PER_NODE % n == 0 and heads % n == 0]
 
@@ -109,7 +111,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def read_tables(page: str) -> str:
-    """What stands between the comments of the page's text."""
+    """Return the text between the comments of the page."""
     return page.partition(START)[2].partition(END)[0].strip()
 
 

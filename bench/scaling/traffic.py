@@ -1,18 +1,14 @@
-"""How many bytes a GPU sends in a training step, on paper: ZeRO and tensor parallelism.
+"""Compute the bytes that a GPU sends in a training step with ZeRO and tensor parallelism.
 
-A ring's count, which is also what one GPU receives: of N bytes among n GPUs, an all-reduce sends
-2 (n-1)/n N, a reduce-scatter or an all-gather, where N is the whole of it, (n-1)/n N. Batches,
-replica checks, checkpoints and evaluations are left out.
+Counts are those of a ring, in which a GPU sends as much as it receives. For N bytes in all and n GPUs,
+an all-reduce sends 2 (n-1)/n N; a reduce-scatter or an all-gather sends (n-1)/n N.
 
-    per optimizer step            ZeRO-1               ZeRO-2                  ZeRO-3
-    gradients of what is trained  all-reduce           all-reduce each time    reduce-scatter each time
-    weights                       gather of trained    gather of trained       two gathers of all each time
+    per optimizer step    ZeRO-1               ZeRO-2                    ZeRO-3
+    trained gradients     all-reduce           all-reduce each time      reduce-scatter each time
+    weights               gather of trained    gather of trained         two gathers of all each time
 
-"Each time": for every micro-batch of an accumulation. DeepSpeed's ZeRO-2 all-reduces where a
-reduce-scatter would do: a bucket holds gradients that several ranks own. Its ZeRO-3 keeps small
-parameters whole and gathers the others forward and backward, less what it can keep from one use to
-the next (stage3_max_reuse_distance, here 0), and again for a recomputation that is farther from its
-backward than that, which is not counted. docs/scaling.md has the figures.
+"Each time" means for every micro-batch. Not counted: batches, replica checks, checkpoints, evaluations.
+docs/scaling.md has the figures.
 """
 
 from __future__ import annotations
@@ -33,16 +29,18 @@ from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 
 PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's default
 _FLOAT32 = 4
-_SCALARS = 2 * 8  # the gradient's norm, and whether somebody was told to stop
+_SCALARS = 2 * 8  # the gradient norm, and whether any rank got a stop signal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """data_size copies of the model, each held by model_size GPUs together.
+    """data_size copies of the model, each on model_size GPUs.
 
-    batch_size: samples of a micro-batch; bytes_per_number: of the training dtype; is_recomputed: any
-    activation checkpointing, since each of its policies runs the sums over the group again;
-    splits_rows: sequence parallelism; persistent_numel: stage3_param_persistence_threshold.
+    batch_size: samples of a micro-batch.
+    bytes_per_number: size of the training dtype.
+    is_recomputed: activation checkpointing; every policy repeats the sums over the group.
+    splits_rows: sequence parallelism.
+    persistent_numel: stage3_param_persistence_threshold.
     """
 
     data_size: int
@@ -62,9 +60,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes that one GPU sends per optimizer step. gradients, weights: among the copies of the model;
-    activations: among those that hold one copy, gradients of what they all have included; scalars:
-    among all."""
+    """Bytes that one GPU sends per optimizer step.
+
+    gradients, weights: between the copies of the model.
+    activations: between the GPUs of one copy, including gradients of replicated parameters.
+    scalars: between all GPUs.
+    """
 
     gradients: float
     weights: float
@@ -81,20 +82,20 @@ class Traffic:
 
 
 def all_reduce(num_bytes: float, size: int) -> float:
-    """Bytes that each of `size` GPUs sends to sum up num_bytes."""
+    """Return the bytes that each of `size` GPUs sends to sum num_bytes."""
     return 2 * scatter_or_gather(num_bytes, size)
 
 
 def scatter_or_gather(num_bytes: float, size: int) -> float:
-    """Bytes that each of `size` GPUs sends of a reduce-scatter or all-gather; num_bytes: of the
-    whole."""
+    """Return the bytes that each of `size` GPUs sends in a reduce-scatter or all-gather of num_bytes."""
     return (size - 1) / size * num_bytes
 
 
 def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) -> Traffic:
-    """Of a training step with num_tokens per sample (S). With LoRA only the adapters are trained.
+    """Count the traffic of a training step with num_tokens per sample (S).
 
-    ValueError for LoRA under ZeRO-3, which gathers frozen weights backward only where gradients pass.
+    With LoRA only the adapters are trained. ValueError for LoRA with ZeRO-3, which gathers frozen
+    weights in backward only where gradients pass.
     """
     if layout.zero_stage == 3 and config.lora_rank is not None:
         raise ValueError("zero_stage=3 with lora_rank is not counted; use 1 or 2")
@@ -105,7 +106,7 @@ def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) ->
         _in_block(block, config, layout, num_tokens, *reach)
         for block, reach in zip(transformer.blocks, reaches, strict=True)
     )
-    if layout.splits_rows:  # joined behind the last block, and backward before the first one
+    if layout.splits_rows:  # gathered after the last block, and in backward before the first one
         times = 1 + reaches[0][0]
         activations += times * scatter_or_gather(
             _unit(config, layout, num_tokens), layout.model_size
@@ -117,25 +118,28 @@ def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) ->
 
 @cache
 def held_model(config: TransformerConfig, model_size: int) -> DiffusionTransformer:
-    """The share of one of model_size GPUs, without memory; requires_grad says what is trained."""
+    """Build the shard of one of model_size GPUs on the meta device; requires_grad marks what is trained."""
     with torch.device("meta"):
         transformer = assemble_transformer(config)
     freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
-    # Nobody talks to the group: it says how large the shares are.
+    # The group is only used for the size of the shards.
     parallelize(transformer, TensorParallelGroup(0, model_size, process_group=None))
     return transformer
 
 
 def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[float, float]:
-    """Bytes for gradients and for weights."""
+    """Return the bytes for gradients and for weights between the copies."""
     number, size, times = layout.bytes_per_number, layout.data_size, layout.accumulation
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     if layout.zero_stage < 3:
+        # DeepSpeed's ZeRO-2 all-reduces, as a bucket has gradients that several ranks own.
         sums = times if layout.zero_stage == 2 else 1
         gradients = sums * all_reduce(trained * number, size)
         return gradients, scatter_or_gather(trained * number, size)
+    # ZeRO-3 keeps small parameters whole and gathers the rest in forward and in backward. This assumes
+    # stage3_max_reuse_distance 0, and does not count gathers for recomputation.
     numels = [p.numel() for p in transformer.parameters()]
     small = sum(numel for numel in numels if numel <= layout.persistent_numel)
     large = sum(numels) - small
@@ -145,7 +149,7 @@ def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[fl
 
 
 def _gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, bool]]:
-    """Of each block: whether its input has a gradient, and whether anything in it has."""
+    """Return for each block if its input has a gradient, and if anything inside it has."""
     with_input = transformer.patch_embedding.weight.requires_grad
     reaches = []
     for block in transformer.blocks:
@@ -163,15 +167,16 @@ def _in_block(
     has_input_gradient: bool,
     has_gradient: bool,
 ) -> float:
-    """Bytes of a block's forward and backward pass for one micro-batch."""
+    """Return the bytes of forward and backward of a block for one micro-batch."""
     number, width, samples = layout.bytes_per_number, config.hidden_size, layout.batch_size
     unit, attention = _unit(config, layout, num_tokens), block.attention
     forwards = 2 if layout.is_recomputed and has_gradient else 1
     modulation = 12 * width * samples * number
+    # sums: bytes of all-reduces. halves: bytes of reduce-scatters and all-gathers, half as much traffic.
     sums, halves = 0, forwards * modulation
     norm = attention.query_norm
     if norm is not None and norm.elementwise_affine and norm.weight.requires_grad:
-        sums += 2 * 2 * config.head_width * _FLOAT32  # the key norm's too
+        sums += 2 * 2 * config.head_width * _FLOAT32  # query norm and key norm, weight and bias
     is_modulation_trained = block.modulation.linear.weight.requires_grad
     if is_modulation_trained:
         sums += samples * config.time_embed_dim * number
@@ -181,13 +186,13 @@ def _in_block(
     if isinstance(attention.out, LoraLinear):
         sums += sum(matrix.numel() for matrix in attention.out.matrix_B.values()) * number
     if not layout.splits_rows:
-        sums += forwards * 2 * unit  # of `out` and fc2
-        sums += (has_input_gradient + has_gradient) * unit  # of the inputs of QKV and fc1
+        sums += forwards * 2 * unit  # outputs of `out` and fc2
+        sums += (has_input_gradient + has_gradient) * unit  # input gradients of QKV and fc1
         return all_reduce(sums, layout.model_size) + scatter_or_gather(halves, layout.model_size)
-    halves += forwards * 4 * unit  # inputs of QKV and fc1, sums of `out` and fc2
+    halves += forwards * 4 * unit  # inputs of QKV and fc1, outputs of `out` and fc2
     halves += (has_input_gradient + 3 * has_gradient) * unit  # their gradients
     if block.fc1.weight.requires_grad:
-        halves += unit if is_lora else 2 * unit  # for the weights' gradients; adapters keep theirs
+        halves += unit if is_lora else 2 * unit  # inputs for weight gradients; adapters keep theirs
     if is_modulation_trained:
         halves += modulation
     biases = [attention.out.bias, block.fc2.bias]
@@ -197,5 +202,5 @@ def _in_block(
 
 
 def _unit(config: TransformerConfig, layout: Layout, num_tokens: int) -> int:
-    """Bytes of one [B, S, M]."""
+    """Return the bytes of one tensor [B, S, M]."""
     return layout.batch_size * num_tokens * config.hidden_size * layout.bytes_per_number

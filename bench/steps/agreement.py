@@ -1,8 +1,8 @@
-"""Do the two sides of bench.step compute the same? Asked before anything is timed.
+"""Compare outputs and gradients of the two sides of bench.step before anything is timed.
 
-The first two blocks at the full number of tokens, with embeddings and output layer, against
-diffusers' model in float32: our output and each gradient may be off by twice what diffusers' is in
-the dtype that is timed, and a floor.
+The reference is diffusers' model in float32 with two blocks, embeddings and output layer, at the full
+number of tokens. The error of cogfast may be twice that of diffusers in the timed dtype plus a floor,
+for the output and for each gradient.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from bench.steps.step_sides import SIDES, Side, Theirs, free_memory
 
 _NUM_LAYERS = 2
 _FACTOR = 2.0
-# Of a tensor's norm: bfloat16's spacing; what float32 sums in another order differ by.
+# Relative to the norm of a tensor: the spacing of half-precision numbers; in float32, the effect of a
+# different summation order.
 _FLOORS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-4}
-# A constant added to every key moves no softmax: without a rotation this gradient is zero, and what
-# there is of it is rounding.
+# A constant added to every key does not change the softmax. So without a rotation this gradient is zero
+# in exact arithmetic, and its computed value is rounding noise.
 _WITHOUT_MEANING = ".norm_k.bias"
 
 
 def compare_sides(variant: Variant, is_compiled: bool) -> tuple[dict[str, object], list[str]]:
-    """The largest errors, of our side and of diffusers', and a sentence for each that is too large.
+    """Return the largest errors of both sides, and a sentence for each error above its limit.
 
-    ImportError where diffusers, or peft for LoRA, is not installed.
+    ImportError if diffusers, or peft for LoRA, is not installed.
     """
     layers = min(_NUM_LAYERS, variant.config.num_layers)
     variant = replace(variant, config=replace(variant.config, num_layers=layers))
@@ -52,7 +53,7 @@ def _tensors(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def _answer(side: Side, batch: Batch) -> dict[str, Tensor]:
-    """The output, and the gradients of its squared distance to the target."""
+    """Compute the output and the gradients of its squared distance to the target."""
     output = side.forward(batch)
     (output - batch.target).float().square().mean().backward()
     return {"output": output.detach(), **side.gradients()}
@@ -61,7 +62,7 @@ def _answer(side: Side, batch: Batch) -> dict[str, Tensor]:
 def judge(
     truth: dict[str, Tensor], ours: dict[str, Tensor], theirs: dict[str, Tensor], floor: float
 ) -> tuple[dict[str, object], list[str]]:
-    """As compare_sides; the answers by diffusers' names, relative errors in norms."""
+    """Judge the answers, which have diffusers' names, by the relative errors of their norms."""
     assert truth.keys() == theirs.keys() == ours.keys(), truth.keys() ^ ours.keys()
     worst, problems = {"ours": 0.0, "diffusers": 0.0}, []
     for name, expected in truth.items():
@@ -72,7 +73,7 @@ def judge(
             for side, given in (("ours", ours), ("diffusers", theirs))
         }
         limit = _FACTOR * errors["diffusers"] + floor
-        if not errors["ours"] <= limit:  # NaN too
+        if not errors["ours"] <= limit:  # also true for NaN
             problems.append(f"{name}: relative error {errors['ours']:.2e} > {limit:.2e}")
         if name != "output":
             worst = {side: max(worst[side], error) for side, error in errors.items()}

@@ -1,8 +1,9 @@
-"""One comparison of bench.step: a block or a whole training step, ours against diffusers'.
+"""Measure one case of bench.step: a block or a training step of cogfast and of diffusers.
 
-Where both fit into memory together (a block; anything on a CPU), calls alternate, and the ratio is
-the median over pairs, so that a busy machine slows both. A whole step on a GPU has it to itself:
-ours, diffusers', diffusers', ours, each built anew; the ratio is that of the medians.
+If both sides fit into memory together (a block, or anything on a CPU), calls alternate and the ratio is
+the median over pairs, so that other load slows both sides. A training step on a GPU has the GPU to
+itself: the sides are built in the order ours, diffusers, diffusers, ours, and the ratio is that of the
+medians.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]
 Engine = Literal["eager", "compiled"]
 
-_ROUNDS = ("ours", "diffusers", "diffusers", "ours")  # a drift of the clocks slows both
+_ROUNDS = (
+    "ours",
+    "diffusers",
+    "diffusers",
+    "ours",
+)  # so that a drift of the clocks affects both sides
 _MIN_SAMPLES = 3
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bwd|bprop", re.IGNORECASE)
@@ -42,7 +48,7 @@ _BACKWARD = re.compile(r"backward|bwd|bprop", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is compared; num_layers None: all of the model's."""
+    """A case to measure; num_layers None means all layers of the model."""
 
     model: str
     what: What = "step"
@@ -66,8 +72,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to measure. num_pairs: of alternating calls; seconds: of sampling for each side where that
-    ends sooner."""
+    """How to measure all cases.
+
+    num_pairs: number of alternating calls. seconds: limit of the sampling time of each side.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -76,14 +84,14 @@ class Plan:
     num_pairs: int = 20
     seconds: float = 10.0
     sides: Sequence[str] = tuple(SIDES)
-    # (model, mode, engine) -> figures and problems: compared once
+    # (model, mode, engine) -> figures and problems, since each is compared only once
     agreements: dict[tuple[str, str, str], tuple[Row, list[str]]] = field(default_factory=dict)
 
     def variant(self, case: Case) -> Variant:
         config, batch_size = MODELS[case.model]
         config = replace(config, num_layers=case.layers)
         if case.mode == "lora":
-            # a scale of 1: the adapters count for something in the comparison
+            # a scale of 1, so that the adapters matter in the comparison
             config = replace(config, lora_rank=LORA_RANK, lora_alpha=float(LORA_RANK))
         return Variant(
             config, batch_size, self.dtype, self.device, self.kernels, self.attention_backend
@@ -92,14 +100,14 @@ class Plan:
 
 @dataclass(slots=True)
 class _Prepared:
-    """A side that is built and warm: what to time, and what was seen on the way."""
+    """A side after its warm-up: the call to time, and the figures found so far."""
 
     call: Callable[[], None]
     figures: dict[str, object]
 
 
 def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
-    """A row of figures, and what is wrong: sides that disagree are not timed."""
+    """Measure a row of figures; return it with the problems. Sides that disagree are not timed."""
     variant = plan.variant(case)
     default = "PyTorch's choice"
     if plan.device.type == "cuda":
@@ -144,7 +152,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float], are_pairs: bool) -> float:
-    """Our time over diffusers': below 1 ours is the faster."""
+    """Return the time of cogfast over that of diffusers: below 1, cogfast is faster."""
     if are_pairs:
         return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return statistics.median(ours) / statistics.median(theirs)
@@ -152,7 +160,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float], are_pairs: bool) -> f
 
 def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
     if len(plan.sides) < len(SIDES):
-        return {"not_compared": "ours alone was asked for"}, []
+        return {"not_compared": "only cogfast was to be measured"}, []
     key = (case.model, case.mode, case.engine)
     if key not in plan.agreements:
         whole = replace(variant.config, num_layers=MODELS[case.model][0].num_layers)
@@ -168,7 +176,7 @@ def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
 def _time_pairs(
     case: Case, plan: Plan, variant: Variant
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, object]]]:
-    torch._dynamo.reset()  # each build counts as a recompilation of the same code, up to a limit
+    torch._dynamo.reset()  # each build counts as a recompilation, and their number is limited
     prepared = {side: _prepare(side, case, plan, variant) for side in plan.sides}
     seen = {side: p.figures if isinstance(p, _Prepared) else p for side, p in prepared.items()}
     calls = {side: p.call for side, p in prepared.items() if isinstance(p, _Prepared)}
@@ -178,7 +186,7 @@ def _time_pairs(
         is_late = time.perf_counter() - started > plan.seconds * len(calls)
         if is_late and i >= _MIN_SAMPLES:
             break
-        for side in sorted(calls, reverse=i % 2 == 0):  # the sides take turns at going first
+        for side in sorted(calls, reverse=i % 2 == 0):  # the sides alternate in going first
             times[side].append(_time(calls[side], plan.device))
     return times, seen
 
@@ -189,7 +197,9 @@ def _time_rounds(
     times: dict[str, list[float]] = {}
     seen: dict[str, dict[str, object]] = {}
     for side in _ROUNDS:
-        if side not in plan.sides or (side in seen and side not in times):  # or it does not fit
+        if side not in plan.sides or (
+            side in seen and side not in times
+        ):  # measured already, and it does not fit
             continue
         torch._dynamo.reset()
         prepared = _prepare(side, case, plan, variant, seen.get(side))
@@ -211,7 +221,7 @@ def _time_rounds(
 
 
 def _time(call: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds until the device has done it."""
+    """Return the milliseconds until the device has finished the call."""
     wait_for(device)
     start = time.perf_counter()
     call()
@@ -226,8 +236,10 @@ def _prepare(
     variant: Variant,
     seen: dict[str, object] | None = None,
 ) -> _Prepared | dict[str, object]:
-    """Build a side and warm it up; figures that say why, where it cannot run. seen: the figures of
-    an earlier build, which are not taken again."""
+    """Build a side and warm it up; return the reason as figures if it cannot run.
+
+    seen: the figures of an earlier build, which are kept.
+    """
     free_memory(plan.device)
     try:
         return _build(side, case, plan, variant, seen)
@@ -235,9 +247,9 @@ def _prepare(
         return {"unavailable": str(error)}
     except torch.OutOfMemoryError as error:
         figures = {"does_not_fit": str(error).splitlines()[0]}
-    except Exception as error:  # whatever it is, the other side is still measured
+    except Exception as error:  # the other side is measured after any failure
         figures = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    # here the traceback, which holds the tensors of what failed, is gone
+    # Only here, outside the handler, the traceback no longer holds the tensors of the failed build.
     free_memory(plan.device)
     return figures
 
@@ -254,9 +266,9 @@ def _build(
     if case.engine == "compiled":
         built.compile_blocks()
     call = _make_call(side, built, case, variant)
-    call()  # compiles; makes the optimizer's state
+    call()  # compiles, and creates the optimizer state
     if case.checkpointing == "auto":
-        call()  # it chooses after the second
+        call()  # `auto` chooses after the second step
     if seen is not None:
         return _Prepared(call, seen)
     if is_gpu:
@@ -289,8 +301,7 @@ def _make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable
 
 
 def name_attention(call: Callable[[], object], device: torch.device) -> list[str]:
-    """The kernels (on a CPU: operators) of attention that a call spends most time in, by a trace: the
-    forward's, then the backward's."""
+    """Return the slowest attention kernel (on a CPU: operator) of forward and of backward, by a trace."""
     is_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     with profile(activities=activities) as trace:
@@ -307,10 +318,10 @@ def name_attention(call: Callable[[], object], device: torch.device) -> list[str
 
 
 def best_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Each side at its best policy: the fastest that fits, of those that were measured.
+    """Return rows with the best policy of each side: the fastest of those measured.
 
-    A row for each model, number of layers, block or step, and mode, against diffusers' eager model
-    and against its compiled one; ours is the best of all.
+    There is a row for each model, number of layers, block or step, and mode: against the eager and
+    against the compiled model of diffusers. cogfast may use either engine in both.
     """
     keys = ("model", "num_layers", "num_layers_of_model", "what", "mode", "dtype")
     groups: dict[tuple, list[Mapping[str, object]]] = {}

@@ -1,4 +1,4 @@
-"""What bench.step measures: configurations of the family, and the tensors that they are fed."""
+"""The model configurations that bench.step measures, and their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = TransformerConfig(
     latent_width=40,
     position="rotary",
 )
-# configs/quickstart.yaml's: 48 video and 32 text tokens, batch 16
+# as in configs/quickstart.yaml: 48 video and 32 text tokens, batch 16
 QUICKSTART = replace(
     TINY,
     num_layers=4,
@@ -66,7 +66,7 @@ CONFIG_2B = replace(
     height_interpolation=1.875,
     width_interpolation=1.875,
 )
-# What stands for them where only this program is tested: 36 tokens.
+# Replaces the sizes of 2B and 5B in tests of this program: 36 tokens.
 _SMALLEST = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -78,7 +78,7 @@ _SMALLEST = {
     "latent_height": 6,
     "latent_width": 8,
 }
-MODELS: dict[str, tuple[TransformerConfig, int]] = {  # and the batch
+MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch size
     "tiny": (TINY, 1),
     "quickstart": (QUICKSTART, 16),
     "2b": (CONFIG_2B, 1),
@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[TransformerConfig, int]] = {  # and the batch
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What both sides are built from; kernels and attention_backend are ours alone."""
+    """What both sides are built from; kernels and attention_backend apply only to cogfast."""
 
     config: TransformerConfig
     batch_size: int
@@ -105,13 +105,13 @@ class Variant:
 
     @property
     def num_tokens(self) -> int:
-        """Of one sample: S = L + V."""
+        """Number of tokens of one sample, S = L + V."""
         return self.config.text_length + self.grid.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """latents and target [B, C, T, h, w], timesteps [B], text [B, L, E]."""
+    """Inputs of a step: latents and target [B, C, T, h, w], timesteps [B], text [B, L, E]."""
 
     latents: Tensor
     timesteps: Tensor
@@ -121,7 +121,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BlockInput:
-    """hidden and the gradient of a block's output [B, S, M], conditioning [B, time_embed_dim]."""
+    """Inputs of a block: hidden and the output gradient [B, S, M], conditioning [B, time_embed_dim]."""
 
     hidden: Tensor
     given: Tensor
@@ -129,19 +129,21 @@ class BlockInput:
 
 
 def draw_batch(variant: Variant, seed: int = 1) -> Batch:
-    """Latents, text and target normal, in the variant's dtype."""
+    """Draw latents, text and target from a normal distribution, in the dtype of the variant."""
     config, b = variant.config, variant.batch_size
     generator = torch.Generator(variant.device).manual_seed(seed)
     draw = lambda *shape: torch.randn(
         shape, generator=generator, device=variant.device, dtype=torch.float32
     ).to(variant.dtype)
     video = (b, config.in_channels, variant.grid.t, config.latent_height, config.latent_width)
+    # Spread over the range, so that samples differ in their modulation.
     timesteps = torch.linspace(17, 863, b, device=variant.device).long()
     text = draw(b, config.text_length, config.text_hidden_size)
     return Batch(draw(*video), timesteps, text, draw(*video))
 
 
 def draw_block_input(variant: Variant, seed: int = 2) -> BlockInput:
+    """Draw all inputs of a block from a normal distribution, in the dtype of the variant."""
     generator = torch.Generator(variant.device).manual_seed(seed)
     draw = lambda *shape: torch.randn(
         shape, generator=generator, device=variant.device, dtype=torch.float32

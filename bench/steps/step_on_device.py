@@ -1,7 +1,8 @@
-"""The block and the step of 2B and of 5B on one GPU, against diffusers', what counts most first.
+"""The cases of bench.step for 2B and 5B on one GPU, the most important first.
 
-With float32 masters, moments and EMA neither side of a whole 5B fits into 78 GiB, nor diffusers' 2B
-without checkpointing (on paper): those cases have fewer layers, and their rows say how many.
+With float32 masters, moments and EMA, neither side of a whole 5B fits into 78 GiB, nor does the 2B of
+diffusers without checkpointing (both computed, not measured). These cases use fewer layers, and their
+rows have the number.
 """
 
 from __future__ import annotations
@@ -16,44 +17,43 @@ from bench.steps.step_cases import Case, Plan
 
 _LARGE_GIB = 120.0  # an H200 has more
 _PAIRS, _SECONDS = 20, 6.0
-_OURS = ("attention_kept", "pointwise", "auto")  # diffusers' model has none of them
+# Policies that the model of diffusers lacks.
+_OURS = ("attention_kept", "pointwise", "auto")
 
 
 def measure_2b(settings: Settings) -> Outcome:
+    """Run the piece 2b of bench.gpu_run."""
     return _measure("2b", cases_2b(_memory_gib(settings.device)), settings)
 
 
 def measure_5b(settings: Settings) -> Outcome:
+    """Run the piece 5b of bench.gpu_run."""
     return _measure("5b", cases_5b(_memory_gib(settings.device)), settings)
 
 
 def cases_2b(memory_gib: float) -> list[Case]:
-    """Whole, and without checkpointing also with as many layers as both sides have room for."""
+    """Return cases of the whole 2B, and without checkpointing also of as many layers as fit."""
     block, none = Case("2b", what="block"), Case("2b")
     full, lora = replace(none, checkpointing="full"), replace(none, mode="lora")
     lora_full = replace(full, mode="lora")
     fewer = [] if memory_gib > _LARGE_GIB else [replace(none, num_layers=20)]
     ours = [replace(none, checkpointing=policy) for policy in _OURS]
-    return [
-        *(full, block, _compiled(full), none, lora_full, _compiled(block), *fewer, lora),
-        *(_compiled(none), *map(_compiled, fewer), _compiled(lora), _compiled(lora_full)),
-        *(replace(block, mode="lora"), replace(block, checkpointing="full"), *ours),
-    ]
+    cases = [full, block, _compiled(full), none, lora_full, _compiled(block), *fewer, lora]
+    cases += [_compiled(none), *map(_compiled, fewer), _compiled(lora), _compiled(lora_full)]
+    return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
 
 
 def cases_5b(memory_gib: float) -> list[Case]:
-    """All weights with as many layers as both sides have room for, LoRA whole."""
+    """Return cases that train all weights of as many layers as fit, and LoRA on the whole 5B."""
     is_large = memory_gib > _LARGE_GIB
     block, lora = Case("5b", what="block"), Case("5b", mode="lora")
     none = Case("5b", num_layers=16 if is_large else 10)
     full, lora_full = (replace(case, checkpointing="full") for case in (none, lora))
     whole = [replace(full, num_layers=None)] if is_large else []
     ours = [replace(case, checkpointing=p) for case in (lora, *whole) for p in _OURS]
-    return [
-        *(*whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora),
-        *(_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)),
-        *(replace(block, mode="lora"), replace(block, checkpointing="full"), *ours),
-    ]
+    cases = [*whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora]
+    cases += [_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)]
+    return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
 
 
 def _compiled(case: Case) -> Case:
@@ -63,10 +63,10 @@ def _compiled(case: Case) -> Case:
 def _measure(model: str, cases: list[Case], settings: Settings) -> Outcome:
     plan = Plan(settings.device, torch.bfloat16, num_pairs=_PAIRS, seconds=_SECONDS)
     if settings.is_tiny:
-        # without compilation, which takes a CPU longer than all the rest
+        # No compilation: it would take longer on a CPU than everything else.
         eager = [case for case in cases if case.engine == "eager"]
         cases = [replace(case, model=f"{model}-smallest", num_layers=None) for case in eager]
-        cases = list(dict.fromkeys(cases))  # fewer layers are none fewer here
+        cases = list(dict.fromkeys(cases))  # cases that differed only in their layers are now equal
         plan = replace(plan, num_pairs=3)
     return measure_cases(cases, plan, settings.deadline, settings.keep)
 

@@ -1,9 +1,10 @@
-"""The end of a training step, on both sides the same work: clip by the global norm, AdamW, an EMA of
-the weights, and, where the model is in half precision, float32 masters and the copy back.
+"""The optimizer step of both sides of bench.step, with the same work.
 
-Ours is FusedEmaAdam, which reads the gradients as they are, scales them by the clip factor and
-writes the copy in its one pass. The peer is the fastest that torch has: clip_grad_norm_ with
-foreach, AdamW(fused=True), a foreach EMA, a foreach copy; its gradients must be float32.
+Both clip by the global norm, update with AdamW and keep an EMA of the weights; for a model in half
+precision they keep float32 masters and copy them back. cogfast uses FusedEmaAdam, whose single pass
+reads gradients in any dtype, scales them by the clip factor and writes the copy. The peer uses the
+fastest functions of torch: clip_grad_norm_ with foreach, AdamW(fused=True), a foreach EMA and a
+foreach copy; its gradients must be float32.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 CLIP = 1.0
 EMA_DECAY = 0.9999
 _ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-4}
-_NORM_EPS = 1e-6  # clip_grad_norm_'s
+_NORM_EPS = 1e-6  # as in clip_grad_norm_
 
 
 class Masters:
-    """Float32 copies of the trained parameters, or the parameters themselves where they are
-    float32."""
+    """Float32 copies of the trained parameters, or the parameters themselves if they are float32."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -38,11 +38,11 @@ class Masters:
 
 
 class OurUpdate:
-    """FusedEmaAdam."""
+    """The update of cogfast: FusedEmaAdam."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.masters = Masters(parameters)
-        # without the warm-up of its decay: the peer's EMA has none
+        # No warm-up of the decay, since the EMA of the peer has none.
         self.adam = FusedEmaAdam(
             self.masters.tensors, **_ADAM, ema_decay=EMA_DECAY, use_num_updates=False
         )
@@ -63,7 +63,7 @@ class OurUpdate:
 
 
 class PeerUpdate:
-    """torch's fused AdamW and a foreach EMA."""
+    """The update of the peer: torch's fused AdamW and a foreach EMA."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.masters = Masters(parameters)
@@ -74,7 +74,7 @@ class PeerUpdate:
         masters = self.masters
         if masters.are_copies:
             for master, p in zip(masters.tensors, masters.parameters, strict=True):
-                master.grad, p.grad = p.grad.float(), None  # never all in both dtypes
+                master.grad, p.grad = p.grad.float(), None  # one by one: not all fit in both dtypes
         nn.utils.clip_grad_norm_(masters.tensors, CLIP, foreach=True)
         self.adam.step()
         with torch.no_grad():

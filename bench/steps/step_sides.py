@@ -1,8 +1,8 @@
-"""The two sides of bench.step: our transformer and diffusers' CogVideoXTransformer3DModel, with the
-same weights, in the same dtype, trained whole or by LoRA.
+"""The two sides of bench.step: cogfast's transformer and diffusers' CogVideoXTransformer3DModel.
 
-Both are used as their users would: diffusers' model with its own modules and F.scaled_dot_product_
-attention, adapters by peft, checkpointing by the function that it has for that.
+They have the same weights and dtype and train all weights or LoRA. The model of diffusers runs as its
+users run it: with its own modules, F.scaled_dot_product_attention, adapters of peft, and its own
+gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 
 
 class Side(Protocol):
-    """What is measured of a model: a whole forward pass, and one block forward and backward."""
+    """A model to measure: its forward pass, and one block forward and backward."""
 
     network: nn.Module
-    policies: Collection[PolicyChoice]  # of checkpointing, that it has
+    policies: Collection[PolicyChoice]  # that the model supports
     layer_policies: Sequence[Policy]  # in use
 
     def forward(self, batch: Batch) -> Tensor:
-        """-> [B, C, T, h, w]."""
+        """Return the output [B, C, T, h, w]."""
 
     def use_checkpointing(self, policy: PolicyChoice) -> None:
-        """Run a part of each block again in the backward pass instead of keeping its activations."""
+        """Recompute a part of each block in backward instead of keeping its activations."""
 
     def after_backward(self) -> None:
-        """To be called in each training step, in its place."""
+        """Call this in each training step after backward."""
 
     def after_step(self) -> None:
-        """To be called after each training step."""
+        """Call this after each training step."""
 
     def compile_blocks(self) -> None:
-        """torch.compile on every block."""
+        """Compile every block by torch.compile."""
 
     def block_call(self, given: BlockInput) -> Callable[[], None]:
-        """The first block, forward and backward, on tensors that are laid out as it wants them."""
+        """Return a call of the first block, forward and backward, with inputs in its layout."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the trained parameters, by diffusers' names."""
+        """Return the gradients of the trained parameters, by diffusers' names."""
 
 
 class Ours:
@@ -121,15 +121,14 @@ class Ours:
 
 
 class Theirs:
-    """diffusers' model with the weights that `Ours(variant)` starts with; its rotary table is made
-    once."""
+    """diffusers' model with the initial weights of `Ours(variant)`; its rotary table is made once."""
 
     policies: Collection[PolicyChoice] = ("none", "full")
 
     def __init__(self, variant: Variant, dtype: torch.dtype | None = None) -> None:
-        """dtype: another than the variant's; the weights are rounded to the variant's all the same.
+        """Build the model, in `dtype` if given; its weights are always rounded to the variant's dtype.
 
-        ImportError where diffusers, or peft for LoRA, is not installed.
+        ImportError if diffusers, or peft for LoRA, is not installed.
         """
         from diffusers import CogVideoXTransformer3DModel
         from diffusers.models.embeddings import get_3d_rotary_pos_embed
@@ -153,9 +152,9 @@ class Theirs:
                 spatial_interpolation_scale=config.height_interpolation,
                 use_rotary_positional_embeddings=is_rotary,
             )
-        # torch's own `to`: diffusers' warns of modules that this model has none of
+        # The `to` of torch: that of diffusers warns of modules that this model does not have.
         network = nn.Module.to(network, dtype or variant.dtype).to_empty(device=variant.device)
-        network.norm_out.norm.eps = OUTPUT_NORM_EPS  # else outputs differ by 2e-5
+        network.norm_out.norm.eps = OUTPUT_NORM_EPS  # else the outputs differ by 2e-5
         network.requires_grad_(config.lora_rank is None)
         if config.lora_rank is not None:
             self._add_lora(network, config)
@@ -232,8 +231,10 @@ SIDES: dict[str, Callable[[Variant], Side]] = {"ours": Ours, "diffusers": Theirs
 
 @torch.no_grad()
 def randomize(network: nn.Module, seed: int) -> None:
-    """Every parameter normal, matrices about norm-keeping, norms and biases off their 1 and 0: fresh
-    weights hold zeros, which hide mistakes and draw less power."""
+    """Draw every parameter from a normal distribution, with a scale that keeps activations in range.
+
+    Initial weights contain zeros, which hide mistakes and draw less power.
+    """
     device = next(network.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, p in network.named_parameters():
@@ -246,7 +247,7 @@ def randomize(network: nn.Module, seed: int) -> None:
 
 
 def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """One of our tensors, or its gradient, as the parts that diffusers (and peft) names."""
+    """Yield a tensor of cogfast, or its gradient, in the parts that diffusers and peft name."""
     module, _, kind = our_name.rpartition(".matrix_")
     if module:  # an adapter: A.0, A.1, A.2 are of q, k, v
         letter, part = kind.split(".")
@@ -265,7 +266,7 @@ def _split(our_name: str, tensor: Tensor, num_parts: int) -> Sequence[Tensor]:
     if num_parts == 0:  # SAT's unused table
         return ()
     if ".modulation." in our_name:
-        # ours: video for both halves, then text; theirs: each half, video and then text
+        # cogfast: both halves of video, then of text; diffusers: video and text of each half
         video_1, video_2, text_1, text_2 = tensor.chunk(4)
         return torch.cat([video_1, text_1]), torch.cat([video_2, text_2])
     return tensor.chunk(num_parts)
@@ -278,7 +279,7 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
         for name, part in as_diffusers(our_name, tensor):
             target = targets.pop(name)
             target.copy_(part.reshape(target.shape))
-    assert not targets, f"without weights of ours: {sorted(targets)}"
+    assert not targets, f"parameters of diffusers without a weight of cogfast: {sorted(targets)}"
 
 
 def _drop_gradients(tensors: Sequence[Tensor]) -> None:
@@ -287,7 +288,7 @@ def _drop_gradients(tensors: Sequence[Tensor]) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Let go of what nothing refers to, on the device too."""
+    """Free unreferenced memory, also on the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

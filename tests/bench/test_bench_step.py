@@ -322,7 +322,7 @@ def test_the_command(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layers", "9"], "--layers: tiny has 6"),
+        (["--layers", "9"], "--layers must be 1 to 6 for tiny"),
         (["--device", "cuda"], "--device cuda: torch sees no GPU"),
         (["--mode", "dpo"], "invalid choice: 'dpo'"),
     ],
