@@ -73,6 +73,7 @@ def _ours(backend: VideoBackend) -> Callable[[Path, int], Iterator[object]]:
         listed = ClipList(
             files=PackedStrings([str(path)] * _COPIES), captions=PackedStrings([""] * _COPIES)
         )
+        # Reading needs no captions.
         data = CaptionedVideos(listed, _settings(backend))
         with BatchLoader(data, data.order(0, 1), micro_batch=1, num_workers=readers) as loader:
             yield from loader
@@ -101,6 +102,7 @@ def _read_pyav(path: Path, indices: Sequence[int]) -> Tensor:
 
     wanted, frames = set(indices), []
     with av.open(str(path)) as container:
+        # One thread, as on the other sides.
         container.streams.video[0].thread_type = "NONE"
         for i, frame in enumerate(container.decode(video=0)):
             if i in wanted:
@@ -129,6 +131,7 @@ class _DecordClips(Dataset):
         return 1_000_000
 
     def __getitem__(self, index: int) -> Tensor:
+        # DataLoader's workers inherit the number of threads of the process.
         torch.set_num_threads(1)
         return _read_decord(self.path, self.indices)
 
@@ -184,6 +187,7 @@ def _resident_mib(readers: int) -> float:
 def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float, float]:
     """Return clips per second, CPU seconds per clip and MiB, after a warm-up of each reader."""
     clips = side.clips(path, side.readers)
+    # Warm-up: every reader has delivered clips before the clock starts.
     for _ in range(2 + 2 * side.readers):
         next(clips)
     number, start, cpu = 0, time.perf_counter(), _cpu_seconds()
@@ -210,6 +214,7 @@ def measure_clips(
     rows: list[Row] = []
     for clip, path in paths.items():
         samples: dict[Side, list] = {side: [] for side in sides}
+        # The sides alternate, so that a slow phase of the machine affects all.
         for _ in range(rounds):
             for side in sides:
                 samples[side].append(_sample(side, path, seconds))
@@ -257,6 +262,7 @@ def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
             for n in _GPU_READERS
         },
     }
+    # Geometric means: a ratio of 2 and one of 1/2 cancel out.
     ratios = {}
     for name, (above, below, key) in named.items():
         by_clip = {
@@ -302,6 +308,7 @@ def _clips_folder(folder: Path | None) -> Iterator[Path]:
 
 def measure_data(settings: Settings) -> Outcome:
     """Compare DALI with the CPU readers on H.264; the clips of ./bench_clips are used if it exists."""
+    # One thread per process on all sides.
     torch.set_num_threads(1)
     carried = Path("bench_clips")
     sizes = TINY_SIZES if settings.is_tiny else SIZES

@@ -64,6 +64,7 @@ class _Report:
             unit="percent of the copy rate of the same run",
             labels=[f"{row['op']} {row['way']}\n{row['model']}" for row in drawn],
             series={OURS: [row["percent_of_copy"] for row in drawn]},
+            # The goals are drawn across the bars.
             marks=("goal", [row["goal_percent"] for row in drawn]),
         )
         shown = ("op", "model", "way", "status", "median_ms", "p10_ms", "p90_ms", "gb_per_s")
@@ -77,6 +78,7 @@ def measure_ops(settings: Settings) -> Outcome:
     """Measure a row for every op, shape and way; `vs X` is the time of X over that of cogfast."""
     todo = benches(settings)
     peers = list(dict.fromkeys(name for bench in todo for name in bench.peers()))
+    # Measure the copy rate of this run, since clocks differ from machine to machine and from day to day.
     report = _Report(copy_rate(settings), peers)
     for bench in todo:
         if settings.seconds_left < _LEAST_SECONDS:
@@ -95,6 +97,7 @@ def _measure(bench: Bench, report: _Report) -> None:
     status = "FAILED" if wrong else "ok"
     rows = {way: {**bench.describe(), "way": way, "status": status} for way in bench.ways}
     report.rows += rows.values()
+    # A wrong op is not timed: its speed means nothing.
     if wrong:
         return
     for way, times_ms in time_contestant(bench, OURS, bench.ways).items():
@@ -113,6 +116,7 @@ def _measure(bench: Bench, report: _Report) -> None:
 
 
 def _time_peer(bench: Bench, name: str, absent: dict[str, str]) -> dict[str, Row]:
+    # A package that is missing once is missing for every op.
     if name in absent:
         return dict.fromkeys(bench.ways, {"unavailable": absent[name]})
     try:
@@ -174,6 +178,7 @@ def _wrong_here(bench: Bench) -> list[str]:
 def pytest_generate_tests(metafunc) -> None:
     import pytest
 
+    # pytest-benchmark would time the host; the clock replays times of the device.
     clock = pytest.mark.benchmark(timer=_CLOCK.now)
     cases = [
         pytest.param(bench, way, name, marks=clock, id=f"{bench}-{way}-{name}")

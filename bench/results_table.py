@@ -104,6 +104,7 @@ def write_section(results: Sequence[Results], page: Path | None = None) -> str:
     if missing:
         rows = [(what, NOT_MEASURED) for what in missing]
         lines += ["", "### Not measured on a GPU yet", "", *_table(("what", "result"), rows)]
+    # No results of a CPU at all.
     if len(gpus) == len(results):
         rows = [(_CPU_PIECE, NOT_MEASURED)]
         lines += ["", "### Not measured on a CPU yet", "", *_table(("what", "result"), rows)]
@@ -114,6 +115,7 @@ def write_compact(results: Sequence[Results]) -> str:
     """Return one table of at most eight rows: what is measured, the result, where and when."""
     rows = []
     for row in COMPACT_ROWS:
+        # The first machine with a result gives the row.
         cells = (row.what, NOT_MEASURED, "a GPU" if row.is_gpu else "a CPU", _EMPTY)
         for each in results:
             reports = each.of(*row.pieces) if each.is_gpu == row.is_gpu else []
@@ -126,6 +128,7 @@ def write_compact(results: Sequence[Results]) -> str:
 
 
 def _gpus_first(results: Sequence[Results]) -> list[Results]:
+    # False sorts before True, and the order of machines of a kind stays.
     return sorted(results, key=lambda each: not each.is_gpu)
 
 
@@ -135,7 +138,9 @@ def _dates(reports: Iterable[Report]) -> str:
 
 def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     first = next(iter(results.reports.values()))
+    # A package that was not installed has null.
     versions = {name: version for name, version in first["versions"].items() if version}
+    # Only the packages that the timed code runs on.
     kept = [f"{n} {versions[n]}" for n in ("torch", "triton", "diffusers", "peft") if n in versions]
     lines = [f"### {results.machine}", "", f"{', '.join(kept)}; {_dates(results.reports.values())}"]
     steps = results.of(*_STEP_PIECES)
@@ -163,6 +168,7 @@ def _same_policy(reports: Sequence[Report]) -> list[str]:
             if "not_timed" in row or "error" in row:
                 rows.append((name, str(row.get("not_timed") or row["error"]), *[_EMPTY] * 3))
                 continue
+            # A side that does not fit into memory has no times.
             spread = _EMPTY
             if "ours_p10_ms" in row:
                 spread = f"{_number(row['ours_p10_ms'])} to {_number(row['ours_p90_ms'])}"
@@ -228,6 +234,7 @@ def _ops(rows: Sequence[Row]) -> list[str]:
     for op in dict.fromkeys(row["op"] for row in timed):
         of_op = [row for row in timed if row["op"] == op and row.get("status") != "FAILED"]
         peers = list(dict.fromkeys(key for row in of_op for key in row if key.startswith("vs ")))
+        # Eager PyTorch and torch.compile first.
         peers.sort(key=lambda name: not any(word in name for word in _FIRST_PEERS))
         speed_ups = lambda row: [f"{row[p]:.2f}x" if p in row else _EMPTY for p in peers]  # noqa: B023
         body = [(f"{row['way']}, {row['model']}", *speed_ups(row)) for row in of_op]
@@ -362,6 +369,7 @@ def _percent(value: float) -> str:
 
 
 def _first(names: Sequence[str]) -> str:
+    # A pipe would end the cell of the table.
     name = names[0].replace("|", " ")
     return f"`{name}`" if len(name) <= 60 else f"`{name[:57]}...`"
 
@@ -439,6 +447,7 @@ COMPACT_ROWS = (
 
 def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
     """Lines of Markdown, without the columns that are empty in every row."""
+    # MFU and peak memory are empty on a CPU, for example.
     kept = [i for i in range(len(head)) if any(row[i] != _EMPTY for row in rows)]
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cells[i] for i in kept) + " |" for cells in lines]
@@ -446,6 +455,7 @@ def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
 
 def replace_section(text: str, section: str) -> str:
     """Replace what stands between the comments; ValueError unless each occurs once, in order."""
+    # Text outside of the comments is written by hand and stays.
     before, found, rest = text.partition(START)
     _, closed, after = rest.partition(END)
     if not found or not closed or text.count(START) != 1 or text.count(END) != 1:

@@ -80,6 +80,7 @@ def _launch(folder: Path, device: torch.device) -> None:
                     stderr=subprocess.STDOUT,
                 )
             )
+    # If a rank fails, the other one would wait for it: all are killed.
     try:
         for rank, process in enumerate(processes):
             if process.wait(timeout=_TIMEOUT_SECONDS) != 0:
@@ -132,6 +133,7 @@ def find_differences(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> list[
 def _run(folder: Path, rank: int, device: torch.device) -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     store = dist.FileStore(str(folder / "store"), _SIZE)
+    # gloo: NCCL refuses two ranks on one GPU.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_SIZE)
     group = TensorParallelGroup(rank, _SIZE, dist.group.WORLD)
     stored = load_file(GOLDEN / _CASE / "io.safetensors")

@@ -85,9 +85,11 @@ def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> 
     for run, values in losses.items():  # metrics.jsonl has null for a loss that is not finite
         if any(loss is None or not math.isfinite(loss) for loss in values):
             return Outcome({"losses": losses}, problems=[f"{run}: a loss is not finite"])
+        # Means of several steps: single losses vary with their timesteps.
         first, last = _mean(values[:_NUM_AVERAGED]), _mean(values[-_NUM_AVERAGED:])
         if not last < first:
             problems.append(f"{run}: the loss does not fall: {first:.4f}, then {last:.4f}")
+    # Both float32 runs have the same draws.
     pairs = zip(losses["fp32"], losses["fp32_of_cpu"], strict=True)
     difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
     if not difference <= _RELATIVE_TOLERANCE:

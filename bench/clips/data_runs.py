@@ -181,6 +181,7 @@ def _measure(case: Case, folder: Path, clip: Path, num_listed: int, settings: Se
             continue
         rows.append(run())
         settings.keep(Outcome({"skipped": skipped}, rows, _SHOWN))
+    # Hard links to one clip: no disk holds 10,000 copies, and headers are read per path.
     rows += _start_on_manifest(clip, folder / "listed", num_listed)
     return Outcome({"skipped": skipped}, rows, _SHOWN)
 

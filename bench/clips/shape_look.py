@@ -28,7 +28,7 @@ _MIN_SPEED = 0.5  # pixels per frame; the clips move at 2
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a video shows; None for a property that cannot be recognized."""
+    """The recognized properties of a video, None where one cannot be recognized."""
 
     colour: str | None
     shape: str | None

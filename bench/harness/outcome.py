@@ -92,11 +92,13 @@ def _cell(value: object) -> str:
 
 def draw(bars: Bars, path: Path) -> str:
     """Draw a plot and return a line for the log. Without matplotlib nothing is drawn."""
+    # Figures without pyplot: no display and no global state.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         return f"no {path.name}: {error}"
+    # Height in inches for the number of bars.
     figure = Figure(figsize=(8, 1.5 + 0.25 * len(bars.labels) * len(bars.series)))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
@@ -107,6 +109,7 @@ def draw(bars: Bars, path: Path) -> str:
         places = [place + (i - (len(bars.series) - 1) / 2) * height for place in range(len(values))]
         drawn = axes.barh(places, values, height=0.9 * height, label=name)
         axes.bar_label(drawn, fmt="%.3g", padding=3)
+    # The line is a reference for all labels, such as a copy rate.
     if bars.line is not None:
         name, value = bars.line
         axes.axvline(value, color="black", lw=1, ls="--", label=f"{name}: {value:.3g}")

@@ -99,6 +99,7 @@ class OpBench:
             draw_inputs(self.op, self.shape, torch.bfloat16, device) for _ in range(num_sets)
         ]
         runs = [build(self.op, self.shape, inputs) for inputs in sets]
+        # All calls share one compilation: only the first one resets the compiler.
         if is_compiled(name):
             is_tiny = self.settings.is_tiny
             compiled = [compile_call(run.call, is_tiny, i == 0) for i, run in enumerate(runs)]
@@ -112,6 +113,7 @@ class OpBench:
 
 
 def _backward(run: Run, given: Tensors) -> Callable[[], object]:
+    # The graph is kept, so that backward can be timed many times.
     outputs = run.call()
     flat, leaves, gradients = parts(outputs), parts(run.leaves), given_for(outputs, given)
     return lambda: torch.autograd.grad(flat, leaves, gradients, retain_graph=True)

@@ -89,6 +89,7 @@ class Op:
     reference: Callable[[TokenShape, Tensors], Sequence[Tensor]]
     exact: Callable[[TokenShape, Tensors], Sequence[Tensor]] | None = None
     frozen: Sequence[str] = ()
+    # bytes / (B S M * itemsize)
     units: Mapping[str, int]  # by way; see the table at the top
     goals: Mapping[str, float]  # percent of the copy rate
 
@@ -123,6 +124,7 @@ def _draw_modulation(
     shape: TokenShape, draw: Callable[..., Tensor], names: Sequence[str]
 ) -> Tensors:
     """Draw views [B, 2, M] of one [B, 2, 6, M], the layout of the modulation layer."""
+    # Strided views, as the kernels get them in the model.
     whole = draw(shape.batch, 2, 6, shape.width, scale=0.5)
     return {name: whole[:, :, i] for i, name in enumerate(names)}
 
@@ -262,6 +264,7 @@ def draw_inputs(op: Op, shape: TokenShape, dtype: torch.dtype, device: torch.dev
     def draw(*size: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
         return scale * torch.randn(size, dtype=dtype, device=device)
 
+    # Views keep their strides when they become leaves.
     return mark_trained(op, op.draw(shape, draw))
 
 

@@ -75,6 +75,7 @@ def expected(
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, float]]:
     """Return the exact answers, and the limits of relative norm and worst element for each."""
     dtype = next(iter(inputs.values())).dtype
+    # One precision above that of the op.
     exact = torch.float64 if dtype == torch.float32 else torch.float32
     raised = mark_trained(op, {k: x.to(exact) for k, x in inputs.items()})
     raised_given = {name: x.to(exact) for name, x in given.items()}
@@ -99,6 +100,7 @@ def compare(
     wrong = []
     for name, value in found.items():
         true = truth[name]
+        # Subtraction would broadcast.
         if value.shape != true.shape:
             wrong.append(f"{name}: shape {list(value.shape)}, not {list(true.shape)}")
             continue

@@ -78,6 +78,7 @@ def _ours(streams: Streams, has_clip: bool) -> Callable[[], object]:
     step = torch.full((), float(_STEPS_BEFORE), device=p.device)
     moments = {"exp_avg": streams.m, "exp_avg_sq": streams.v, "shadow": streams.shadow}
     optimizer.state[p].update(moments, step=step)
+    # Allows a bf16 gradient of a float32 parameter.
     p.grad_dtype = streams.g.dtype
     p.grad = streams.g
     if streams.copy is not None:
@@ -216,6 +217,7 @@ class OptimizerBench:
         # Element 2^31 is where 32-bit offsets overflow.
         starts = sorted({0, max(0, min(2**31, n) - _SLICE // 2), max(0, n - _SLICE)})
         expected = [streams.slice(start, torch.float64) for start in starts]
+        # The clip factor is of the whole gradient, the comparison of slices.
         factor = _clip_factor(streams.g).double() if self.has_clip else None
         _ours(streams, self.has_clip)()
         wrong = []

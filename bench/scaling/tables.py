@@ -57,6 +57,7 @@ def write_tables() -> str:
             layouts += [_layout_row(name, is_lora, size) for size in _model_sizes(name)]
     for accumulation in (1, 4):
         for stage in (1, 2, 3):
+            # 64 copies of one GPU each.
             cells = [f"ZeRO-{stage}", f"{accumulation}"]
             for name in MODELS:
                 given = {"data_size": 64, "zero_stage": stage, "accumulation": accumulation}
@@ -93,6 +94,7 @@ def _layout_row(name: str, is_lora: bool, model_size: int) -> list[str]:
     for num_gpus in NUM_GPUS:
         data_size = num_gpus // model_size
         traffic = count(name, is_lora, data_size=data_size, model_size=model_size)
+        # A ring within a node runs over NVLink; a ring over nodes is as fast as its slowest link.
         speed = NVLINK if num_gpus <= GPUS_PER_NODE else BETWEEN_NODES
         cells.append(_gb_and_seconds(traffic.among_copies, speed) if data_size > 1 else "–")
     return cells

@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to measure all cases.
+    """The measuring options of all cases.
 
     num_pairs: number of alternating calls. seconds: limit of the sampling time of each side.
     """
@@ -127,6 +127,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
         "ours_attention_backend": plan.attention_backend or default,
         "diffusers_attention_backend": "PyTorch's choice",
     }
+    # A speed-up of a model that computes something else means nothing.
     agreement, wrong = _agree(case, plan, variant)
     row |= agreement
     if wrong:
@@ -135,6 +136,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     is_alternating = case.what == "block" or plan.device.type == "cpu"
     row["order"] = "pairs" if is_alternating else "rounds"
     times, seen = (_time_pairs if is_alternating else _time_rounds)(case, plan, variant)
+    # The same FLOPs for both sides, whatever each recomputes.
     model_flops = train_flops(variant.config, variant.num_tokens) * variant.batch_size
     row["model_tflop"] = model_flops / 1e12
     for side, figures in seen.items():
@@ -163,6 +165,7 @@ def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
         return {"not_compared": "only cogfast was to be measured"}, []
     key = (case.model, case.mode, case.engine)
     if key not in plan.agreements:
+        # compare_sides cuts the layers by itself.
         whole = replace(variant.config, num_layers=MODELS[case.model][0].num_layers)
         try:
             found = compare_sides(replace(variant, config=whole), case.engine == "compiled")
@@ -176,6 +179,7 @@ def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
 def _time_pairs(
     case: Case, plan: Plan, variant: Variant
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, object]]]:
+    # Both sides are built at once, so that their calls can alternate.
     torch._dynamo.reset()  # each build counts as a recompilation, and their number is limited
     prepared = {side: _prepare(side, case, plan, variant) for side in plan.sides}
     seen = {side: p.figures if isinstance(p, _Prepared) else p for side, p in prepared.items()}
@@ -196,6 +200,7 @@ def _time_rounds(
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, object]]]:
     times: dict[str, list[float]] = {}
     seen: dict[str, dict[str, object]] = {}
+    # A round builds one side, samples half its time and frees it.
     for side in _ROUNDS:
         if side not in plan.sides or (
             side in seen and side not in times
@@ -271,6 +276,7 @@ def _build(
         call()  # `auto` chooses after the second step
     if seen is not None:
         return _Prepared(call, seen)
+    # Peak memory is that of a later step: the first one also compiles and allocates state.
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(plan.device)
     call()
@@ -279,6 +285,7 @@ def _build(
         wait_for(plan.device)
         peak = torch.cuda.max_memory_allocated(plan.device) - before
         figures["peak_memory_gib"] = peak / 2**30
+    # The profiler slows a call, so this call is not timed.
     figures["attention_kernels"] = name_attention(call, plan.device)
     free_memory(plan.device)
     return _Prepared(call, figures)
@@ -287,10 +294,12 @@ def _build(
 def _make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
     if case.what == "block":
         return built.block_call(draw_block_input(variant))
+    # The same batch in every step: data loading is not part of the comparison.
     batch = draw_batch(variant)
     update = UPDATES[side](built.network.parameters())
 
     def step() -> None:
+        # Mean squared error in float32 on both sides, in place of the diffusion loss.
         loss = (built.forward(batch) - batch.target).float().square().mean()
         loss.backward()
         built.after_backward()
@@ -324,6 +333,7 @@ def best_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     against the compiled model of diffusers. cogfast may use either engine in both.
     """
     keys = ("model", "num_layers", "num_layers_of_model", "what", "mode", "dtype")
+    # Rows of a group differ only in checkpointing policy and engine.
     groups: dict[tuple, list[Mapping[str, object]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)

@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What both sides are built from; kernels and attention_backend apply only to cogfast."""
+    """The arguments of both sides; kernels and attention_backend apply only to cogfast."""
 
     config: TransformerConfig
     batch_size: int

@@ -71,9 +71,11 @@ class Ours:
             network = assemble_transformer(variant.config)
         randomize(network, seed=0)
         self.network = network.to(variant.dtype).train()
+        # The kernels of a block are chosen as in training.
         kernels = choose_kernels(variant.kernels, variant.attention_backend)
         self.network.use_kernels(kernels)
         is_lora = variant.config.lora_rank is not None
+        # Parameters without gradients, which the optimizers would refuse.
         never = ("position_table.weight", *network.unused_parameter_names())
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(is_lora_parameter(name) if is_lora else name not in never)
@@ -105,6 +107,7 @@ class Ours:
     def block_call(self, given: BlockInput) -> Callable[[], None]:
         block, hidden = self.network.blocks[0], given.hidden.clone().requires_grad_()
         run, *_ = self.network.training_calls or (block,)
+        # The transformer applies silu once for all blocks; diffusers does so in each norm.
         conditioning = nn.functional.silu(given.conditioning)
         num_text, rotation = self.variant.config.text_length, self.network.rotary(self.variant.grid)
 
@@ -136,6 +139,7 @@ class Theirs:
         config, grid = variant.config, variant.grid
         self.variant = variant
         is_rotary = config.position == "rotary"
+        # No memory and no initialization: all weights are copied from cogfast.
         with torch.device("meta"):
             network = CogVideoXTransformer3DModel(
                 num_attention_heads=config.num_attention_heads,
@@ -183,6 +187,7 @@ class Theirs:
         nn.Module.to(network, network.proj_out.weight.dtype)  # peft makes adapters in float32
 
     def forward(self, batch: Batch) -> Tensor:
+        # diffusers has frames before channels: [B, T, C, h, w].
         latents = batch.latents.transpose(1, 2)
         output = self.network(
             latents, batch.text, batch.timesteps, image_rotary_emb=self.rotary, return_dict=False
@@ -209,6 +214,7 @@ class Theirs:
     def block_call(self, given: BlockInput) -> Callable[[], None]:
         block, num_text = self.network.transformer_blocks[0], self.variant.config.text_length
         split = lambda x: (x[:, num_text:].clone(), x[:, :num_text].clone())  # video, text
+        # diffusers keeps text and video in two tensors.
         inputs = [x.requires_grad_() for x in split(given.hidden)]
         gradients, conditioning, rotary = split(given.given), given.conditioning, self.rotary
         run: Callable[..., tuple[Tensor, Tensor]] = block

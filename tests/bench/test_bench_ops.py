@@ -119,15 +119,15 @@ def test_every_peer_is_timed_or_says_why_not(measured) -> None:
 
 def test_bars_are_marked_with_the_goals(measured) -> None:
     labels, (_, goals) = measured.bars.labels, measured.bars.marks
-    told = {label.splitlines()[0]: goal for label, goal in zip(labels, goals, strict=True)}
-    assert told["residual_adaptive_layernorm SFT forward"] == 88
-    assert told["residual_adaptive_layernorm SFT backward"] == 80
-    assert told["qk_norm_rope3d backward"] == 75 and told["gelu backward"] == 85
-    assert told["FusedEmaAdam clip copy step"] == 88
+    found = {label.splitlines()[0]: goal for label, goal in zip(labels, goals, strict=True)}
+    assert found["residual_adaptive_layernorm SFT forward"] == 88
+    assert found["residual_adaptive_layernorm SFT backward"] == 80
+    assert found["qk_norm_rope3d backward"] == 75 and found["gelu backward"] == 85
+    assert found["FusedEmaAdam clip copy step"] == 88
 
 
-def test_bytes_of_the_shapes_that_count() -> None:
-    """The planned sizes: 273 and 437 MB for the fused norm, a unit of 277 MB at 1.5-5B."""
+def test_bytes_at_the_shapes_of_the_models() -> None:
+    """The fused norm moves 273 and 437 MB; a unit is 277 MB at 1.5-5B."""
     of_2b, of_5b, of_15 = (bytes_of(RESIDUAL_NORM, "forward", shape) for shape in SHAPES)
     assert (of_2b, of_5b) == (4 * 17776 * 1920 * 2, 4 * 17776 * 3072 * 2)
     assert of_15 == 4 * 45104 * 3072 * 2
@@ -138,7 +138,7 @@ def test_bytes_of_the_shapes_that_count() -> None:
 
 def bent(function, change):
     """Return the op with its outputs changed."""
-    return lambda *arguments, **words: change(function(*arguments, **words))
+    return lambda *arguments, **keywords: change(function(*arguments, **keywords))
 
 
 def half_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def swapped_text(hidden, weight, bias, shift, scale, num_text, eps):
     )
 
 
-def raising(*arguments, **words):
+def raising(*arguments, **keywords):
     raise RuntimeError("CUDA error: misaligned address\nmore")
 
 
@@ -226,7 +226,7 @@ def test_checks_pass_without_rotation_too(op) -> None:
     assert check_op(op, PLAIN, CPU) == []
 
 
-def test_no_time_left_is_said() -> None:
+def test_rows_without_time_are_noted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "benches", small_set)
         outcome = ops.measure_ops(replace(TINY, deadline=0.0))
@@ -268,7 +268,7 @@ class _ForeignNorm(nn.LayerNorm):
         super().__init__(width, eps=eps, bias=bias)
 
 
-def test_norms_of_other_packages_stand_in_for_the_norm(monkeypatch) -> None:
+def test_norms_of_other_packages_replace_the_norm(monkeypatch) -> None:
     monkeypatch.setattr(peers, "need_gpu", lambda device: None)
     package(monkeypatch, "liger_kernel")
     package(monkeypatch, "liger_kernel.transformers", LigerLayerNorm=_ForeignNorm)
@@ -279,16 +279,16 @@ def test_norms_of_other_packages_stand_in_for_the_norm(monkeypatch) -> None:
             check_peer(peers.peers_of(op)[name], op, ROTARY, CPU)
 
 
-def test_the_other_project_named_apex_is_told_from_nvidias(monkeypatch) -> None:
+def test_pypi_apex_is_not_taken_for_nvidia_apex(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
     with pytest.raises(Unavailable, match="apex is not installed"):
         peers.nvidia_apex("normalization")
-    package(monkeypatch, "apex")  # no package of its own, as PyPI's has no normalization
+    package(monkeypatch, "apex")  # a module without submodules: PyPI's apex has no normalization
     with pytest.raises(Unavailable, match="not NVIDIA's, or is built without its kernels"):
         peers.nvidia_apex("normalization")
 
 
-def test_liger_that_is_absent_is_told(monkeypatch) -> None:
+def test_a_missing_liger_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(peers, "need_gpu", lambda device: None)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     inputs = draw_inputs(NORM, PLAIN, torch.float32, CPU)
@@ -297,7 +297,7 @@ def test_liger_that_is_absent_is_told(monkeypatch) -> None:
     assert "liger_kernel" in ops.why(caught.value)
 
 
-def test_the_sweep_tells_the_best_next_to_what_is_used(monkeypatch) -> None:
+def test_the_sweep_reports_the_best_and_the_used_launch(monkeypatch) -> None:
     choices = [replace(choice, ops=choice.ops[-1:]) for choice in CHOICES[-2:]]
     monkeypatch.setattr(launch_sweep, "CHOICES", choices)
     monkeypatch.setattr(launch_sweep, "TINY_SHAPES", (ROTARY,))
@@ -334,7 +334,7 @@ def read_names(function: ast.FunctionDef) -> set[str]:
     return {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
 
 
-def test_what_the_sweep_swaps_is_looked_up_at_every_launch() -> None:
+def test_swapped_names_are_looked_up_at_every_launch() -> None:
     swaps = [
         swap for choice in CHOICES for swap in choice.swaps(choice.candidates(SHAPES[0].width)[0])
     ]
@@ -381,13 +381,13 @@ def test_pytest_benchmark_keeps_the_same_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [([], "torch sees no GPU"), (["--device", "cpu"], "take hours on a CPU; add --tiny")],
 )
-def test_bad_words(words, message, monkeypatch, capsys) -> None:
+def test_bad_arguments(argv, message, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        ops.main(words)
+        ops.main(argv)
     assert message in capsys.readouterr().err
 
 

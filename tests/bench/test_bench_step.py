@@ -1,4 +1,4 @@
-"""bench.step at its smallest: the two sides compute the same, and what is told of them is right."""
+"""bench.step at its smallest sizes: both sides compute the same, and the figures are right."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def variant(model: str, lora_rank: int | None = None, dtype=torch.float32) -> Va
 @pytest.mark.parametrize("model", ["2b-smallest", "5b-smallest"])
 @pytest.mark.parametrize("lora_rank", [None, 4], ids=["sft", "lora"])
 def test_the_sides_agree(model: str, lora_rank: int | None) -> None:
-    """Outputs, and the gradients of all that is trained, by the same names."""
+    """Outputs and the gradients of all trained parameters agree, by the same names."""
     figures, problems = compare_sides(variant(model, lora_rank), is_compiled=False)
     assert problems == []
-    assert 0 < figures["ours_output_relative_error"] < 1e-6  # other arithmetic, the same numbers
+    assert 0 < figures["ours_output_relative_error"] < 1e-6  # same function, different arithmetic
     assert 0 < figures["ours_worst_gradient_relative_error"] < 1e-5
-    # 2 blocks of 24 trained tensors of diffusers', 16 around them; 8 adapters in each block
+    # In diffusers: 24 trained tensors in each of 2 blocks and 16 outside; with LoRA, 8 adapters in each block.
     assert figures["num_gradients_compared"] == (2 * 24 + 16 if lora_rank is None else 2 * 8)
 
 
-def test_bfloat16_is_held_against_float32() -> None:
+def test_bfloat16_is_compared_with_float32() -> None:
     figures, problems = compare_sides(variant("5b-smallest", dtype=torch.bfloat16), False)
     assert problems == []
     for side in SIDES:
@@ -55,7 +55,7 @@ def test_bfloat16_is_held_against_float32() -> None:
 
 @pytest.mark.soak  # Inductor compiles C++
 def test_compiled_sides_agree_and_are_timed(monkeypatch) -> None:
-    """And nothing is compiled while it is timed."""
+    """Compiled sides agree, and nothing is compiled while they are timed."""
     numbers = []
 
     def count(call, device) -> float:
@@ -83,7 +83,7 @@ def test_names_and_parts_invert_the_loader(lora_rank: int | None) -> None:
 
 
 class Wrong(Ours):
-    """Every gradient is right but that of one bias, a tenth of which is lost."""
+    """A side that loses a tenth of the gradient of one bias."""
 
     def gradients(self):
         found = super().gradients()
@@ -91,7 +91,7 @@ class Wrong(Ours):
         return {**found, name: 0.9 * found[name]}
 
 
-def test_what_disagrees_is_not_timed(monkeypatch) -> None:
+def test_sides_that_disagree_are_not_timed(monkeypatch) -> None:
     monkeypatch.setitem(SIDES, "ours", Wrong)
     row, problems = measure_case(Case("2b-smallest"), replace(PLAN, agreements={}))
     (problem,) = problems
@@ -101,7 +101,7 @@ def test_what_disagrees_is_not_timed(monkeypatch) -> None:
     assert "ours_median_ms" not in row and "ratio" not in row
 
 
-def test_nothing_passes_as_a_number() -> None:
+def test_nan_is_no_agreement() -> None:
     truth = {"output": torch.ones(4), "a.weight": torch.ones(3)}
     broken = {**truth, "a.weight": torch.tensor([1.0, float("nan"), 1.0])}
     assert "a.weight: relative error nan" in agreement.judge(truth, broken, truth, 1.0)[1][0]
@@ -109,7 +109,7 @@ def test_nothing_passes_as_a_number() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_both_updates_do_the_same(dtype: torch.dtype) -> None:
-    """Clipped AdamW, EMA and copy back: against the formulas in float64, three steps."""
+    """Three steps of clipping, AdamW, EMA and copy equal the formulas in float64."""
     torch.manual_seed(0)
     start = [torch.randn(5, 7), torch.randn(11)]
     gradients = [[torch.randn_like(p) for p in start] for _ in range(3)]
@@ -167,7 +167,7 @@ def test_checkpointing_runs_each_block_twice(side: str) -> None:
         seen.clear()
 
 
-def test_policies_that_one_side_has_count_among_the_best() -> None:
+def test_a_policy_of_one_side_can_be_its_best() -> None:
     cases = [Case("2b-smallest", what=w, checkpointing="pointwise") for w in ("block", "step")]
     for case in cases:
         row, problems = measure_case(case, PLAN)
@@ -181,7 +181,7 @@ def test_policies_that_one_side_has_count_among_the_best() -> None:
 def test_auto_chooses_before_it_is_measured() -> None:
     row, problems = measure_case(Case("2b-smallest", checkpointing="auto"), PLAN)
     assert problems == [] and row["ours_median_ms"] > 0
-    # it begins with full, and there is room for everything
+    # It starts with `full`, and everything fits into memory.
     assert row["ours_checkpointing"] == "none in all 2 layers"
 
 
@@ -204,7 +204,7 @@ def test_figures_follow_from_times_and_sizes(monkeypatch) -> None:
     assert row["ours_mfu"] == pytest.approx(flops / 5e-3 / 1e12)
 
 
-def test_rounds_give_each_side_the_memory_alone(monkeypatch) -> None:
+def test_each_round_has_the_memory_to_itself(monkeypatch) -> None:
     built = []
     for side, build in list(SIDES.items()):
         note = lambda given, side=side, build=build: built.append(side) or build(given)
@@ -215,12 +215,12 @@ def test_rounds_give_each_side_the_memory_alone(monkeypatch) -> None:
     assert built == ["ours", "diffusers", "diffusers", "ours"]
     assert {side: len(samples) for side, samples in times.items()} == {"ours": 4, "diffusers": 4}
     forward, backward = seen["diffusers"]["attention_kernels"]
-    # which of the operators is the longest is noise at this size
+    # At this size, noise decides which operator is the slowest.
     assert "attention" in forward and "ackward" not in forward
     assert "attention" in backward.lower() and "backward" in backward.lower()
 
 
-def test_a_side_that_does_not_fit_is_told(monkeypatch) -> None:
+def test_a_side_that_does_not_fit_is_reported(monkeypatch) -> None:
     class Large:
         def __init__(self, parameters) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.75 GiB.\nMore")
@@ -236,7 +236,7 @@ def test_a_side_that_does_not_fit_is_told(monkeypatch) -> None:
     assert row["ours_median_ms"] > 0
 
 
-def test_without_peft_ours_alone_is_timed(monkeypatch) -> None:
+def test_without_peft_only_cogfast_is_timed(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     row, problems = measure_case(Case("2b-smallest", mode="lora"), replace(PLAN, agreements={}))
     assert problems == [] and row["ours_median_ms"] > 0
@@ -277,7 +277,7 @@ def test_best_policies_are_the_fastest_that_fit() -> None:
     full, none = Case("2b", checkpointing="full"), Case("2b")
     rows = [
         timed(full, 10.0, 12.0),
-        timed(none, 8.0, None),  # diffusers' does not fit
+        timed(none, 8.0, None),  # diffusers does not fit
         timed(replace(full, engine="compiled"), 9.0, 11.0),
         timed(replace(none, num_layers=15), 4.0, 5.0),
     ]
@@ -290,8 +290,8 @@ def test_best_policies_are_the_fastest_that_fit() -> None:
     assert [row["ratio"] for row in best if row["num_layers"] == 15] == [4 / 5]
 
 
-def test_the_cases_for_a_gpu() -> None:
-    """The same policy on both sides first, whole where it fits, and each case once."""
+def test_cases_for_a_gpu() -> None:
+    """Cases with the same policy come first, use the whole model if it fits, and occur once."""
     for cases, layers in ((cases_2b, 30), (cases_5b, 42)):
         for memory_gib in (79.0, 139.0):
             listed = cases(memory_gib)
@@ -301,13 +301,13 @@ def test_the_cases_for_a_gpu() -> None:
             whats = [("block", "sft"), ("block", "lora"), ("step", "sft"), ("step", "lora")]
             assert {(what, mode, "eager") for what, mode in whats} <= kinds
             assert {("block", "sft", "compiled"), ("step", "lora", "compiled")} <= kinds
-        assert listed[0].layers == layers  # of an H200
+        assert listed[0].layers == layers  # on an H200
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
     out = tmp_path / "results" / "step.json"
-    words = ["--model", "5b-smallest", "--what", "step", "block", "--layers", "1", "--pairs", "3"]
-    assert step.main([*words, "--out", str(out)]) == 0
+    argv = ["--model", "5b-smallest", "--what", "step", "block", "--layers", "1", "--pairs", "3"]
+    assert step.main([*argv, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["piece"] == "step" and report["problems"] == []
     assert report["versions"]["torch"] == torch.__version__ and report["machine"]
@@ -320,7 +320,7 @@ def test_the_command(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["--layers", "9"], "--layers must be 1 to 6 for tiny"),
         (["--device", "cuda"], "--device cuda: torch sees no GPU"),
@@ -328,19 +328,19 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     ],
     ids=["layers", "no-gpu", "mode"],
 )
-def test_bad_words(words, message, monkeypatch, capsys) -> None:
+def test_bad_arguments(argv, message, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        step.main(words)
+        step.main(argv)
     assert message in capsys.readouterr().err
 
 
-def test_theirs_starts_with_our_weights() -> None:
+def test_diffusers_starts_with_the_same_weights() -> None:
     given = variant("2b-smallest")
     ours, theirs = Ours(given).network, dict(Theirs(given).network.named_parameters())
     to_k = theirs["transformer_blocks.1.attn1.to_k.weight"]
     assert torch.equal(to_k, ours.blocks[1].attention.qkv.weight[64:128])
-    # shift, scale, gate for video and then for text
+    # shift, scale and gate of video, then of text
     mlp = theirs["transformer_blocks.0.norm2.linear.bias"]
     modulation = ours.blocks[0].modulation.linear.bias
     assert torch.equal(mlp, torch.cat([modulation[3 * 64 : 6 * 64], modulation[9 * 64 :]]))

@@ -1,4 +1,4 @@
-"""What collectives of two and four processes move is what the formulas say, and docs/scaling.md says it too."""
+"""The traffic formulas agree with the collectives of two and four processes, and with docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.tiny_transformers import FAMILY, inputs
 
 Sent = dict[str, dict[str, float]]
 TOLERANCE = 0.03
-NUM_TOKENS = 20  # of the runs: 8 of text, 3 x 2 x 2 of video
+NUM_TOKENS = 20  # in the runs: 8 of text, 3 x 2 x 2 of video
 
 
 def launch(folder: Path, processes: int) -> tuple[list[Sent], TransformerConfig]:
-    """{case: {collective: bytes}} of all processes, and the transformer of the runs."""
+    """Launch all processes; return {case: {collective: bytes}} of each, and the transformer of the runs."""
     base = write_config(folder / "base.yaml", write_clips(folder / "data"), "5b")
     launch_ranks(processes, "tests/support/ranks/communication_ranks.py", str(base), str(folder))
     network = load_config([base]).model["network_config"]["params"]
@@ -45,13 +45,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], Tran
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
-    """Two copies of a model, each held by two processes."""
+    """Launch two copies of a model, each on two processes."""
     return launch(tmp_path_factory.mktemp("mesh"), 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if "reduce" not in name])
-def test_a_training_step_moves_what_the_formula_says(launched, name: str) -> None:
+def test_traffic_of_a_training_step(launched, name: str) -> None:
     sent, config = launched
     layout = Layout(
         data_size=2,
@@ -82,7 +82,7 @@ def test_reducing_to_the_owners_halves_the_gradients(launched) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
-def test_a_shared_model_moves_what_the_formula_says(launched, name: str) -> None:
+def test_traffic_of_a_tensor_parallel_model(launched, name: str) -> None:
     case, policy, splits_rows = SHARED[name]
     latents = inputs(CASES[case].family)["latents"]
     text = CASES[case].config.text_length
@@ -102,7 +102,7 @@ def test_a_shared_model_moves_what_the_formula_says(launched, name: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESH_RUNS)
-def test_copies_and_those_who_share_one_move_what_the_formula_says(mesh, name: str) -> None:
+def test_traffic_of_two_tensor_parallel_copies(mesh, name: str) -> None:
     sent, config = mesh
     layout = Layout(
         data_size=2,
@@ -116,7 +116,7 @@ def test_copies_and_those_who_share_one_move_what_the_formula_says(mesh, name: s
     for rank in sent:
         found = Counter(rank[name])
         assert found["copies gather"] == pytest.approx(expected.weights, TOLERANCE)
-        # and what is logged: the sum of losses and their number
+        # plus the logged sum of losses and their number
         gradients = found["copies all_reduce"] - all_reduce(8, 2)
         assert gradients == pytest.approx(expected.gradients, TOLERANCE)
         inside = [found[f"inside {name}"] for name in ("all_reduce", "gather", "scatter")]
@@ -125,8 +125,8 @@ def test_copies_and_those_who_share_one_move_what_the_formula_says(mesh, name: s
 
 
 @pytest.mark.slow
-def test_a_batch_is_sent_as_it_was_read_and_encoded(mesh) -> None:
-    """Two micro-batches of one clip: its bytes, and latents and text embedding in float32."""
+def test_a_batch_is_sent_before_and_after_encoding(mesh) -> None:
+    """For two micro-batches, a clip is sent as bytes, and its latents and text embedding in float32."""
     pixels, latents, text = 9 * 3 * SIDE**2, 4 * CHANNELS * 3 * (SIDE // 8) ** 2, 4 * 8 * 16
     for rank in mesh[0]:
         for found in rank.values():
@@ -138,13 +138,13 @@ def test_one_gpu_sends_nothing() -> None:
 
 
 def test_a_ring() -> None:
-    """Four GPUs: three quarters of the bytes go round once, or twice for a sum on all."""
+    """In a ring of four, each GPU sends 3/4 of the bytes once, or twice for an all-reduce."""
     assert scatter_or_gather(400, 4) == 300
     assert all_reduce(400, 4) == 600
 
 
-def test_a_share_has_its_part_of_the_blocks() -> None:
-    """Linears in half, head norms, block norms and the biases of `out` and fc2 whole."""
+def test_sharded_and_replicated_parameters_of_a_block() -> None:
+    """Linears are halved; head norms, block norms and the biases of `out` and fc2 are replicated."""
     config = FAMILY["5b"]
     whole, half = (
         sum(p.numel() for p in held_model(config, size).blocks[0].parameters()) for size in (1, 2)
@@ -183,19 +183,19 @@ def test_lora_under_zero_3_is_refused() -> None:
         count_traffic(config, Layout(data_size=2, zero_stage=3), NUM_TOKENS)
 
 
-def test_the_page_holds_the_formulas_figures() -> None:
+def test_the_page_has_the_figures_of_the_formulas() -> None:
     assert read_tables(PAGE.read_text()) == write_tables(), "run python -m bench.scaling.tables"
 
 
 def test_four_sums_per_block_of_5b() -> None:
-    """By hand: 42 blocks, four all-reduces of 17,776 x 3072 in bf16 among 2 GPUs."""
+    """Compare with a count by hand: 42 blocks with four all-reduces of 17,776 x 3072 in bf16."""
     unit = 17_776 * 3072 * 2
     found = count("5B", data_size=1, model_size=2).activations
     assert found == pytest.approx(42 * 4 * unit, 1e-3)
 
 
 def test_a_page_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what stands between the comments is replaced."""
+    """Only the text between the comments is replaced."""
     import bench.scaling.tables as tables
 
     page = tmp_path / "page.md"

@@ -33,14 +33,14 @@ def _scale_kernel(x_ptr, y_ptr, factor, num, bias_ptr, BLOCK: tl.constexpr):
 
 @jit
 def _center_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    """The sum of 4 warps' numbers goes through shared memory."""
+    """Sum the numbers of 4 warps through shared memory."""
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     tl.store(y_ptr + tl.arange(0, BLOCK), x - tl.sum(x, 0) / BLOCK)
 
 
 @jit
 def _sums_kernel(x_ptr, y_ptr, num_rows, D: tl.constexpr):
-    """Sums of D numbers in the registers of 32 threads: more than there are."""
+    """Sum D numbers in the registers of 32 threads, which have too few."""
     at = tl.arange(0, D)
     total = tl.zeros([D], tl.float32)
     for row in range(num_rows):
@@ -91,7 +91,7 @@ def compile_cases():
 '''
 
 
-def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, dict, str]:
+def run(argv: list[str], folder: Path, code: str | None = None) -> tuple[int, dict, str]:
     """Run the report in a child process; return its exit status, its rows by (op, case, arch) and
     its output.
 
@@ -100,7 +100,7 @@ def run(words: list[str], folder: Path, code: str | None = None) -> tuple[int, d
     start = ["-c", code] if code else ["-m", "bench.compile_report"]
     out = folder / "report.json"
     done = subprocess.run(
-        [sys.executable, *start, *words, "--out", str(out)],
+        [sys.executable, *start, *argv, "--out", str(out)],
         cwd=ROOT,
         # Tests set TRITON_INTERPRET: the program must remove it.
         env={**os.environ, "PYTHONPATH": str(folder)},
@@ -147,7 +147,7 @@ def test_a_broken_limit_is_reported(toy) -> None:
     assert printed.splitlines()[-1].endswith("7 over a limit")
 
 
-def test_other_architectures_are_held_to_no_spills_only(toy) -> None:
+def test_other_architectures_are_only_checked_for_spills(toy) -> None:
     over = {case for (_, case, arch), row in toy[1].items() if arch == 80 and row["over"]}
     assert over == {"spills", "no argument"}
 

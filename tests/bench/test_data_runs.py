@@ -1,4 +1,4 @@
-"""Whole runs on manifests, weights and buckets: the same losses after a resume, honest figures."""
+"""Whole runs on manifests, weights and buckets: a resume repeats the losses, and figures are right."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 from tests.support.video_files import constant_rate, write_clip
 
 BUCKETS = [[9, 32, 32], [9, 16, 32], [1, 32, 32]]
-TOKENS = [3 * 4 + 8, 3 * 2 + 8, 1 * 4 + 8]  # latent frames x rows x columns of patches, and text
+TOKENS = [3 * 4 + 8, 3 * 2 + 8, 1 * 4 + 8]  # latent frames x rows x columns of patches, plus text
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """6 clips of 17 x 32 x 32, 5 of half the rows, 3 of a single frame, 1 broken; a manifest."""
+    """Write 6 clips of 17 x 32 x 32, 5 with half the rows, 3 of one frame, a broken one, and a manifest."""
     folder = write_clips(tmp_path_factory.mktemp("data"))
     rows = [{"path": f"videos/{i}.mp4", "caption": f"bar {i}"} for i in range(6)]
     for i in range(6, 14):
@@ -43,15 +43,15 @@ def _section(**params: object) -> dict:
     return {"target": "cogfast.data.datasets.VideoManifest", "params": {**size, **params}}
 
 
-def make(folder: Path, data: Path, *words: str, family: str = "5b", **args: object) -> Trainer:
+def make(folder: Path, data: Path, *overrides: str, family: str = "5b", **args: object) -> Trainer:
     base = write_config(
         folder / "base.yaml", data, family, dataset=_section(buckets=BUCKETS), **args
     )
     manifest = f"args.train_data=[{data / 'data.jsonl'}]"
-    return Trainer(load_config([base], [manifest, "args.max_bad_fraction=0.1", *words]))
+    return Trainer(load_config([base], [manifest, "args.max_bad_fraction=0.1", *overrides]))
 
 
-def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) -> None:
+def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) -> None:
     caplog.set_level("INFO")
     straight = make(tmp_path / "a", data, "args.train_iters=9")
     straight.train()
@@ -59,8 +59,8 @@ def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) ->
         "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
     )
     assert "5 of 5 held-out clips are trained on, too, such as" in caplog.text
-    told = r"1 of 5 held-out videos cannot be used, first: .*broken.mp4: not a readable video"
-    assert re.search(told, caplog.text)
+    pattern = r"1 of 5 held-out videos cannot be used, first: .*broken.mp4: not a readable video"
+    assert re.search(pattern, caplog.text)
     folder = run_folder(tmp_path / "a/runs")
     (line,) = (folder / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("broken.mp4")
@@ -71,7 +71,7 @@ def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) ->
     assert losses(part) == losses(folder) and len(losses(part)) == 9
     assert "another order" not in caplog.text
 
-    # every line's tokens and FLOPs are those of the bucket of its step
+    # Tokens and FLOPs of a line are those of the bucket of its step.
     order, model = straight.order, straight.engine.transformer.config
     lines = [json.loads(t) for t in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({order.bucket(step) for step in range(9)}) == 3
@@ -92,19 +92,21 @@ def test_a_run_on_buckets_goes_on_exactly(tmp_path: Path, data: Path, caplog) ->
 
 
 def test_buckets_and_weights_from_a_cache(tmp_path: Path, data: Path) -> None:
-    """Encoded once, trained on with the losses of pixels."""
-    words = ("args.train_iters=6", f"args.latent_cache={tmp_path / 'cache'}",
+    """Training from a cache has the losses of training from pixels."""
+    overrides = ("args.train_iters=6", f"args.latent_cache={tmp_path / 'cache'}",
              "args.train_data_weights=[0.7]")  # fmt: skip
-    make(tmp_path / "pixels", data, words[0], words[2]).train()
+    make(tmp_path / "pixels", data, overrides[0], overrides[2]).train()
     base = tmp_path / "pixels/base.yaml"
-    more = [f"args.train_data=[{data / 'data.jsonl'}]", "args.max_bad_fraction=0.1", *words]
+    more = [f"args.train_data=[{data / 'data.jsonl'}]", "args.max_bad_fraction=0.1", *overrides]
     cache_latents(load_config([base], more))
-    make(tmp_path / "cached", data, *words).train()
+    make(tmp_path / "cached", data, *overrides).train()
     pixels, cached = (losses(run_folder(tmp_path / n / "runs")) for n in ("pixels", "cached"))
     assert pixels == cached and len(cached) == 6
     shards = sorted((tmp_path / "cache").glob("*.safetensors"))
     other = [*more, "data.params.video_size=[32,16]", "data.params.max_num_frames=5"]
-    cache_latents(load_config([base], other))  # what evaluations sample encodes nothing anew
+    cache_latents(
+        load_config([base], other)
+    )  # changed sampling in evaluations encodes nothing again
     assert sorted((tmp_path / "cache").glob("*.safetensors")) == shards
 
 
@@ -118,15 +120,15 @@ def test_epochs_count_weights_and_buckets(tmp_path: Path, data: Path) -> None:
 
 
 def test_an_image_to_video_run_samples_one_size(tmp_path: Path, data: Path) -> None:
-    """Held-out pictures of another bucket are fitted to the size that is sampled."""
-    words = ("args.train_iters=2", "args.eval_interval=2", "args.eval_sampling_steps=2",
+    """Held-out images of a different bucket are resized to the sampled size."""
+    overrides = ("args.train_iters=2", "args.eval_interval=2", "args.eval_sampling_steps=2",
              "args.eval_num_samples=4", "data.params.max_num_frames=17",
              "data.params.buckets=[[17,32,32],[1,16,32],[1,32,32]]")  # fmt: skip
-    make(tmp_path, data, *words, family="1.5_5b_i2v").train()
+    make(tmp_path, data, *overrides, family="1.5_5b_i2v").train()
     assert len(list(run_folder(tmp_path / "runs").rglob("*.mp4"))) == 4
 
 
-def test_too_many_bad_end_the_run_before_it_begins(tmp_path: Path, data: Path) -> None:
+def test_too_many_bad_videos_end_the_run_at_its_start(tmp_path: Path, data: Path) -> None:
     with pytest.raises(
         ValueError, match=r"4/15 videos unreadable \(>10%\).*first: .*2 frames at 8"
     ):
@@ -143,14 +145,16 @@ def test_too_many_bad_end_the_run_before_it_begins(tmp_path: Path, data: Path) -
         ([9, 32], r"buckets\[1\]=\[9, 32\] must be \[frames, rows, columns\]"),
     ],
 )
-def test_the_familys_rule_for_every_bucket(tmp_path: Path, data: Path, bucket, message) -> None:
+def test_every_bucket_must_fit_the_model_family(
+    tmp_path: Path, data: Path, bucket, message
+) -> None:
     section = _section(buckets=[[9, 32, 32], bucket])
     base = write_config(tmp_path / "base.yaml", data, dataset=section)
     with pytest.raises(ValueError, match=message):
         check_train(load_config([base], [f"args.train_data=[{data / 'data.jsonl'}]"]))
 
 
-def test_2b_takes_one_size(tmp_path: Path, data: Path) -> None:
+def test_2b_accepts_one_size(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data, "2b", dataset=_section(buckets=BUCKETS))
     with pytest.raises(
         ValueError, match=r"\[16, 32\]: the model's position table is for \[32, 32\]"
@@ -160,8 +164,8 @@ def test_2b_takes_one_size(tmp_path: Path, data: Path) -> None:
 
 
 @pytest.mark.soak
-def test_compiled_blocks_serve_all_buckets(tmp_path: Path, data: Path) -> None:
-    """The same losses, and no more graphs than the first shape's and those with sizes left open."""
+def test_compiled_blocks_work_for_all_buckets(tmp_path: Path, data: Path) -> None:
+    """Losses are equal, and there are only the graphs of the first shape and of dynamic shapes."""
     make(tmp_path / "plain", data, "args.train_iters=9").train()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

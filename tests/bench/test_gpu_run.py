@@ -1,4 +1,4 @@
-"""bench.gpu_run, all of it at small sizes on the CPU, without the packages that a GPU machine lacks."""
+"""Every piece of bench.gpu_run at small sizes on the CPU, without the packages a GPU machine may lack."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from cogfast.model.weights.shard import Shard
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(torch.device("cpu"), is_tiny=True)
-# Neither ../shared/device nor its machine has these for the part that is tested.
+# Packages that the part under test must not need.
 ABSENT = ("diffusers", "decord", "av", "skvideo", "flash_attn", "wandb")
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Path:
-    """The folder that `python -m bench.gpu_run first` filled."""
+    """Run `python -m bench.gpu_run first` and return its folder."""
     hiding, out = tmp_path_factory.mktemp("hiding"), tmp_path_factory.mktemp("out")
-    # imported by every Python that starts, the training processes and their workers too
+    # sitecustomize is imported by every Python process, including training processes and their workers.
     lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in ABSENT)]
     (hiding / "sitecustomize.py").write_text("\n".join(lines) + "\n")
     done = subprocess.run(
@@ -159,8 +159,8 @@ def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, c
     wrong = lambda settings: Outcome({"size": 3}, problems=["the size is wrong"])
     replace_piece(monkeypatch, "goldens", wrong)
     monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "goldens", "facts"))
-    words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert gpu_run.main(words) == 1
+    argv = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == 1
 
     error = json.loads((tmp_path / "rates.json").read_text())["error"]
     assert error["type"] == "KeyError" and error["message"] == "'no such thing'"
@@ -174,8 +174,8 @@ def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, c
 @pytest.mark.soak
 @pytest.mark.parametrize("piece", ["2b", "5b"])
 def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
-    words = [piece, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert gpu_run.main(words) == 0
+    argv = [piece, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == 0
     report = read(tmp_path, piece)
     assert report["is_complete"] and report["versions"]["diffusers"] and report["machine"]
     kinds = {(r["what"], r["mode"], r["checkpointing"]) for r in report["rows"]}
@@ -197,10 +197,10 @@ def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_without_diffusers_ours_alone_is_measured(tmp_path: Path, monkeypatch) -> None:
+def test_without_diffusers_only_cogfast_is_measured(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    words = ["5b", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert gpu_run.main(words) == 0
+    argv = ["5b", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == 0
     for row in read(tmp_path, "5b")["rows"]:
         assert row["ours_median_ms"] > 0 and "ratio" not in row
         assert "diffusers" in row["diffusers_unavailable"] and "diffusers" in row["not_compared"]
@@ -212,38 +212,38 @@ def test_every_piece_of_a_part_is_there() -> None:
         assert len(pieces) <= 6
 
 
-def test_what_there_was_stays_when_a_piece_ends_early(tmp_path: Path, monkeypatch) -> None:
+def test_rows_are_kept_when_a_piece_ends_early(tmp_path: Path, monkeypatch) -> None:
     def end(settings: Settings) -> Outcome:
         settings.keep(Outcome(rows=[{"ms": 1.0}], shown=("ms",)))
         raise error
 
     replace_piece(monkeypatch, "rates", end)
-    words = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    argv = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     error: BaseException = ValueError("gone")
-    assert gpu_run.main(words) == 1
+    assert gpu_run.main(argv) == 1
     report = json.loads((tmp_path / "rates.json").read_text())
     assert report["rows"] == [{"ms": 1.0}] and report["error"]["message"] == "gone"
     assert not report["is_complete"]
-    error = KeyboardInterrupt()  # as good as killed
+    error = KeyboardInterrupt()  # the piece ends without a handler, as if killed
     with pytest.raises(KeyboardInterrupt):
-        gpu_run.main(words)
+        gpu_run.main(argv)
     report = json.loads((tmp_path / "rates.json").read_text())
     assert report["rows"] == [{"ms": 1.0}] and not report["is_complete"] and "error" not in report
 
 
-def test_minutes_leave_out_what_would_end_later(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_pieces_beyond_the_minutes_are_skipped(tmp_path: Path, monkeypatch, capsys) -> None:
     given: list[float] = []
 
     def measure(settings: Settings) -> Outcome:
         given.append(settings.seconds_left)
-        monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 1e9)  # as if it took them all
+        monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 1e9)  # as if no time were left
         return Outcome({"size": 3})
 
     replace_piece(monkeypatch, "rates", measure)
     monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "matmul", "facts"))
     (tmp_path / "facts.json").write_text('{"of": "an earlier call"}')
-    words = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
-    assert gpu_run.main(words) == 0
+    argv = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
+    assert gpu_run.main(argv) == 0
     assert 90 < given[0] <= 100  # 2 minutes less the reserve
     assert json.loads((tmp_path / "rates.json").read_text())["numbers"] == {"size": 3}
     note = json.loads((tmp_path / "matmul.json").read_text())
@@ -252,7 +252,7 @@ def test_minutes_leave_out_what_would_end_later(tmp_path: Path, monkeypatch, cap
     assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: matmul, facts", "all well"]
 
 
-def test_failures_among_the_tests_of_the_kernels_are_told() -> None:
+def test_failing_kernel_tests_are_reported() -> None:
     case = '<testcase classname="tests.kernels.test_gelu" name="test_on_a_gpu[{}]" time="0.5">{}</testcase>'
     cases = [
         case.format("bf16", ""),
@@ -271,7 +271,7 @@ def test_failures_among_the_tests_of_the_kernels_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["first", "--out", "x"], "--device cuda: torch sees no GPU; use --device cpu --tiny"),
         (["first", "--out", "x", "--device", "cpu"], "take hours on a CPU; add --tiny"),
@@ -279,27 +279,24 @@ def test_failures_among_the_tests_of_the_kernels_are_told() -> None:
     ],
     ids=["no-gpu", "full-size", "unknown-part"],
 )
-def test_bad_words(words, message, tmp_path, monkeypatch, capsys) -> None:
+def test_bad_arguments(argv, message, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        gpu_run.main(words)
+        gpu_run.main(argv)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
 def scaled_wrongly(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), scale=0.15
-    ).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.15).transpose(1, 2)
 
 
 def with_a_wrong_gradient(q, k, v):
-    """The right output; the gradient of k is that of half its path."""
-    right = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k + (k.detach() - k) / 2, v))
-    )
-    return right.transpose(1, 2)
+    """Return the right output, but halve the gradient of k."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k + (k.detach() - k) / 2, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def breaking(q, k, v):
@@ -316,7 +313,7 @@ def breaking(q, k, v):
     ],
     ids=["scale", "gradient", "nan", "breaks"],
 )
-def test_a_wrong_attention_is_told(attention, message) -> None:
+def test_a_wrong_attention_is_reported(attention, message) -> None:
     torch.manual_seed(0)
     row, problems = measure_backend(TINY, Backend("wrong", attention), (1, 64, 2, 64))
     assert any(message in text and text.startswith("wrong [1, 64, 2, 64]") for text in problems)
@@ -332,7 +329,7 @@ def golden_2b():
     )
 
 
-def test_a_golden_that_is_off_is_told(golden_2b) -> None:
+def test_an_answer_that_differs_from_the_golden_is_reported(golden_2b) -> None:
     stored, exact, rounded = golden_2b
     assert compare_float32(stored, exact, factor=1.0)[1] == []
     off = replace(exact, outputs={"output": exact.outputs["output"] + 5e-5})
@@ -352,7 +349,7 @@ def line(step: int, loss: float | None) -> dict:
     return {"step": step, "loss": loss, "step_ms": 2.0, "data_wait_ms": 0.1, "memory_rss_gib": 1.0}
 
 
-def test_training_that_does_not_learn_or_differs_is_told() -> None:
+def test_training_that_does_not_learn_or_differs_is_reported() -> None:
     falling = [line(i, 1 - 0.01 * i) for i in range(20)]
     assert judge(falling, falling, falling).problems == []
     flat = [line(i, 1.0) for i in range(20)]
@@ -373,22 +370,22 @@ def test_times_are_of_single_calls() -> None:
     assert (
         len(times) >= 5 and all(ms >= 2 for ms in times[::2]) and all(ms >= 4 for ms in times[1::2])
     )
-    told = spread([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert told["median_ms"] == 3.0 and told["num_samples"] == 5
-    assert 1.0 < told["p10_ms"] < 2.0 and 4.0 < told["p90_ms"] < 100.0
+    found = spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert found["median_ms"] == 3.0 and found["num_samples"] == 5
+    assert 1.0 < found["p10_ms"] < 2.0 and 4.0 < found["p90_ms"] < 100.0
 
 
 @pytest.mark.slow
 def test_two_ranks_share_a_model_and_the_device(tmp_path: Path, monkeypatch) -> None:
-    words = ["tensor_parallel", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert gpu_run.main(words) == 0
+    argv = ["tensor_parallel", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == 0
     rows = read(tmp_path, "tensor_parallel")["rows"]
     assert [row["case"].rpartition(", ")[2] for row in rows] == ["whole rows", "rows split"]
     for row in rows:
         assert 0 < row["output_largest_error"] < 1e-5 and row["num_gradients"] > 10
 
 
-def test_ranks_that_part_or_err_are_told(golden_2b) -> None:
+def test_ranks_that_differ_or_are_wrong_are_reported(golden_2b) -> None:
     stored, exact, _ = golden_2b
     key = next(key for key in exact.gradients if stored[key].ndim == 2)
     share = Shard(tuple(stored[key].shape), dim=0, num_parts=1, index=0, count=2)

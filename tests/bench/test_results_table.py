@@ -1,4 +1,4 @@
-"""The README's benchmark section holds what the committed results say."""
+"""Benchmark tables: the committed pages agree with the committed results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart's clips, as files and as pictures, and the automatic look at them."""
+"""The quickstart's clips as files and as pixels, and their automatic scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clips_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clips(clips_folder: Path) -> tuple[list[np.ndarray], list[str]]:
-    """The decoded clips [F, H, W, 3] and their captions."""
+    """Return the decoded clips [F, H, W, 3] and their captions."""
     paths = sorted(clips_folder.glob("videos/*.mp4"))
     labels = [clips_folder / "labels" / f"{path.stem}.txt" for path in paths]
     return [read_frames(path) for path in paths], [label.read_text().strip() for label in labels]
@@ -52,11 +52,11 @@ def test_folder_holds_every_seen_combination_four_times(clips) -> None:
     assert set(counts.values()) == {4}
     assert set(counts) == {caption_of(*parts) for parts in combinations()} - held_out
     assert "a red circle moves right" in counts
-    # What is held out is a combination, never a word.
+    # Combinations are held out, but every word occurs.
     assert set(" ".join(counts).split()) >= {*COLOURS, *SHAPES, *DIRECTIONS}
 
 
-def test_files_are_h264_of_the_stated_form(clips_folder: Path) -> None:
+def test_files_are_h264_of_the_documented_format(clips_folder: Path) -> None:
     path = clips_folder / "videos" / "red-circle-right-0.mp4"
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -88,12 +88,12 @@ def test_areas_and_speeds_by_hand(shape: str) -> None:
     assert mask.sum(axis=(1, 2)) == pytest.approx(np.full(9, area), rel=0.06)
     columns = [np.argwhere(frame)[:, 1].mean() for frame in mask]
     assert np.diff(columns) == pytest.approx(np.full(8, -2.0), abs=0.05)
-    assert columns[4] + 0.5 == pytest.approx(32, abs=0.05)  # the middle of the path is centred
+    assert columns[4] + 0.5 == pytest.approx(32, abs=0.05)  # the path is centred
     border = np.concatenate([mask[:, 0].ravel(), mask[:, -1].ravel(), mask[:, :, 0].ravel()])
     assert not border.any()
 
 
-def test_real_clips_look_right(clips) -> None:
+def test_real_clips_are_recognized(clips) -> None:
     scores = score(*clips)
     assert scores.num_videos == 176
     assert scores.colour == 1.0
@@ -101,7 +101,7 @@ def test_real_clips_look_right(clips) -> None:
     assert scores.shape >= 0.99
 
 
-def test_reconstructions_look_right(clips) -> None:
+def test_reconstructions_are_recognized(clips) -> None:
     frames, captions = clips
     pixels = torch.from_numpy(np.stack(frames)).permute(0, 4, 1, 2, 3)
     video = pixels.float() / 127.5 - 1
@@ -114,7 +114,7 @@ def test_reconstructions_look_right(clips) -> None:
     assert min(scores.colour, scores.shape, scores.motion) >= 0.99
 
 
-def test_noise_looks_like_nothing() -> None:
+def test_noise_is_not_recognized() -> None:
     captions = [caption_of(*parts) for parts in combinations()]
     generator = np.random.default_rng(0)
     noise = list(generator.integers(0, 256, (48, 9, 64, 64, 3), dtype=np.uint8))
@@ -127,7 +127,7 @@ def test_noise_looks_like_nothing() -> None:
     assert look_at(blank[0]) == Look(None, None, None)
 
 
-def test_each_score_is_about_its_own_word() -> None:
+def test_each_score_depends_on_one_word() -> None:
     clip = render_clip("red", "circle", "right")
     captions = ["a blue circle moves right", "a red square moves right", "a red circle moves up"]
     assert score([clip] * 3, captions) == Scores(2 / 3, 2 / 3, 2 / 3, 3)
@@ -139,8 +139,8 @@ def test_each_score_is_about_its_own_word() -> None:
         score([], ["a red circle moves up"])
 
 
-def run_quickstart(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), *words]
+def run_quickstart(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), *argv]
     return subprocess.run(command, capture_output=True, text=True)
 
 
