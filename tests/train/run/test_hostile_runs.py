@@ -92,7 +92,8 @@ def check_flipped_bits(good: Path, folder: Path, seed: int, number: int) -> None
         with pytest.raises(ValueError) as refused:
             read_weights(new)
         message = str(refused.value)
-        assert message.startswith(f"{new}: cannot be read: {path.name}"), message
+        assert message.startswith(f"{new}: cannot be read: "), message
+        assert path.name in message  # "its manifest.json has no checksums", where a key is damaged
         assert message.endswith(f"the last good one is that of step 2: --resume {old}"), message
         flip_bit(path, place)
     read_weights(new)
