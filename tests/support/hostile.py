@@ -24,7 +24,10 @@ MAX_WAIT = 60.0  # wall clock: a process that waits for something that never com
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
 # What a run may start: it notes the commit and the machine that it ran on.
-COMMANDS = frozenset({"git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc", "c++", "g++"})
+# matplotlib, which draws loss.png, lists the fonts by fc-list.
+COMMANDS = frozenset(
+    {"fc-list", "git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc", "c++", "g++"}
+)
 
 _SCRATCH_VARIABLES = (
     *("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"),
