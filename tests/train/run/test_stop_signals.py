@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
@@ -33,7 +33,7 @@ sys.exit(command.main())
 """
 SLEEP = "time.sleep(60)"
 # A call that neither a signal nor another thread ends.
-BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
 # As training does: it listens for itself, and ends some time after the first signal.
 SAVING = """
         with StopSignals(lambda reason: reason) as signals:
@@ -47,6 +47,19 @@ SAVING = """
 LINE = "the target is not written, and nothing is left of the attempt\n"
 
 
+_processes: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """Kill what a failed test leaves: one of the commands keeps a core busy."""
+    yield
+    for process in _processes:
+        process.kill()
+        process.wait()
+    _processes.clear()
+
+
 def started(body: str, prefix: Sequence[str] = (), **environment: str) -> subprocess.Popen:
     process = subprocess.Popen(
         [*prefix, sys.executable, "-c", COMMAND.format(body=body)],
@@ -56,6 +69,7 @@ def started(body: str, prefix: Sequence[str] = (), **environment: str) -> subpro
         stderr=subprocess.PIPE,
         text=True,
     )
+    _processes.append(process)
     assert process.stdout.readline() == "ready\n"
     return process
 
