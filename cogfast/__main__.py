@@ -212,7 +212,8 @@ class _ToStderr(logging.Handler):
     """Writes to what sys.stderr is at that moment: a progress bar puts its own there."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+        with contextlib.suppress(OSError):  # a log on a full disk, or a closed pipe
+            sys.stderr.write(self.format(record) + "\n")
 
 
 class _PlainText(logging.Formatter):

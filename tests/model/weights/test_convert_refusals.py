@@ -134,8 +134,11 @@ def test_an_unsafe_pickle(made: Path, tmp_path: Path) -> None:
     folder = copied(made, "sat", tmp_path)
     state = torch.load(folder / FILE)
     torch.save(state | {"args": Hostile()}, folder / FILE)
-    assert_refused(folder, "would run pickled code .*; save it again with tensors only: torch.save")
-    assert_refused(folder / FILE, "would run pickled code")
+    assert_refused(
+        folder,
+        "(would run pickled code|not one of tensors) .*; save it again with tensors only: torch.save",
+    )
+    assert_refused(folder / FILE, "would run pickled code|not one of tensors")
     assert not Path("/tmp/cogfast-was-here").exists()
 
 

@@ -190,7 +190,10 @@ class Hostile:
 
 def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     save_sat(tmp_path, {"module": sat_state(tiny("5b")), "args": Hostile()})
-    with pytest.raises(ValueError, match="refused, since reading it would run pickled code"):
+    with pytest.raises(
+        ValueError,
+        match="refused, (since reading it would run pickled code|its pickle is not one of tensors)",
+    ):
         load_transformer(tiny("5b"), tmp_path)
     assert not Path("/tmp/cogfast-was-here").exists()
 

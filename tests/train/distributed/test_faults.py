@@ -142,7 +142,7 @@ def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
     """The error is printed last, also if the other rank reports a lost connection."""
     begin = time.monotonic()
     done = launch(base, tmp_path, [f"first batch:,{MICRO}"])
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300
     assert done.returncode != 0
     last = done.stdout.rpartition("Root Cause")[2]
     assert "ZeroDivisionError: first batch" in last, done.stdout

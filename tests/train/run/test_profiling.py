@@ -257,7 +257,7 @@ def test_a_full_disk_costs_the_profile_alone(
     for name in NSYS:
         monkeypatch.delenv(name, raising=False)
     assert run_steps(make_profiler(tmp_path / "profile", on_cpu)) == [4]
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
 
 
 def test_tables_of_a_gpu_count_kernels() -> None:

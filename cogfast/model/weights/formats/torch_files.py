@@ -149,6 +149,10 @@ class _Tensor:
         return torch._utils._rebuild_tensor_v2, arguments
 
 
+# Bytes of a tensor whose rows share numbers: a file of a few bytes must not fill the memory.
+_MOST_EXPANDED = 2**28
+
+
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> tuple | None:
         return obj.reference if isinstance(obj, _Storage) else None
@@ -173,7 +177,8 @@ def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
     found = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
     for name, tensor in found.items():
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+        is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()  # rows that share numbers
+        if not is_plain or (is_expanded and tensor.nbytes > _MOST_EXPANDED):
             raise ValueError(
                 f"{path}: {brief(name)} is no plain tensor (sparse, without numbers, or of fewer "
                 "than its shape has); save it again with torch.save({'module': state_dict}, path)"
