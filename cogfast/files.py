@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and 64-bit checksums of what is in them.
+"""Atomic file writes, and 64-bit checksums of file contents.
 
-Every file is opened by its own name with the umask's mode: the temporary files of `tempfile`, and
-of safetensors' `save_file`, have mode 0600, which a rename keeps.
+Files are created with `open`, so that the umask decides their mode: temporary files of `tempfile`
+and of safetensors' `save_file` have mode 0600, which a rename keeps.
 """
 
 from __future__ import annotations
@@ -16,33 +16,31 @@ from typing import BinaryIO
 
 import xxhash
 
-UNFINISHED = ".incomplete"  # the end of a name that a file has while it is written
+UNFINISHED = ".incomplete"  # suffix of files that are being written
 _BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
-# EFBIG: RLIMIT_FSIZE, which some clusters set as a quota.
+# EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WriteError(RuntimeError):
-    """A file cannot be written. The message is one line; what was there before is as it was."""
+    """A file cannot be written. The message is one line; an earlier file of that name is unchanged."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path} cannot be written ({error.strerror or error})")
 
 
 class DamageError(Exception):
-    """What is wrong with a file that was written earlier, in one line that names the file."""
+    """A file differs from what was written. The message is one line that names the file."""
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether space, a quota or a size limit ended a write."""
+    """Return whether a write failed for lack of space, a quota or a size limit."""
     return error.errno in _NO_SPACE
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make the file under another name, and rename it once it is on the disk.
-
-    The other name has the process's number: two processes may write the same file.
-    """
+    """Call `write` with a temporary name, sync the file and rename it to `path`."""
+    # The temporary name has the process id, since two processes may write the same file.
     draft = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         try:
@@ -51,18 +49,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
+        # A rename is durable only once the folder is synced too.
         sync(path.parent)
     except OSError as error:
         raise WriteError(path, error) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole."""
+    """Write a text file atomically, in UTF-8."""
     write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file that cannot be used to a name of its own, which is returned."""
+    """Rename a damaged file to an unused `<stem>.damaged-<n>` name and return the new path."""
     number = 1
     while (free := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
         number += 1
@@ -71,7 +70,7 @@ def set_aside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Block until a file's contents, or a folder's entries, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,16 +79,16 @@ def sync(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the files that a killed writer left."""
+    """Remove temporary files that a killed process left."""
     for path in folder.glob("*" + UNFINISHED):
         path.unlink(missing_ok=True)
 
 
 class ChecksumFile:
-    """A new file whose bytes are hashed while they are written: the disk is read no second time.
+    """A new file whose bytes are hashed while they are written, so the disk is not read again.
 
-    A thread hashes a buffer while the caller writes it, since both release the interpreter. The
-    file is on the disk when the `with` block ends; `checksum` is there from then on.
+    A thread hashes a buffer while the caller writes it; both release the GIL. When the `with` block
+    ends, the file is on the disk and `checksum` is set.
     """
 
     checksum: str
@@ -104,7 +103,7 @@ class ChecksumFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data`, which must not change before the next call or the end of the block."""
+        """Append `data`, which must not change until the next call or the end of the block."""
         self._wait()
         self._hashing = self._pool.submit(self._hash.update, data)
         self._file.write(data)
@@ -131,7 +130,7 @@ class ChecksumFile:
 
 
 def checksum_of(path: Path) -> str:
-    """The checksum of a file's bytes, 16 hexadecimal digits."""
+    """Return the checksum of a file's bytes, 16 hexadecimal digits."""
     found, block = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -140,13 +139,13 @@ def checksum_of(path: Path) -> str:
 
 
 def checksum_of_bytes(data: bytes) -> str:
-    """The checksum that a file with these bytes has."""
+    """Return the checksum that a file with these bytes has."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """DamageError where `path` is not a regular file of that many bytes."""
-    if not path.is_file():  # a pipe would be read for ever
+    """Raise DamageError unless `path` is a regular file of that many bytes."""
+    if not path.is_file():  # reading a pipe would block for ever
         raise DamageError(f"{path.name} is missing")
     found = path.stat().st_size
     if found != num_bytes:
@@ -154,7 +153,7 @@ def check_size(path: Path, num_bytes: int) -> None:
 
 
 def check_checksum(path: Path, checksum: str) -> None:
-    """DamageError where the bytes of `path` are not those that were written, or cannot be read."""
+    """Raise DamageError if `path` cannot be read or its bytes do not have this checksum."""
     try:
         found = checksum_of(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The legend of tensor shapes, and the size rules of the model families.
+"""Legend of tensor shapes, and the size rules of the model families.
 
 B batch, C latent channels, T latent frames, h w latent rows and columns, L text tokens, V video
 tokens, S = L + V, H heads, D head width, M = H*D model width, E text embedding width.
@@ -13,17 +13,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-TEMPORAL_COMPRESSION = 4  # the VAE keeps the first frame and squeezes every four that follow
+TEMPORAL_COMPRESSION = 4  # the VAE keeps the first frame and joins every four that follow
 SPATIAL_COMPRESSION = 8
 
 
 def num_latent_frames(num_frames: int) -> int:
-    """Latent frames T of a clip of 4(T-1)+1 frames."""
+    """Return the latent frames T of a clip of 4(T-1)+1 frames."""
     return (num_frames - 1) // TEMPORAL_COMPRESSION + 1
 
 
 def num_pixel_frames(latent_frames: int) -> int:
-    """Frames of the clip that T latent frames decode to."""
+    """Return the number of frames that T latent frames decode to."""
     return (latent_frames - 1) * TEMPORAL_COMPRESSION + 1
 
 
@@ -37,7 +37,7 @@ class PatchSize:
 
     @classmethod
     def from_config(cls, value: int | list[int] | tuple[int, ...]) -> PatchSize:
-        """SAT's `patch_size`: 2 (CogVideoX 1.0, one latent frame) or [2, 2, 2] (1.5)."""
+        """Parse SAT's `patch_size`: 2 (CogVideoX 1.0, one latent frame) or [2, 2, 2] (1.5)."""
         if isinstance(value, int):
             return cls(1, value, value)
         if len(value) != 3:
@@ -55,12 +55,12 @@ class TokenGrid:
 
     @classmethod
     def from_latents(cls, latents: Tensor, patch: PatchSize) -> TokenGrid:
-        """The grid of latents [B, C, T, h, w]."""
+        """Return the grid of latents [B, C, T, h, w]. ValueError if patches do not divide them."""
         _, _, t, h, w = latents.shape
         if t % patch.t or h % patch.h or w % patch.w:
             raise ValueError(
                 f"latents of {t}x{h}x{w} (frames x rows x columns) do not divide into patches of "
-                f"{patch.t}x{patch.h}x{patch.w}; use a clip whose size fits (see cogfast.shapes)"
+                f"{patch.t}x{patch.h}x{patch.w}; use a clip of a size that does (see cogfast.shapes)"
             )
         return cls(t // patch.t, h // patch.h, w // patch.w)
 
@@ -70,9 +70,9 @@ class TokenGrid:
 
 
 def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
-    """Latents [B, C, T, h, w] with copies of the first frame in front until patches divide T.
+    """Prepend copies of the first frame to latents [B, C, T, h, w] until patches divide T.
 
-    CogVideoX 1.5 puts two latent frames into a token while 16N+1 frames give an odd T; upstream's
+    CogVideoX 1.5 joins two latent frames in a token, but 16N+1 frames give an odd T. Upstream's
     diffusers trainer pads this way (finetune/models/cogvideox_i2v/lora_trainer.py).
     """
     missing = -latents.shape[2] % patch.t
@@ -82,10 +82,11 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
 
 
 def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: str) -> None:
-    """Refuse a frame count that the family cannot take, naming the counts that it can.
+    """Raise ValueError for a frame count that the family cannot take; it names counts that fit.
 
-    CogVideoX 1.0 takes 8N+1 frames, 1.5 takes 16N+1, up to what the position table holds.
+    CogVideoX 1.0 takes 8N+1 frames, 1.5 takes 16N+1, up to the length of the position table.
     """
+    # Two latent frames (8 pixel frames) per patch frame: an odd T, as all models were trained.
     step = 8 * patch.t
     below = (num_frames - 1) // step * step + 1
     if num_frames == below and 1 <= num_frames <= max_frames:
@@ -107,18 +108,19 @@ def check_video_size(
     table: tuple[int, int] | None = None,
     one_size: Literal["computed", "learned"] | None = None,
 ) -> None:
-    """Refuse a frame size that the family cannot take, naming one that it can.
+    """Raise ValueError for a frame size that the family cannot take; it names one that fits.
 
-    Rows and columns divide into latent patches: multiples of 16. table: the rows and columns of
-    pixels that the position table reaches to. one_size: it is for these alone, as the computed sine
-    table of CogVideoX-2B and the learned one of 5B-I2V, whose entries mean a place in the whole; rotary
-    tables are relative, and smaller videos take a part.
+    Rows and columns must divide into latent patches (multiples of 16). table: the largest rows and
+    columns, in pixels, of the position table. one_size: the table holds for exactly this size, as
+    the computed table of CogVideoX-2B and the learned one of 5B-I2V do. Rotary tables are relative,
+    so smaller videos use a part of them.
     """
     rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
     if height % rows == 0 and width % columns == 0 and height > 0 and width > 0:
         _check_table(height, width, key, table, one_size)
         return
     fits = [max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns]
+    # Only sizes inside the table are suggested: the nearest multiple alone may be too large.
     if table is not None:
         fits = list(table) if one_size else list(map(min, fits, table))
     raise ValueError(

@@ -1,8 +1,8 @@
-"""Random draws that belong to a sample slot of the global batch, never to a rank.
+"""Random draws keyed by the sample slot in the global batch, never by rank.
 
-A slot is a sample's place in the global batch, 0 <= slot < num_slots. A draw is a function of
-(seed, step, slot, purpose) alone, so every layout of processes with the same global batch sees
-the same noise, timesteps and dropouts, and a resumed run repeats what an uninterrupted one drew.
+A slot is a sample's index in the global batch, 0 <= slot < num_slots. A draw is a function of
+(seed, step, slot, purpose) alone. So every layout of processes with the same global batch sees the
+same noise, timesteps and dropouts, and a resumed run draws what an uninterrupted one draws.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ _UNIT = 2.0**-53  # the spacing of doubles in [0.5, 1): 53 random bits make a un
 
 
 def random_bits(*key: int | str) -> int:
-    """63 random bits that depend on `key` alone, the same on every machine and in every process."""
+    """Return 63 random bits that depend on `key` alone, equal on every machine and process."""
+    # Python's hash() is salted per process; blake2b is not.
     text = "\x1f".join(map(str, key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def random_unit(*key: int | str) -> float:
-    """A uniform number in [0, 1) that depends on `key` alone."""
+    """Return a uniform number in [0, 1) that depends on `key` alone."""
     return (random_bits(*key) >> 10) * _UNIT
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRandom:
-    """The draws of the samples of one micro-batch.
+    """Random draws for the samples of one micro-batch.
 
     seed: the run's seed; step: the optimizer step; slots: the B slots of this micro-batch, in
-    order; num_slots: the size of the global batch; device: where tensors are drawn.
+    order; num_slots: the size of the global batch; device: the device of drawn tensors.
     """
 
     seed: int
@@ -43,25 +44,28 @@ class SlotRandom:
     device: torch.device | str = "cpu"
 
     def normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
-        """Standard normal float32 numbers [B, ...] of `shape`; shape[0] is the number of slots."""
+        """Draw standard normal float32 numbers [B, ...]; shape[0] is the number of slots."""
         assert shape[0] == len(self.slots), f"{shape=} does not start with {len(self.slots)} slots"
         out = torch.empty(tuple(shape), device=self.device)
         for row, slot in zip(out, self.slots, strict=True):
+            # One generator per slot: a row must not depend on which slots share the micro-batch.
             generator = torch.Generator(self.device)
             generator.manual_seed(random_bits(self.seed, self.step, slot, purpose))
             row.normal_(generator=generator)
         return out
 
     def seed_pytorch(self, purpose: str) -> None:
-        """Seed PyTorch's own generators for what draws from them without a generator, such as
-        dropout: a function of these slots together."""
+        """Seed PyTorch's global generators, for ops such as dropout that take no generator argument.
+
+        The seed is a function of all slots of the micro-batch together.
+        """
         torch.manual_seed(random_bits(self.seed, self.step, *self.slots, purpose))
 
     def uniform(self, purpose: str) -> Tensor:
-        """One uniform float64 number in [0, 1) per slot, [B], on the CPU."""
+        """Draw one uniform float64 number in [0, 1) per slot, [B], on the CPU."""
         draws = [random_unit(self.seed, self.step, slot, purpose) for slot in self.slots]
         return torch.tensor(draws, dtype=torch.float64)
 
     def shared_unit(self, purpose: str) -> float:
-        """One uniform number in [0, 1) that all slots of the step share."""
+        """Draw one uniform number in [0, 1) that all slots of the step share."""
         return random_unit(self.seed, self.step, purpose)

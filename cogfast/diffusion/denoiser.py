@@ -13,10 +13,10 @@ from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
 
 @dataclass(frozen=True, slots=True)
 class Conditioning:
-    """What the network is told besides the latents.
+    """Inputs of the network besides the latents.
 
-    text: [B, L, E]; image_latents: [B, C', T, h, w] of image-to-video models; ofs: [B] or [1] of
-    CogVideoX1.5 image-to-video.
+    text: [B, L, E]; image_latents: [B, C', T, h, w], for image-to-video models; ofs: [B] or [1],
+    for CogVideoX1.5 image-to-video.
     """
 
     text: Tensor
@@ -25,7 +25,7 @@ class Conditioning:
 
 
 class Network(Protocol):
-    """The transformer, or anything that is called like it."""
+    """The transformer, or any callable with the same signature."""
 
     def __call__(
         self,
@@ -53,7 +53,7 @@ def broadcast_over(values: Tensor, like: Tensor) -> Tensor:
 class VideoScaling:
     """v prediction: the network predicts v = alpha_sqrt * noise - sqrt(1 - alpha_sqrt^2) * x0.
 
-    SAT's other scalings are over sigma = noise / signal; no CogVideoX is trained or sampled with one.
+    SAT's other scalings take sigma = noise / signal; no CogVideoX model uses one.
     """
 
     def __call__(self, alpha_sqrt: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class VideoScaling:
 class DiscreteDenoiser:
     """denoised = c_skip * noised + c_out * network(noised), at the noise levels of a table.
 
-    A level between two entries is moved to the nearest one.
+    A level between two entries is rounded to the nearest one.
     """
 
     def __init__(
@@ -86,13 +86,14 @@ class DiscreteDenoiser:
         conditioning: Conditioning,
         idx: Tensor | None = None,
     ) -> Tensor:
-        """The clean latents [B, C, T, h, w] float32 that the network sees in `noised`.
+        """Estimate the clean latents [B, C, T, h, w] float32 from `noised`.
 
-        noised: [B, C, T, h, w] float32; alpha_sqrt: [B]; idx: [B], the timestep that the network
-        is told, by default the one nearest to alpha_sqrt. The network casts to its own dtype;
-        what is around it stays float32.
+        noised: [B, C, T, h, w] float32; alpha_sqrt: [B]; idx: [B], the timestep passed to the
+        network, by default the one nearest to alpha_sqrt. The network casts to its own dtype; the
+        arithmetic around it stays float32.
         """
         assert noised.dtype == torch.float32, f"{noised.dtype=}: noise is added in float32"
+        # The coefficients come from the table, so that rounding alpha_sqrt cannot change them.
         nearest = self.table.nearest(alpha_sqrt)
         c_skip, c_out = self.scaling(self.table.on(noised.device)[nearest])
         output = network(
@@ -102,6 +103,7 @@ class DiscreteDenoiser:
             image_latents=conditioning.image_latents,
             ofs=conditioning.ofs,
         )
+        # v -> x0: a * x_t - sqrt(1 - a^2) * v. In bf16 the two terms would cancel to few bits.
         return output.float() * broadcast_over(c_out, noised) + noised * broadcast_over(
             c_skip, noised
         )

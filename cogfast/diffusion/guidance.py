@@ -1,7 +1,7 @@
-"""Classifier-free guidance (arXiv 2207.12598): from two estimates of the clean latents to one.
+"""Classifier-free guidance (arXiv 2207.12598): combines two estimates of the clean latents.
 
-A guider says how the conditioning goes into the network (unconditional first, both in one batch)
-and how the estimates that come out are put together. A thresholding tames what large scales do.
+A guider builds the network's input (unconditional first, both in one batch) and combines the
+estimates that come out. A thresholding limits the values that large scales produce.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Thresholding(Protocol):
 
 
 class Guider(Protocol):
-    """batch_factor: how many estimates per sample the network makes."""
+    """Combines the network's estimates. batch_factor: number of estimates per sample."""
 
     batch_factor: int
 
@@ -39,31 +39,32 @@ class Guider(Protocol):
 
 
 class NoDynamicThresholding:
-    """uncond + scale * (cond - uncond), as it is."""
+    """Plain guidance: uncond + scale * (cond - uncond)."""
 
     def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
         return uncond + scale * (cond - uncond)
 
 
 class StaticThresholding:
-    """Clamped to [-1, 1]."""
+    """Guided estimate clamped to [-1, 1]."""
 
     def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
         return (uncond + scale * (cond - uncond)).clamp(-1, 1)
 
 
 class DynamicThresholding:
-    """Brought to mean 0 and the unconditional estimate's deviation, over the whole batch."""
+    """Guided estimate normalized to mean 0 and the unconditional estimate's deviation."""
 
     def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
         guided = uncond + scale * (cond - uncond)
+        # Statistics over the whole batch, as upstream computes them.
         return (guided - guided.mean()) / guided.std() * uncond.std()
 
 
 class DynamicThresholdingV1:
-    """Each channel clamped to its 0.9995 quantile around its mean, then scaled to the largest.
+    """Each channel clamped to its 0.9995 quantile around its mean, then rescaled to the largest.
 
-    scale_factor: the VAE's; the clamp works on unscaled latents.
+    scale_factor: the VAE's scale factor; the clamp works on unscaled latents.
     """
 
     def __init__(self, scale_factor: Annotated[float, Range(1e-6, 10**6)]) -> None:
@@ -81,9 +82,10 @@ class DynamicThresholdingV1:
 
 
 class DynamicThresholdingV2:
-    """Guided at a scale of 8 whatever the guider's, with the per-channel deviation of scale 4."""
+    """Guidance at scale 8 with the per-channel deviation of scale 4; ignores the guider's scale."""
 
     def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
+        # Upstream hard-codes both scales.
         mimicked = (uncond + 4.0 * (cond - uncond)).flatten(2)  # [B, C, T*h*w]
         guided = (uncond + 8.0 * (cond - uncond)).flatten(2)
         mean = guided.mean(dim=2, keepdim=True)
@@ -92,7 +94,7 @@ class DynamicThresholdingV2:
 
 
 class IdentityGuider:
-    """No guidance: the conditional estimate alone, at half the cost."""
+    """No guidance: returns the conditional estimate, at half the cost."""
 
     batch_factor = 1
 
@@ -109,7 +111,7 @@ class IdentityGuider:
 
 
 class VanillaCFG:
-    """The same scale at every step."""
+    """Guidance with the same scale at every step."""
 
     batch_factor = 2
 
@@ -132,11 +134,11 @@ class VanillaCFG:
 
 
 class DynamicCFG:
-    """The scale 1 + scale * (1 - cos(pi * (s / num_steps)^exp)) / 2 at each step.
+    """Guidance with scale 1 + scale * (1 - cos(pi * (s / num_steps)^exp)) / 2 at each step.
 
-    ramp "timestep", upstream's: s is the number of steps minus the *timestep* (50 - 999, ...), so
-    that the scale jumps about in [1, 1 + scale]; shipped configs are used with it. ramp "step": s
-    counts the steps from 0, and the scale rises smoothly from 1.
+    ramp "timestep" (upstream's, used by the shipped configs): s is the number of steps minus the
+    *timestep* (50 - 999, ...), so the scale jumps within [1, 1 + scale]. ramp "step": s counts the
+    steps from 0, and the scale rises smoothly from 1.
     """
 
     batch_factor = 2
@@ -155,8 +157,8 @@ class DynamicCFG:
             raise ValueError(f"guider_config num_steps={num_steps} must be 1 or more; use 50")
         if ramp == "timestep" and exp != int(exp):
             raise ValueError(
-                f"guider_config exp={exp} must be a whole number, since the ramp by timestep takes "
-                "it of negative numbers; use 5, or ramp=step"
+                f"guider_config exp={exp} must be a whole number, since ramp=timestep raises "
+                "negative numbers to it; use 5, or ramp=step"
             )
         self.scale = scale
         self.exp = exp
@@ -170,7 +172,8 @@ class DynamicCFG:
         return guided_inputs(conditioning, unconditional)
 
     def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
-        """The scale of the sampler's step number `step` of num_steps, at `timestep`."""
+        """Return the scale at step number `step` of num_steps, at `timestep`."""
+        # The base is negative for "timestep": only a whole `exp` gives a real number.
         position = step if self.ramp == "step" else num_steps - timestep
         angle = math.pi * (position / self.num_steps) ** self.exp
         return 1 + self.scale * (1 - math.cos(angle)) / 2
@@ -181,13 +184,14 @@ class DynamicCFG:
         return self.thresholding(uncond, cond, self.scale_at(timestep, step, num_steps))
 
     def with_num_steps(self, before: int, after: int) -> DynamicCFG:
-        """For a sampler that takes `after` steps in place of `before`."""
+        """Return the guider for a sampler with `after` steps instead of `before`."""
+        # A num_steps that differs from the sampler's was chosen on purpose: keep it.
         num_steps = after if self.num_steps == before else self.num_steps
         return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding, self.ramp)
 
 
 def guided_inputs(conditioning: Conditioning, unconditional: Conditioning | None) -> Conditioning:
-    """Both conditionings in one batch of 2B, the unconditional first."""
+    """Join both conditionings into one batch of 2B, the unconditional first."""
     if unconditional is None:
         raise ValueError(
             "guidance needs the unconditional conditioning (the empty caption); "
@@ -206,7 +210,7 @@ def _joined(uncond: Tensor | None, cond: Tensor | None) -> Tensor | None:
 
 
 def _joined_ofs(uncond: Tensor | None, cond: Tensor | None, batch: int) -> Tensor | None:
-    """ofs [B] or [1] of both sides as [2B]."""
+    """Join ofs [B] or [1] of both sides to [2B]."""
     assert (uncond is None) == (cond is None), "ofs on one side of the guidance only"
     if cond is None or uncond is None:
         return None

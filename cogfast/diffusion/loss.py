@@ -1,4 +1,4 @@
-"""The training loss: draw timesteps and noise, noise the latents, weigh the denoiser's error."""
+"""The training loss: draws timesteps and noise, noises the latents, weights the denoiser's error."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cogfast.slot_random import SlotRandom
 
 
 class VideoDiffusionLoss:
-    """Weighted error of the clean latents that the denoiser finds in noised ones.
+    """Weighted error of the denoiser's estimate of the clean latents.
 
     With a = alpha_sqrt[idx], x_t = a x0 + sqrt(1 - a^2) noise, and SNR = a^2 / (1 - a^2):
         loss = w * mean((denoise(x_t) - x0)^2),  w = 1 / (1 - a^2) = SNR + 1,
-    which is the unweighted loss of the v that the network predicts.
+    which equals the unweighted loss of the v that the network predicts.
 
-    offset_noise_level: adds one more normal number per sample, times this, to all its noise.
-    min_snr_value: gamma of Min-SNR (arXiv 2303.09556). That paper weighs a v loss with
-        min(SNR, gamma) / (SNR + 1), hence the x0 loss here with w = min(SNR, gamma). The last
-        timestep has SNR 0 and weight 0 then. (Upstream's option clamps w itself and fails on a
+    offset_noise_level: factor of one more normal number per sample, added to all its noise.
+    min_snr_value: gamma of Min-SNR (arXiv 2303.09556). The paper weights a v loss with
+        min(SNR, gamma) / (SNR + 1); for the x0 loss here this is w = min(SNR, gamma). The last
+        timestep then has SNR 0 and weight 0. (Upstream's option clamps w itself and fails on a
         batch above 1.)
-    fixed_frames: the first so many latent frames stay clean in the network's input and are left
-        out of the loss, which is what a sampler with the same fixed_frames continues from.
-        (Upstream's loss takes the option and ignores it; 0 is what its configs say.)
+    fixed_frames: number of leading latent frames that stay clean in the network's input and are
+        excluded from the loss. A sampler with the same fixed_frames continues such frames.
+        (Upstream accepts the option and ignores it; its configs set 0.)
     type: "l2", or "l1" for the absolute error.
     """
 
@@ -62,7 +62,8 @@ class VideoDiffusionLoss:
         conditioning: Conditioning,
         rng: SlotRandom,
     ) -> Tensor:
-        """Loss per sample [B] float32 of latents [B, C, T, h, w], at draws of `rng`."""
+        """Return the loss per sample [B] float32 of latents [B, C, T, h, w], with draws of `rng`."""
+        # Every draw is keyed by sample slot: the layout of ranks does not change the loss.
         idx = self.sigma_sampler.sample(rng)
         noise = rng.normal("noise", latents.shape)
         offset_noise = None
@@ -80,10 +81,11 @@ class VideoDiffusionLoss:
         noise: Tensor,
         offset_noise: Tensor | None = None,
     ) -> Tensor:
-        """Loss per sample [B] float32 at given timesteps idx [B] and noise [B, C, T, h, w].
+        """Return the loss per sample [B] float32 at timesteps idx [B] and noise [B, C, T, h, w].
 
         offset_noise: [B] normal numbers, needed where offset_noise_level is above 0.
         """
+        # float32 from here on: in bf16 timesteps 0 and 1 would get no noise at all.
         x0 = latents.float()
         alpha_sqrt = self.sigma_sampler.alpha_sqrt(idx)
         if self.offset_noise_level > 0:
@@ -92,12 +94,13 @@ class VideoDiffusionLoss:
         noised = self.noised(x0, noise, alpha_sqrt)
         denoised = denoiser.denoise(network, noised, alpha_sqrt, conditioning, idx)
 
+        # Fixed frames are given to the network: their error says nothing.
         error = (denoised - x0)[:, :, self.fixed_frames :]
         error = error.square() if self.is_squared else error.abs()
         return self.weight(alpha_sqrt) * error.flatten(1).mean(dim=1)
 
     def noised(self, x0: Tensor, noise: Tensor, alpha_sqrt: Tensor) -> Tensor:
-        """Latents [B, C, T, h, w] at the noise level alpha_sqrt [B]; fixed frames stay clean."""
+        """Noise latents [B, C, T, h, w] to level alpha_sqrt [B]; fixed frames stay clean."""
         signal = broadcast_over(alpha_sqrt, x0)
         noised = x0 * signal + noise.float() * (1 - signal**2) ** 0.5
         if self.fixed_frames == 0:
@@ -111,7 +114,7 @@ class VideoDiffusionLoss:
         return torch.cat([clean, rest], dim=2)
 
     def weight(self, alpha_sqrt: Tensor) -> Tensor:
-        """The loss weight [B] at noise levels alpha_sqrt [B]."""
+        """Return the loss weight [B] at noise levels alpha_sqrt [B]."""
         if self.min_snr_value is None:
             return 1 / (1 - alpha_sqrt**2)
         snr = alpha_sqrt**2 / (1 - alpha_sqrt**2)

@@ -1,10 +1,10 @@
-"""How much signal is left at each timestep: the tables that noise, denoiser and samplers share.
+"""Noise schedules: the tables that the loss, the denoiser and the samplers share.
 
-A schedule is alpha_bar_t, the share of the signal's variance left at timestep t. Everything here
-speaks of alpha_sqrt = sqrt(alpha_bar) (upstream's "sigma" of the video classes), so that a noised
-latent is alpha_sqrt * x0 + sqrt(1 - alpha_sqrt^2) * noise. Zero terminal SNR as in
+A schedule is alpha_bar_t, the fraction of the signal's variance left at timestep t. All functions
+here use alpha_sqrt = sqrt(alpha_bar) (upstream's "sigma" of the video classes), so a noised latent
+is alpha_sqrt * x0 + sqrt(1 - alpha_sqrt^2) * noise. The schedule has zero terminal SNR as in
 "Common Diffusion Noise Schedules and Sample Steps are Flawed" (arXiv 2305.08891): the last
-timestep keeps exactly no signal.
+timestep keeps no signal.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cogfast.schema.json_files import Range
 Beta = Annotated[float, Range(1e-8, 0.999)]
 NumTimesteps = Annotated[int, Range(2, 10**5)]
 
-# sat: SAT's table of num_steps entries. Others: diffusers' spacings of the whole table.
+# sat: SAT's table of num_steps entries. The rest are diffusers' spacings of the whole table.
 TimestepSpacing = Literal["sat", "trailing", "leading", "linspace"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSteps:
-    """What a sampler goes through, noisy first: the timestep that the network is given at each step,
-    alpha_sqrt before and after it, and whether the schedule ends with it."""
+    """A sampler's steps, noisy first: the timestep passed to the network, alpha_sqrt before and after
+    the step, and whether the step ends the schedule."""
 
     timesteps: list[int]
     alpha_sqrt: list[float]
@@ -37,7 +37,7 @@ class SamplingSteps:
 
 
 class DeviceTable:
-    """A small float32 table [n] that is copied to each device once, so that look-ups never sync."""
+    """A small float32 table [n], copied to each device once so that look-ups never sync."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -50,7 +50,7 @@ class DeviceTable:
         return self._copies[device]
 
     def nearest(self, value: Tensor) -> Tensor:
-        """Index [B] of the entry closest to each of value [B]; the first of equals."""
+        """Return the index [B] of the entry closest to each value [B]; of equals the first."""
         return (value[None, :] - self.on(value.device)[:, None]).abs().argmin(dim=0)
 
 
@@ -58,8 +58,8 @@ class ZeroSNRDDPMDiscretization:
     """The scaled-linear DDPM schedule, shifted towards noise and stretched to zero terminal SNR.
 
     shift_scale s divides the SNR by s at every timestep (3.0 for CogVideoX-2B, else 1.0), before
-    the stretch or, with `post_shift`, after it. `keep_start` shifts linear_start as well, so that
-    the first timestep keeps the SNR it has without a shift; it does nothing with `post_shift`.
+    the stretch or, with `post_shift`, after it. `keep_start` also shifts linear_start, so that the
+    first timestep keeps the SNR it has without a shift; it has no effect with `post_shift`.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class ZeroSNRDDPMDiscretization:
     ) -> None:
         if shift_scale <= 0:
             raise ValueError(f"shift_scale={shift_scale} must be above 0; 1.0 leaves the SNR as is")
+        # Undoes _shift at the first timestep.
         if keep_start and not post_shift:
             linear_start = linear_start / (shift_scale + (1 - shift_scale) * linear_start)
         self.num_timesteps = num_timesteps
@@ -84,20 +85,20 @@ class ZeroSNRDDPMDiscretization:
         self.alphas_cumprod = alphas_cumprod  # [num_timesteps] float64, before the stretch
 
     def table(self) -> Tensor:
-        """alpha_sqrt [num_timesteps] float32 by timestep: clean first, exactly 0 last."""
+        """Return alpha_sqrt [num_timesteps] float32 by timestep: clean first, exactly 0 last."""
         return self._stretched(self.alphas_cumprod)
 
     def sampling_steps(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """alpha_sqrt [num_steps] float32 and timesteps [num_steps] int64, clean first.
+        """Return alpha_sqrt [num_steps] float32 and timesteps [num_steps] int64, clean first.
 
-        Fewer steps than the table has are stretched with their own first entry, as upstream does,
-        which sets them up to 8e-4 off the full table.
+        A subset of the table is stretched from its own first entry, as upstream does, so its levels
+        differ by up to 8e-4 from those of the full table.
         """
         timesteps = spaced_timesteps(num_steps, self.num_timesteps)
         return self._stretched(self.alphas_cumprod[timesteps]), timesteps
 
     def steps_of_sat(self, num_steps: int) -> SamplingSteps:
-        """Those of `sampling_steps`; after the last one only signal is left."""
+        """Return the steps of `sampling_steps`; after the last one no noise is left."""
         levels, timesteps = self.sampling_steps(num_steps)
         alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
         is_end = [False] * (num_steps - 1) + [True]
@@ -110,10 +111,10 @@ class ZeroSNRDDPMDiscretization:
         set_alpha_to_one: bool = True,
         steps_offset: int = 0,
     ) -> SamplingSteps:
-        """Those of diffusers' CogVideoX schedulers, whose arguments have these names.
+        """Return the steps of diffusers' CogVideoX schedulers; the arguments have their names.
 
-        The level after a step is num_timesteps // num_steps entries on, which is not always that of
-        the next timestep. set_alpha_to_one false: the schedule ends at entry 0 instead of at 1.
+        The level after a step is num_timesteps // num_steps entries further, which is not always the
+        level of the next timestep. set_alpha_to_one false: the schedule ends at entry 0, not at 1.
         """
         count, table = self.num_timesteps, self.table().tolist()  # sync: none, a CPU table
         if not 1 <= num_steps <= count:
@@ -123,7 +124,7 @@ class ZeroSNRDDPMDiscretization:
         elif spacing == "leading":
             falling = np.arange(num_steps)[::-1] * (count // num_steps) + steps_offset
         else:
-            # at 61 and some other counts diffusers has one more, -1, by a rounding error
+            # At 61 and some other counts a rounding error gives diffusers one timestep more, -1.
             falling = np.arange(count, 0, -count / num_steps)[:num_steps].round() - 1
         timesteps = falling.astype(int).tolist()
         if not 0 <= timesteps[-1] <= timesteps[0] < count:
@@ -141,10 +142,8 @@ class ZeroSNRDDPMDiscretization:
         )
 
     def _stretched(self, alphas_cumprod: Tensor) -> Tensor:
-        """alpha_sqrt float32 of alpha_bar float64, its first entry kept and its last moved to 0.
-
-        Rounded once, at the end: a float32 sqrt differs between machines (MKL's is not exact).
-        """
+        """Return alpha_sqrt float32 of alpha_bar float64, the first entry kept, the last moved to 0."""
+        # Round once, at the end: a float32 sqrt differs between machines (MKL's is not exact).
         alpha_sqrt = alphas_cumprod.sqrt()
         first, last = alpha_sqrt[0], alpha_sqrt[-1]
         alpha_sqrt = (alpha_sqrt - last) * (first / (first - last))
@@ -154,25 +153,26 @@ class ZeroSNRDDPMDiscretization:
 
 
 def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
-    """num_steps timesteps [num_steps] int64, rising, the last of them num_timesteps - 1.
+    """Return num_steps timesteps [num_steps] int64, rising, the last of them num_timesteps - 1.
 
-    50 of 1000 are 19, 39, ..., 999: spaced from the noisy end and cut to whole numbers.
+    They are spaced from the noisy end and truncated to whole numbers: 50 of 1000 are 19, ..., 999.
     """
     if not 1 <= num_steps <= num_timesteps:
         raise ValueError(f"num_steps={num_steps} must be from 1 to {num_timesteps}; use 50")
     if num_steps == num_timesteps:
         return torch.arange(num_timesteps)
+    # As np.linspace(..., endpoint=False) in SAT's generate_roughly_equally_spaced_steps.
     spacing = -(num_timesteps - 1) / num_steps
     falling = torch.arange(num_steps, dtype=torch.float64) * spacing + (num_timesteps - 1)
     return falling.long().flip(0)
 
 
 def _scaled_linear(start: float, end: float, num_timesteps: int) -> Tensor:
-    """alpha_bar [num_timesteps] float64 for betas whose square roots are evenly spaced."""
+    """Return alpha_bar [num_timesteps] float64 for betas with evenly spaced square roots."""
     betas = torch.linspace(start**0.5, end**0.5, num_timesteps, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(dim=0)
 
 
 def _shift(alphas_cumprod: Tensor, scale: float) -> Tensor:
-    """alpha_bar with its SNR alpha_bar / (1 - alpha_bar) divided by `scale`."""
+    """Return alpha_bar with its SNR alpha_bar / (1 - alpha_bar) divided by `scale`."""
     return alphas_cumprod / (scale + (1 - scale) * alphas_cumprod)

@@ -1,4 +1,4 @@
-"""From noise to latents: the samplers that work with a v-predicting video model.
+"""Samplers for v-predicting video models: from noise to latents.
 
 With a = alpha_sqrt now, b = alpha_sqrt after the step, x0 the guided estimate of the clean
 latents and lambda = log(a / sqrt(1 - a^2)), h = lambda_next - lambda:
@@ -31,7 +31,8 @@ NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T,
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: alpha_sqrt before and after, and the steps of lambda now and before (or None)."""
+    """One step: alpha_sqrt before and after it, and the steps of lambda of it and of the previous one
+    (None for the first)."""
 
     alpha_sqrt: float
     next_alpha_sqrt: float
@@ -40,18 +41,18 @@ class Step:
 
     @property
     def noise_ratio(self) -> float:
-        """q, the factor by which the noise that is left shrinks."""
+        """q, the factor by which the remaining noise shrinks."""
         return math.sqrt((1 - self.next_alpha_sqrt**2) / (1 - self.alpha_sqrt**2))
 
 
 class VideoDDIMSampler:
-    """DDIM without noise (arXiv 2010.02502); the loop that the other samplers share.
+    """Deterministic DDIM (arXiv 2010.02502) and the loop that all samplers share.
 
-    fixed_frames: the first so many latent frames of x are given, clean, and stay; with `sdedit`
+    fixed_frames: number of leading latent frames of x that are given clean and stay; with `sdedit`
     the network sees them noised to the current level. Upstream reads both options in the VPSDE
     sampler only.
-    timestep_spacing: "sat", or that of a diffusers pipeline's scheduler, which set_alpha_to_one and
-    steps_offset are of; its latents then are the pipeline's.
+    timestep_spacing: "sat", or the spacing of a diffusers scheduler, which also takes
+    set_alpha_to_one and steps_offset. With a pipeline's values the latents are the pipeline's.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VideoDDIMSampler:
             self.steps = discretization.steps_of_diffusers(num_steps, *self._spacing)
 
     def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
-        """The same sampler with another number of steps, its guider's ramp included."""
+        """Return this sampler with another number of steps; the guider's ramp follows."""
         guider = self.guider.with_num_steps(self.num_steps, num_steps)
         options = (self.fixed_frames, self.sdedit, *self._spacing)
         return type(self)(self.discretization, num_steps, guider, *options)
@@ -99,11 +100,12 @@ class VideoDDIMSampler:
         unconditional: Conditioning | None = None,
         generator: torch.Generator | NoiseLike | None = None,
     ) -> Tensor:
-        """Latents [B, C, T, h, w] float32 from standard normal noise x of that shape.
+        """Sample latents [B, C, T, h, w] float32 from standard normal noise x of that shape.
 
-        generator: where a sampler that adds noise takes it from, a torch.Generator on x's device
-        or a function of a tensor to be matched.
+        generator: the source of added noise, either a torch.Generator on x's device or a function
+        that returns noise of its argument's shape; None: PyTorch's default generator.
         """
+        # In bf16 the differences between steps would round away; only the network runs in it.
         x = x.float()
         noise_like = _noise_source(generator)
         given = self.guider.inputs(conditioning, unconditional)
@@ -116,8 +118,10 @@ class VideoDDIMSampler:
             idx = torch.full_like(level, timestep, dtype=torch.long)
             estimates = denoiser.denoise(network, batch, level, given, idx)
             denoised = self.guider(estimates, timestep, i, self.num_steps)
+            # diffusers ends with a first-order step: no extrapolation from the step before.
             if steps.is_end[i]:
                 previous = None
+            # At b = 1 lambda is infinite; the limit of every update is the estimate itself.
             is_clean = steps.next_alpha_sqrt[i] == 1.0
             x = denoised if is_clean else self.advance(i, x, denoised, previous, noise_like)
             previous = denoised
@@ -131,13 +135,13 @@ class VideoDDIMSampler:
         previous: Tensor | None,
         noise_like: NoiseLike,
     ) -> Tensor:
-        """x after step i, which leaves some noise; previous: the estimate of the step before."""
+        """Return x after step i, which leaves some noise. previous: the estimate of the step before."""
         step = self.step(i)
         q = step.noise_ratio
         return q * x + (step.next_alpha_sqrt - step.alpha_sqrt * q) * denoised
 
     def step(self, i: int) -> Step:
-        """The numbers of step i; the first has no signal, hence h = inf."""
+        """Return the coefficients of step i; at the first there is no signal, so h = inf."""
         before, now, after = (
             self.steps.alpha_sqrt[max(i - 1, 0)],
             self.steps.alpha_sqrt[i],
@@ -161,7 +165,7 @@ class VideoDDIMSampler:
 
 
 class VPODEDPMPP2MSampler(VideoDDIMSampler):
-    """DPM-Solver++(2M) of the probability-flow ODE: no noise on the way."""
+    """DPM-Solver++(2M) of the probability-flow ODE; adds no noise."""
 
     def advance(
         self,
@@ -177,7 +181,7 @@ class VPODEDPMPP2MSampler(VideoDDIMSampler):
 
 
 class VPSDEDPMPP2MSampler(VideoDDIMSampler):
-    """DPM-Solver++(2M) of the reverse SDE: fresh noise at every step but the last."""
+    """DPM-Solver++(2M) of the reverse SDE; adds noise at every step but the last."""
 
     def advance(
         self,
@@ -190,10 +194,10 @@ class VPSDEDPMPP2MSampler(VideoDDIMSampler):
         step = self.step(i)
         share = -math.expm1(-2 * step.h)
         noise = noise_like(x)
+        # Upstream draws two noises from the second step on and drops the first. Doing the same
+        # makes one seed give the same latents.
         if previous is not None:
-            noise = noise_like(
-                x
-            )  # upstream throws the first of two away; so a seed gives its noise
+            noise = noise_like(x)
         kept = step.noise_ratio * math.exp(-step.h)
         added = math.sqrt((1 - step.next_alpha_sqrt**2) * share)
         signal = step.next_alpha_sqrt * share
@@ -206,7 +210,7 @@ def _log_snr(a: float) -> float:
 
 
 def _extrapolated(step: Step, denoised: Tensor, previous: Tensor | None) -> Tensor:
-    """D of the formulas above; the first step has no estimate before it."""
+    """Return D of the module's formulas; the first step has no earlier estimate."""
     if previous is None or step.previous_h is None:
         return denoised
     weight = step.h / (2 * step.previous_h)

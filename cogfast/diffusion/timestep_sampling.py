@@ -1,4 +1,4 @@
-"""Which timestep each sample of the global batch trains at."""
+"""Draws the timestep that each sample of the global batch trains at."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cogfast.slot_random import SlotRandom
 
 
 class DiscreteSampling:
-    """Draws timesteps 0..num_idx-1, evenly on average.
+    """Draws timesteps 0..num_idx-1 uniformly.
 
-    With uniform_sampling the range is cut into equal strata and the slots of the global batch
-    share them out, so that every step covers all noise levels, on any number of ranks. group_num
-    (SAT's name) is the number of strata; None or 0 gives each slot one of its own, and more than
-    there are slots counts as that. A rotation, drawn once per step, moves each slot through all
-    strata over time: a slot's own timesteps are uniform too.
+    With uniform_sampling the range is split into equal strata that are distributed over the slots
+    of the global batch, so every step covers all noise levels on any number of ranks. group_num
+    (SAT's name) is the number of strata, at most one per slot; None or 0: one per slot. A rotation,
+    drawn once per step, moves each slot through all strata, so a slot's own timesteps are uniform
+    too.
     """
 
     def __init__(
@@ -47,22 +47,23 @@ class DiscreteSampling:
         self.table = DeviceTable(discretization.table())
 
     def sample(self, rng: SlotRandom) -> Tensor:
-        """The timesteps [B] int64 of the slots of `rng`, on its device."""
+        """Return the timesteps [B] int64 of the slots of `rng`, on its device."""
         within = rng.uniform("timestep")  # [B] float64 in [0, 1)
         if self.uniform_sampling:
             num_strata = min(self.group_num or rng.num_slots, rng.num_slots)
             strata = self.strata(rng, num_strata).to(torch.float64)
             within = (strata + within) / num_strata
-        # (stratum + within) may round up to the next stratum: at the top that is one too far.
+        # (stratum + within) may round up to the next stratum; in the last one that is out of range.
         idx = (within * self.num_idx).long().clamp_(max=self.num_idx - 1)
         return idx.to(rng.device, non_blocking=True)  # pageable and small: no wait for the stream
 
     def strata(self, rng: SlotRandom, num_strata: int) -> Tensor:
-        """The stratum [B] int64 of each slot at this step, on the CPU."""
+        """Return the stratum [B] int64 of each slot at this step, on the CPU."""
+        # Without the rotation a slot, and so a rank, would train at the same noise levels for ever.
         rotation = math.floor(rng.shared_unit("timestep rotation") * num_strata)
         slots = torch.tensor(list(rng.slots))
         return (slots * num_strata // rng.num_slots + rotation) % num_strata
 
     def alpha_sqrt(self, idx: Tensor) -> Tensor:
-        """The table's alpha_sqrt [B] float32 at timesteps idx [B]."""
+        """Return the table's alpha_sqrt [B] float32 at timesteps idx [B]."""
         return self.table.on(idx.device)[idx]

@@ -10,8 +10,8 @@ from cogfast.kernels.qk_norm_rope3d import EPS, Affine, Rotation
 
 
 class DeferredBiasLinear(nn.Linear):
-    """x W^T alone: the kernel that reads the product adds `bias` as it goes, and sums the bias's
-    gradient while it writes the product's, which saves a pass over that gradient."""
+    """Linear whose forward leaves out the bias: the kernel that reads the product adds it, and sums
+    its gradient in the same pass in which it writes the product's gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -19,15 +19,15 @@ class DeferredBiasLinear(nn.Linear):
 
 
 class HeadNorm(nn.LayerNorm):
-    """Of every head of the queries, or of the keys: a kernel norms them with the weights here."""
+    """Per-head LayerNorm weights for queries or keys. The norm itself runs inside qk_norm_rope3d."""
 
     def affine(self) -> Affine:
-        """Weight and bias [D], or twice None."""
+        """Return weight and bias [D], or (None, None)."""
         return self.weight, self.bias
 
 
 class Attention(nn.Module):
-    """QKV linear, norm and rotation of queries and keys, attention, output linear."""
+    """QKV linear, norm and rotation of queries and keys, attention and output linear."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, num_text: int, rotation: Rotation | None) -> Tensor:
         """x [B, S, M] with num_text text rows in front -> [B, S, M] without the bias of `out`."""
-        # the head count is taken from the data: a slice of the heads runs the same code
+        # The head count comes from the data, so that a tensor-parallel slice runs the same code.
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, S, 3, H, D]
         norms = (self.query_norm, self.key_norm)
         query_norm, key_norm = (None if n is None else n.affine() for n in norms)

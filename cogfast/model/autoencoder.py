@@ -1,8 +1,8 @@
 """The 3D VAE of CogVideoX: diffusers' AutoencoderKLCogVideoX, built from SAT's config or a folder.
 
-Its group norms take their statistics over all frames of a call, so the numbers depend on how a clip
-is cut into calls. We cut as SAT does: a clip is encoded whole, latents are decoded 3, 2, 2, ... at
-a time with the convolutions' caches kept in between (SAT v1.0's sampling).
+Its group norms compute statistics over all frames of a call, so outputs depend on how a clip is
+split into calls. cogfast splits as SAT does: clips are encoded whole, and latents are decoded
+3, 2, 2, ... at a time with the convolutions' caches kept between calls (SAT v1.0's sampling).
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ DecodeChunks = Literal["serial", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The Gaussian that a clip encodes to, not scaled, [B, C, T, h, w] in the first stage's dtype."""
+    """The unscaled Gaussian that a clip encodes to, [B, C, T, h, w] in the first stage's dtype."""
 
     mean: Tensor
     logvar: Tensor | None  # None: the first stage is deterministic
 
     @property
     def std(self) -> Tensor | None:
-        """float32: in bf16 the logarithm's exponential would lose bits."""
+        """Standard deviation, float32; None if the first stage is deterministic."""
+        # In bf16 the exponential of the logarithm would lose bits.
         return None if self.logvar is None else (0.5 * self.logvar.float()).exp()
 
     def sample(self, noise: Tensor | None) -> Tensor:
-        """Latents [B, C, T, h, w] from standard normal `noise` of that shape; None: the mean."""
+        """Return latents [B, C, T, h, w] from standard normal `noise` of that shape; None: the mean."""
         mean = self.mean.float()
         return mean if self.logvar is None or noise is None else mean + self.std * noise
 
 
 class VideoAutoencoder(nn.Module):
-    """Clips to latents and back, frozen, with no scale factor applied.
+    """Frozen encoder and decoder of video clips; applies no scale factor.
 
-    path: a diffusers VAE folder (or one with vae/ inside); `inner` instead: a built
-    AutoencoderKLCogVideoX. encode_chunks: "whole" as SAT, "diffusers" 8 frames at a time.
-    decode_chunks: "serial" or "whole". use_slicing: one clip of the batch at a time (same numbers).
-    use_tiling: tiles of tile_size = [rows, columns] pixels (default 240x360) for frames larger than
-    that; other numbers, since each tile has its own group norm statistics.
+    path: a diffusers VAE folder (or one with vae/ inside). inner: a built AutoencoderKLCogVideoX,
+    instead of path. encode_chunks: "whole" as SAT, "diffusers" 8 frames at a time.
+    decode_chunks: "serial" or "whole". use_slicing: one clip of the batch at a time (same outputs).
+    use_tiling: process larger frames in tiles of tile_size = [rows, columns] pixels (default
+    240x360). Tiling changes outputs, since each tile has its own group norm statistics.
     """
 
     temporal_compression = TEMPORAL_COMPRESSION
@@ -106,9 +107,9 @@ class VideoAutoencoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Moments:
-        """Video [B, 3, F, 8h, 8w] in [-1, 1] -> moments [B, C, T, h, w], F = 4(T-1)+1.
+        """Encode video [B, 3, F, 8h, 8w] in [-1, 1] to moments [B, C, T, h, w], F = 4(T-1)+1.
 
-        An even F gives F/4 latent frames, as SAT v1.0 and diffusers do.
+        An even F gives F/4 latent frames, as in SAT v1.0 and diffusers.
         """
         num_frames, height, width = video.shape[2:]
         if height % SPATIAL_COMPRESSION or width % SPATIAL_COMPRESSION:
@@ -116,6 +117,7 @@ class VideoAutoencoder(nn.Module):
                 f"frames of {height}x{width} do not divide into latent pixels; "
                 f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
             )
+        # limit_decode_memory may have switched tiles on for decoding; encoding must not use them.
         self.inner.use_tiling = self.use_tiling
         is_whole = self.encode_chunks == "whole"
         self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
@@ -124,12 +126,10 @@ class VideoAutoencoder(nn.Module):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, T, h, w] -> video [B, 3, 4T-3, 8h, 8w], not clamped.
-
-        diffusers and SAT v1.0 treat the first frame apart only in an odd count and make 4T frames
-        of an even one. A copy of the first latent in front makes the count odd; its frames go.
-        """
+        """Decode latents [B, C, T, h, w] to video [B, 3, 4T-3, 8h, 8w], not clamped."""
         num_frames = num_pixel_frames(latents.shape[2])
+        # diffusers and SAT v1.0 decode an even count to 4T frames: they treat the first frame apart
+        # only in an odd count. A copy of the first latent makes it odd; its frames are dropped.
         if latents.shape[2] % 2 == 0:
             latents = torch.cat([latents[:, :, :1], latents], dim=2)
         self._set_decode_chunks(latents.shape[2])
@@ -140,13 +140,14 @@ class VideoAutoencoder(nn.Module):
     def limit_decode_memory(
         self, num_bytes: int, num_frames: int, height: int, width: int
     ) -> DecodePlan:
-        """Decode videos of up to `num_frames` of height x width pixels, one at a time, in tiles if
-        they need more than `num_bytes` otherwise. Tiles that the config asks for stay.
+        """Switch on tiled decoding if one video of `num_frames` frames of height x width pixels needs
+        more than `num_bytes`; return the plan. Tiles that the config asks for are kept.
 
-        A tile has group norm statistics of its own, so its numbers are others; encoding is whole.
+        Tiling changes outputs, since each tile has its own group norm statistics. Encoding is not
+        affected.
         """
         num_latents = num_latent_frames(num_frames)
-        num_latents += 1 - num_latents % 2  # decode's copy of the first
+        num_latents += 1 - num_latents % 2  # decode's copy of the first latent
         self._set_decode_chunks(num_latents)
         per_pixel = bytes_per_pixel(self.inner, num_latents)
         video = 3 * num_pixel_frames(num_latents) * height * width * self.dtype.itemsize
@@ -176,10 +177,10 @@ def video_autoencoder_from_sat(
     tile_size: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> VideoAutoencoder:
-    """The autoencoder of SAT's VideoAutoencoderInferenceWrapper; weights from its 3d-vae.pt.
+    """Build the autoencoder of SAT's VideoAutoencoderInferenceWrapper, with weights of 3d-vae.pt.
 
-    Both configs are either SAT's {target, params} or the params alone. Keys that change nothing in
-    a frozen autoencoder on one rank (resolution, dropout, gather_norm, ...) may stand in them.
+    Each config is SAT's {target, params} or the params alone. Keys without effect on a frozen
+    autoencoder on one rank (resolution, dropout, gather_norm, ...) are accepted.
     """
     from diffusers import AutoencoderKLCogVideoX
 
@@ -193,12 +194,13 @@ def video_autoencoder_from_sat(
         logger.warning("first_stage_config has no ckpt_path: the autoencoder has random weights")
         inner = AutoencoderKLCogVideoX(**sizes, **blocks)
     else:
+        # No initial values are drawn for weights that are replaced.
         with torch.device("meta"):
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
         names = to_diffusers(
             read_sat_vae(ckpt_path, ignore_keys), num_levels, sizes["layers_per_block"]
         )
-        fix = "give a matching 3d-vae.pt, or list what to leave out in ignore_keys"
+        fix = "give a matching 3d-vae.pt, or list the tensors to leave out in ignore_keys"
         _load(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
     return VideoAutoencoder(
         inner=inner,
@@ -213,7 +215,7 @@ def video_autoencoder_from_sat(
 def _load(
     inner: nn.Module, state: dict[str, Tensor], where: str, fix: str, dtype: torch.dtype
 ) -> None:
-    """Put every tensor in its place, a copy in `dtype`; what is missing or too much is an error."""
+    """Load copies of all tensors in `dtype`. ValueError for missing or unexpected tensors."""
     wanted = inner.state_dict()
     missing = [name for name in wanted if name not in state]
     unexpected = [name for name in state if name not in wanted]
@@ -228,19 +230,19 @@ def _load(
         if tensor.shape != wanted[name].shape:
             raise ValueError(
                 f"{where}: {name} has shape {list(tensor.shape)}, the config asks for "
-                f"{list(wanted[name].shape)}; make ch, ch_mult and num_res_blocks the checkpoint's"
+                f"{list(wanted[name].shape)}; set ch, ch_mult and num_res_blocks to the checkpoint's"
             )
-    # Copies, since a file's tensors may share memory and a memory-mapped file may be moved away.
+    # Copy: a file's tensors may share memory, and a memory-mapped file may be moved or deleted.
     inner.load_state_dict({k: v.to(dtype, copy=True) for k, v in state.items()}, assign=True)
 
 
 def _count(names: Sequence[str]) -> str:
-    """`3 tensors (a.weight, b.weight, ...)`."""
+    """Format names as `3 tensors (a.weight, b.weight, ...)`."""
     return f"{len(names)} tensors ({first_of(names)})" if names else "0 tensors"
 
 
 def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The autoencoder in a diffusers folder, or in its vae/."""
+    """Load the autoencoder from a diffusers folder or its vae/."""
     from diffusers import AutoencoderKLCogVideoX
 
     folder = path / "vae" if (path / "vae" / "config.json").is_file() else path
@@ -263,7 +265,7 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _check_tile_size(size: Sequence[int] | None) -> tuple[int | None, int | None]:
-    """Rows and columns of a tile; None: diffusers' own 240x360."""
+    """Return rows and columns of a tile; (None, None) selects diffusers' default 240x360."""
     if size is None:
         return None, None
     if len(size) != 2 or any(n <= 0 or n % step for n, step in zip(size, TILE_STEP, strict=True)):
@@ -274,18 +276,18 @@ def _check_tile_size(size: Sequence[int] | None) -> tuple[int | None, int | None
     return size[0], size[1]
 
 
-# diffusers' tiles overlap by these shares of their rows and columns.
+# Fractions of rows and columns by which diffusers' tiles overlap.
 TILE_OVERLAP = (1 / 6, 1 / 5)
 TILE_STEP = (48, 40)  # tile sizes whose stride falls on whole latent pixels
-_LEAST_TILE = (96, 80)  # below, the seams are most of the picture
-_INSIDE_CONVOLUTIONS = 1.4  # see above
-# Beside the decoder: decoded tiles (1.5 videos, as they overlap), then the rows that are made of
-# them and the whole (one each); the whole in float32 later takes less.
+_LEAST_TILE = (96, 80)  # in smaller tiles the seams cover most of the picture
+_INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
+# Besides the decoder: decoded tiles (1.5 videos, as they overlap), then the joined rows and the
+# joined video (one each). The later float32 copy of the video takes less.
 _VIDEOS_OF_TILES = 3.5
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Adds up the storages that ops make, for as long as they are alive; `peak`: the most so far."""
+    """Counts the bytes of live storages that ops create; `peak` is the maximum so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,12 +320,13 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def bytes_per_pixel(vae: nn.Module, num_latents: int) -> float:
-    """Bytes that diffusers' decoder has alive per pixel of a frame, for `num_latents` latent frames
-    and the chunks that `vae` is set to, in its dtype; what convolutions need inside is counted in."""
+    """Return the peak bytes of diffusers' decoder per pixel of a frame, in the dtype of `vae` and
+    with its chunk size, for `num_latents` latent frames. Workspace of convolutions is included."""
+    # A dry run on the meta device: it follows diffusers' code, whatever the version.
     with torch.device("meta"):
         copy = type(vae).from_config(vae.config).eval()
         chunk = copy.num_latent_frames_batch_size = vae.num_latent_frames_batch_size
-        # the second of the serial calls needs most: it has the caches of the first
+        # The second of the serial calls needs most memory: it has the caches of the first.
         frames = min(num_latents, 2 * chunk + 1)
         latents = torch.empty(1, vae.config.latent_channels, frames, 2, 2)
     counter = _LiveBytes()
@@ -335,7 +338,7 @@ def bytes_per_pixel(vae: nn.Module, num_latents: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """tile: rows and columns in pixels, None for whole frames; num_bytes: what it takes."""
+    """How to decode. tile: rows and columns in pixels, None for whole frames; num_bytes: peak memory."""
 
     tile: tuple[int, int] | None
     num_bytes: int
@@ -344,11 +347,12 @@ class DecodePlan:
 def plan_decode(
     height: int, width: int, per_pixel: float, video_bytes: int, budget: int
 ) -> DecodePlan:
-    """Whole frames where they fit into `budget` bytes, else the fewest tiles that do, of those the
-    ones that decode the fewest pixels; where nothing fits, the least.
+    """Plan whole frames if they fit into `budget` bytes, else the fewest tiles that fit; of equal
+    counts the one that decodes the fewest pixels. If nothing fits, plan for the least memory.
 
-    per_pixel: of bytes_per_pixel; video_bytes: of the decoded video in the decoder's dtype.
+    per_pixel: see bytes_per_pixel; video_bytes: size of the decoded video in the decoder's dtype.
     """
+    # Two videos: the chunks that the decoder returns, and the video that they are joined to.
     whole = DecodePlan(None, int(height * width * per_pixel) + 2 * video_bytes)
     if whole.num_bytes <= budget:
         return whole
@@ -366,25 +370,26 @@ def plan_decode(
 def tiled(
     height: int, width: int, tile: tuple[int, int], per_pixel: float, video_bytes: int
 ) -> DecodePlan:
-    """What decoding in tiles of this size takes."""
+    """Return the plan for tiles of this size."""
     area = min(tile[0], height) * min(tile[1], width)
     return DecodePlan(tile, int(area * per_pixel + _VIDEOS_OF_TILES * video_bytes))
 
 
 def _cost(height: int, width: int, tile: tuple[int, int]) -> tuple[int, int]:
-    """How many tiles, and how many pixels are decoded in all."""
+    """Return the number of tiles and the number of pixels decoded in total."""
     down, across = _extents(height, tile[0], 0), _extents(width, tile[1], 1)
     return len(down) * len(across), sum(down) * sum(across)
 
 
 def _sizes(side: int, axis: int) -> range:
-    """Tile sizes along an axis, up to the first whose stride covers the side."""
+    """Return candidate tile sizes along an axis, up to the first whose stride covers the side."""
     step, least = TILE_STEP[axis], _LEAST_TILE[axis]
     most = max(least, int(side / (1 - TILE_OVERLAP[axis])) + step)
     return range(least, most + 1, step)
 
 
 def _extents(side: int, tile: int, axis: int) -> list[int]:
-    """Sizes of the tiles along an axis: diffusers begins one every stride, to the very end."""
+    """Return the tile sizes along an axis."""
+    # diffusers starts a tile at every stride, even where the previous tile reaches the end.
     stride = round(tile * (1 - TILE_OVERLAP[axis]))
     return [min(tile, side - start) for start in range(0, side, stride)]

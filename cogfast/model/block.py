@@ -1,4 +1,4 @@
-"""One transformer block: attention and MLP, each behind an adaptive LayerNorm and a gate."""
+"""A transformer block: attention and MLP, each with an adaptive LayerNorm and a gate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MLP_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """What a timestep asks of one half of a block: shift, scale and gate, each [B, 2, M], entry 0
-    for video rows and entry 1 for text rows."""
+    """Shift, scale and gate of one half of a block, each [B, 2, M]: entry 0 for video rows, entry 1
+    for text rows."""
 
     shift: Tensor
     scale: Tensor
@@ -25,7 +25,7 @@ class Modulation:
 
 
 class BlockModulation(nn.Module):
-    """The conditioning vector as the modulation of both halves of a block."""
+    """Maps the conditioning vector to the modulation of both halves of a block."""
 
     def __init__(self, width: int, conditioning_width: int):
         super().__init__()
@@ -71,9 +71,19 @@ class Block(nn.Module):
             hidden, norm1.weight, norm1.bias, first.shift, first.scale, num_text, NORM_EPS
         )
         x = self.attention(x, num_text, rotation)
+        # Adds the output bias and the gated residual, then norms for the MLP, in one pass.
         hidden, x = kernels.residual_adaptive_layernorm(
-            *(hidden, x, self.attention.out.bias, first.gate),
-            *(norm2.weight, norm2.bias, second.shift, second.scale, num_text, NORM_EPS),
+            hidden,
+            x,
+            self.attention.out.bias,
+            first.gate,
+            norm2.weight,
+            norm2.bias,
+            second.shift,
+            second.scale,
+            num_text,
+            NORM_EPS,
         )
+        # fc1 and fc2 return products without bias: gelu and gated_residual add it.
         x = self.fc2(kernels.gelu(self.fc1(x), self.fc1.bias))
         return kernels.gated_residual(hidden, x, self.fc2.bias, second.gate, num_text)

@@ -9,7 +9,7 @@ from cogfast.model.lora import SAT_ALPHA, TARGETS
 from cogfast.schema.json_files import brief
 from cogfast.shapes import PatchSize, TokenGrid
 
-# The largest sizes that are built, far beyond the published models.
+# Upper bounds, far beyond the published models: a damaged config must not exhaust the memory.
 _MOST = {
     "num_layers": 2**10,
     "hidden_size": 2**16,
@@ -32,7 +32,8 @@ _MOST_TABLE = 2**27  # 2B's has 34 million
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerConfig:
-    """A member of the family. Lengths in tokens, sizes in latent rows, columns and pixel frames."""
+    """Sizes and options of a model. Lengths are in tokens; sizes are in latent rows and columns and
+    in pixel frames."""
 
     num_layers: int
     hidden_size: int
@@ -55,14 +56,14 @@ class TransformerConfig:
     width_interpolation: float = 1.0
     time_interpolation: float = 1.0
     rope_theta: float = 10000.0
-    # pipeline: a video of another size than latent_height and latent_width has the positions that
-    # diffusers' pipelines give it. They differ for CogVideoX 1.0 only.
+    # pipeline: the positions of diffusers' pipelines, which rescale videos whose size differs from
+    # latent_height and latent_width. They differ from "integer" for CogVideoX 1.0 only.
     rotary_positions: Literal["integer", "pipeline"] = "integer"
-    # frames in pixels, rows and columns in latents of what the weights were trained on, if known
+    # The training videos' pixel frames, latent rows and latent columns, if known.
     trained_size: tuple[int, int, int] | None = None
     qk_norm: bool = True
     elementwise_affine: bool = True
-    max_sequence_length: int = 64  # rows of a table that SAT's rotary models carry and never read
+    max_sequence_length: int = 64  # rows of a table that SAT's rotary models store and never read
     lora_rank: int | None = None
     lora_alpha: float = SAT_ALPHA
     lora_dropout: float = 0.0
@@ -83,6 +84,7 @@ class TransformerConfig:
             )
         if self.position == "sincos" and self.hidden_size % 16:
             raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of 16")
+        # Negative and repeated layers would adapt a layer twice.
         layers = self.lora_layers or ()
         if not all(0 <= i < self.num_layers for i in layers) or len(set(layers)) < len(layers):
             raise ValueError(
@@ -96,7 +98,7 @@ class TransformerConfig:
             )
 
     def _check_sizes(self) -> None:
-        """Refuse what no model has before anything of that size is built."""
+        """Raise ValueError for sizes out of range, before anything of that size is allocated."""
         patch = self.patch_size
         sizes = {name: getattr(self, name) for name in _MOST}
         sizes |= {"lora_rank": self.lora_rank or 1, "ofs_embed_dim": self.ofs_embed_dim or 1}
@@ -107,9 +109,10 @@ class TransformerConfig:
                 raise ValueError(f"{name}={brief(str(size))} must be from 1 to {most}; correct it")
         if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
             raise ValueError(
-                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} are a network of "
-                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use up to 1e+11"
+                f"num_layers={self.num_layers} and hidden_size={self.hidden_size} make a network of "
+                f"{12 * self.num_layers * self.hidden_size**2:.0e} weights or more; use at most 1e+11"
             )
+        # Position tables grow with the product of three sizes, each of which may be in range.
         grid, table = self.grid, 0
         if self.position == "sincos" or self.learnable_position:
             table = (grid.num_tokens + self.text_length) * self.hidden_size
@@ -117,8 +120,8 @@ class TransformerConfig:
             raise ValueError(
                 f"num_frames={self.num_frames}, latent_height={self.latent_height} and latent_width="
                 f"{self.latent_width} with patches of {patch.t}x{patch.h}x{patch.w} give positions "
-                f"for {grid.num_tokens} tokens; use from 1 to {_MOST_TOKENS} tokens, and tables of "
-                f"at most {_MOST_TABLE} numbers"
+                f"for {grid.num_tokens} tokens; use 1 to {_MOST_TOKENS} tokens and tables of at most "
+                f"{_MOST_TABLE} numbers"
             )
 
     @property
@@ -127,13 +130,13 @@ class TransformerConfig:
 
     @property
     def has_rescaled_positions(self) -> bool:
-        """Whether a video's size decides where its rows and columns are."""
+        """Whether the positions of rows and columns depend on the video's size."""
         return self.rotary_positions == "pipeline" and self.patch_size.t == 1
 
     @property
     def grid(self) -> TokenGrid:
-        """The tokens of the largest video that the position tables hold."""
+        """The token grid of the largest video that the position tables hold."""
         patch = self.patch_size
         latent_frames = (self.num_frames - 1) // self.time_compressed_rate + 1
-        # SAT's tables have an entry per latent frame, also where a token covers two (1.5)
+        # SAT's tables have an entry per latent frame, even where a token covers two (1.5).
         return TokenGrid(latent_frames, self.latent_height // patch.h, self.latent_width // patch.w)

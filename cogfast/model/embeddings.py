@@ -1,4 +1,4 @@
-"""Latents to tokens and back, and the embedding of a timestep."""
+"""Conversion between latents and tokens, timestep embedding and position tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cogfast.shapes import PatchSize, TokenGrid
 
 
 def patchify(latents: Tensor, patch: PatchSize) -> Tensor:
-    """[B, C, T, h, w] -> [B, V, C*patch], a row of V per patch, its entries ordered (c t h w)."""
+    """[B, C, T, h, w] -> [B, V, C*patch]: one row per patch, its entries ordered (c t h w)."""
     b, c, t, h, w = latents.shape
     x = latents.view(b, c, t // patch.t, patch.t, h // patch.h, patch.h, w // patch.w, patch.w)
     return x.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, -1, c * patch.t * patch.h * patch.w)
@@ -29,10 +29,11 @@ def unpatchify(rows: Tensor, grid: TokenGrid, patch: PatchSize) -> Tensor:
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """cos, then sin, of positions [B] at width/2 frequencies from 1 towards 1/10000: [B, width]
-    float32."""
+    """Return cos, then sin, of positions [B] at width/2 frequencies from 1 towards 1/10000:
+    [B, width] float32."""
     half = width // 2
-    # rounded as in both upstreams: at timestep 999 the last bit of a frequency is 3e-5 of the result
+    # Round as both upstreams do: at timestep 999 the last bit of a frequency changes the result by
+    # 3e-5.
     exponents = torch.arange(half, dtype=torch.float32, device=positions.device)
     frequencies = torch.exp(-math.log(10000.0) * exponents / half)
     angles = positions.float()[:, None] * frequencies
@@ -40,7 +41,7 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
 
 
 class SinusoidEmbedding(nn.Module):
-    """A number per sample (the timestep, or 1.5-I2V's ofs) as a vector: sinusoid, then an MLP."""
+    """Embeds one number per sample (the timestep, or 1.5-I2V's ofs): sinusoid, then MLP."""
 
     def __init__(self, input_width: int, width: int):
         super().__init__()
@@ -55,8 +56,11 @@ class SinusoidEmbedding(nn.Module):
 
 
 def _check_grid(grid: TokenGrid, held: TokenGrid, is_exact: bool) -> None:
-    """Refuse a grid that a table for `held` does not hold; is_exact: rows and columns must agree,
-    since the table is flattened and a slice of another width would hold other positions."""
+    """Raise ValueError for a grid that a table for `held` does not cover.
+
+    is_exact: rows and columns must be equal, since the table is flattened: with another width its
+    rows belong to different positions.
+    """
     fits = grid.t <= held.t and grid.h <= held.h and grid.w <= held.w
     if fits and (not is_exact or (grid.h, grid.w) == (held.h, held.w)):
         return
@@ -69,7 +73,8 @@ def _check_grid(grid: TokenGrid, held: TokenGrid, is_exact: bool) -> None:
 
 
 def sincos_axis(width: int, positions: np.ndarray) -> np.ndarray:
-    """sin, then cos, of positions [N] at width/2 frequencies from 1 down to 1/10000: [N, width]."""
+    """Return sin, then cos, of positions [N] at width/2 frequencies from 1 down to 1/10000:
+    [N, width] float64."""
     frequencies = 10000.0 ** (-np.arange(width // 2, dtype=np.float64) / (width / 2))
     angles = np.outer(positions, frequencies)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
@@ -78,7 +83,7 @@ def sincos_axis(width: int, positions: np.ndarray) -> np.ndarray:
 def sincos_table(
     grid: TokenGrid, width: int, interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
 ) -> Tensor:
-    """The fixed table of 2B, [V, width] float32: a quarter for time, 3/8 for columns, 3/8 for rows.
+    """Return 2B's fixed table, [V, width] float32: 1/4 for time, 3/8 for columns, 3/8 for rows.
 
     interpolation (t, h, w) divides the positions, which stretches the table over a larger grid.
     """
@@ -90,17 +95,17 @@ def sincos_table(
     time = sincos_axis(width // 4, t)[:, None, None]
     column = sincos_axis(width // 8 * 3, w)[None, None]
     row = sincos_axis(width // 8 * 3, h)[None, :, None]
-    # float32 before the axes are joined: the table in float64 would take twice its memory
+    # Round to float32 before joining the axes: a float64 table would take twice the memory.
     axes = [x.astype(np.float32) for x in (time, column, row)]
     axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in axes]
     table = np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width)
-    # from numpy, so that the table is real under `torch.device("meta")` until it is copied
+    # from_numpy ignores a surrounding `torch.device("meta")`, so the values are kept.
     return torch.from_numpy(table)
 
 
 class PositionTable(nn.Module):
-    """Adds a vector per token, text rows included. interpolation (t, h, w): the fixed sincos table
-    of 2B, zero for text; None: a learned one (5B-I2V), which starts at zero."""
+    """Adds a vector per token, text rows included. interpolation (t, h, w): use 2B's fixed sincos
+    table, zero for text; None: a learned table (5B-I2V), initially zero."""
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class PositionTable(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the values of a fresh model."""
+        """Set the initial values."""
         self.weight.zero_()
         if self.interpolation is not None and not self.weight.is_meta:
             rows = sincos_table(self.grid, self.weight.shape[-1], self.interpolation)
@@ -135,17 +140,17 @@ class PositionTable(nn.Module):
 
 
 class NoPositionTable(nn.Module):
-    """The members of the family whose tokens carry no position of their own."""
+    """Replaces PositionTable in models whose tokens have no added position."""
 
     def forward(self, hidden: Tensor, num_text: int, grid: TokenGrid) -> Tensor:
         return hidden
 
 
 class RotaryPositions(nn.Module):
-    """Angles of a head of width D: D/4 entries turn with time, 3D/8 with rows, 3D/8 with columns.
+    """Rotary angles of a head of width D: D/4 entries for time, 3D/8 for rows, 3D/8 for columns.
 
-    Rows and columns are at 0, 1, 2, ..., or with is_rescaled where diffusers' pipelines for
-    CogVideoX 1.0 put them: a video of any size stretched over the rows and columns of `grid`.
+    Rows and columns have positions 0, 1, 2, ... With is_rescaled they have those of diffusers'
+    pipelines for CogVideoX 1.0, which stretch any video over the rows and columns of `grid`.
     """
 
     def __init__(
@@ -157,20 +162,20 @@ class RotaryPositions(nn.Module):
         self._build(torch.get_default_device())
 
     def _build(self, device: torch.device) -> None:
-        """Radians per step of each axis, float32: [D/8], [3D/16], [3D/16]."""
+        """Register radians per step of each axis, float32: [D/8], [3D/16], [3D/16]."""
         for name, width in zip("thw", self.axis_widths, strict=True):
             exponents = torch.arange(0, width, 2, device="cpu").float() / width
             frequencies = (1.0 / self.theta**exponents).to(device)
             self.register_buffer(f"frequencies_{name}", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryPositions:
-        # rebuilt, since `.to(bfloat16)` would round them and `to_empty` leaves garbage
+        # Recompute: `.to(bfloat16)` would round the frequencies and `to_empty` leaves garbage.
         super()._apply(fn, recurse)
         self._build(self.frequencies_t.device)
         return self
 
     def positions(self, grid: TokenGrid) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the frames, rows and columns of `grid`, float32."""
+        """Return the positions of the frames, rows and columns of `grid`, float32."""
         count = partial(torch.arange, dtype=torch.float32, device=self.frequencies_t.device)
         if not self.is_rescaled:
             _check_grid(grid, self.grid, is_exact=False)
@@ -178,7 +183,7 @@ class RotaryPositions(nn.Module):
         _check_grid(TokenGrid(grid.t, 1, 1), self.grid, is_exact=False)
         axes = pipeline_ranges(grid, self.grid)
         rows, columns = (
-            # diffusers' expression, whose last digits are then its own
+            # Written as in diffusers, so that the results agree bit for bit.
             torch.linspace(
                 start, stop * (n - 1) / n, n, dtype=torch.float32, device=self.frequencies_t.device
             )
@@ -187,20 +192,20 @@ class RotaryPositions(nn.Module):
         return count(grid.t), rows, columns
 
     def angles(self, grid: TokenGrid) -> Tensor:
-        """Angles of each axis one after the other, as Rotation.table has them: [N] float32."""
+        """Return the angles of the three axes, concatenated as in Rotation.table: [N] float32."""
         frequencies = (self.frequencies_t, self.frequencies_h, self.frequencies_w)
         axes = zip(self.positions(grid), frequencies, strict=True)
         return torch.cat([(p[:, None] * f).flatten() for p, f in axes])
 
     def forward(self, grid: TokenGrid) -> Rotation:
-        """cos and sin of the angles of a grid of tokens."""
+        """Return cos and sin of the angles of a grid of tokens."""
         angles = self.angles(grid)
         return Rotation(torch.stack([angles.cos(), angles.sin()]), grid.t, grid.h, grid.w)
 
 
 def pipeline_ranges(grid: TokenGrid, base: TokenGrid) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(start, stop) of rows and of columns in the largest box of `grid`'s shape that fits into
-    `base` and stands in its middle (get_resize_crop_region_for_grid in diffusers'
+    """Return (start, stop) of the rows and of the columns of the largest centred box in `base` with
+    the aspect ratio of `grid` (get_resize_crop_region_for_grid in diffusers'
     pipeline_cogvideox.py)."""
     if grid.h / grid.w > base.h / base.w:
         height, width = base.h, round(base.h / grid.h * grid.w)
@@ -211,7 +216,7 @@ def pipeline_ranges(grid: TokenGrid, base: TokenGrid) -> tuple[tuple[int, int], 
 
 
 class NoRotation(nn.Module):
-    """2B: queries and keys are not rotated."""
+    """Replaces RotaryPositions in 2B, which does not rotate queries and keys."""
 
     def forward(self, grid: TokenGrid) -> None:
         return None

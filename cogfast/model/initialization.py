@@ -1,5 +1,5 @@
-"""Fresh weights, each a function of (seed, parameter name): no layout of processes and no order of
-construction changes them."""
+"""Initial weights, each a function of (seed, parameter name), so that they do not depend on the
+layout of processes or the order of construction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cogfast.model.embeddings import PositionTable
 from cogfast.model.weights.shard import Shard
 from cogfast.slot_random import random_bits
 
-STD = 0.02  # of the linears in SAT's transformer layers (sat/model/transformer.py)
+STD = 0.02  # linears of SAT's transformer layers (sat/model/transformer.py)
 
 
 @torch.no_grad()
@@ -23,16 +23,16 @@ def initialize(
     shards: Mapping[str, Shard] | None = None,
     names: Container[str] | None = None,
 ) -> None:
-    """Set every parameter of a DiffusionTransformer as at the start of a run from scratch.
+    """Initialize the parameters of a DiffusionTransformer for training from scratch.
 
     Linears: normal with std 0.02, biases zero. Patch embedding: Xavier, as upstream. Modulation
     layers and the output layer: zero, so that every block starts as the identity and the first
     prediction is zero (upstream zeroes them when a checkpoint lacks them). LayerNorms: one and
-    zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. The position tables are reset.
+    zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. Position tables are reset.
 
-    shards: the parameters of which the transformer holds a part, by name; they get that part of
-    what the whole one would get. names: of the parameters to set; None: all. Numbers are drawn on
-    the CPU in float32, a parameter at a time.
+    shards: the shard that the transformer holds of a parameter, by name; it gets that shard of the
+    whole parameter's values. names: the parameters to set; None: all. Values are drawn on the CPU in
+    float32, one parameter at a time.
     """
     for name, parameter in transformer.named_parameters():
         if names is not None and name not in names:
@@ -41,6 +41,7 @@ def initialize(
         if isinstance(owner, PositionTable):
             owner.reset()
             continue
+        # Draw the whole parameter even for a shard: its values must not depend on the layout.
         shard = (shards or {}).get(name)
         shape = parameter.shape if shard is None else shard.shape
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")

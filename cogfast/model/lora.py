@@ -1,9 +1,9 @@
-"""Low-rank adapters on the linears of an attention layer, as SAT's lora2.LoraMixin has them.
+"""Low-rank adapters on the linears of an attention layer, as in SAT's lora2.LoraMixin.
 
     y = W x + b + (alpha / r) B A x
 
-with one pair (A, B) per equal part of the output: q, k and v each have their own, `out` has one.
-Some of them may go without.
+There is one pair (A, B) per equal part of the output: q, k and v have one each, `out` has one. Parts
+may have none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from cogfast.model.attention import Attention
 
-SAT_ALPHA = 1.0  # of a SAT config that names none, and of checkpoints that do not say
-# What can have adapters, by diffusers' names: our linear in the attention layer, and which part.
+SAT_ALPHA = 1.0  # default for SAT configs and for checkpoints that store no alpha
+# {diffusers' name: (linear of Attention, part of its output)} of everything that can be adapted.
 TARGETS = {"to_q": ("qkv", 0), "to_k": ("qkv", 1), "to_v": ("qkv", 2), "to_out.0": ("out", 0)}
-NUM_PARTS = {"qkv": 3, "out": 1}  # equal parts of its outputs
+NUM_PARTS = {"qkv": 3, "out": 1}  # equal parts of a linear's output
 
 
 class LoraLinear(nn.Module):
-    """A linear and its adapters; `original` is trained only if something says so. parts: those of
-    the num_parts that have a pair, None: all; a pair's names end in the number of its part."""
+    """A linear (`original`) with adapters. parts: the parts of the output, of num_parts, that have a
+    pair; None: all. The names of a pair end in the index of its part."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LoraLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The original's: where that is a DeferredBiasLinear, somebody else adds it."""
+        """The original's bias. If that is a DeferredBiasLinear, a later kernel adds it."""
         return self.original.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,13 +57,15 @@ class LoraLinear(nn.Module):
         return self.original(x) + self.delta(x, a, self.matrix_B.values())
 
     def delta(self, x: Tensor, a: Tensor, b: Iterable[Tensor]) -> Tensor:
-        """What the adapters add, [B, S, out]; a: the A's side by side, so that one matmul reads x."""
-        low = nn.functional.linear(self.dropout(x), a) * self.scaling  # here, where it is small
+        """Return the adapters' contribution, [B, S, out]. a: the concatenated matrices A, so that one
+        matmul reads x."""
+        # Scale here, where the tensor is smallest.
+        low = nn.functional.linear(self.dropout(x), a) * self.scaling
         names = list(self.matrix_A)
         pairs = zip(low.chunk(len(names), dim=-1), b, strict=True)  # of [B, S, r] and [out, r]
         deltas = dict(zip(names, [nn.functional.linear(*pair) for pair in pairs], strict=True))
         first = deltas[names[0]]
-        nothing = first.new_zeros(()).expand_as(first)  # of a part without a pair; no memory
+        nothing = first.new_zeros(()).expand_as(first)  # for parts without a pair; takes no memory
         parts = [deltas.get(str(i), nothing) for i in range(self.num_parts)]
         return torch.cat(parts, dim=-1)
 
@@ -75,7 +77,7 @@ def add_lora(
     dropout: float = 0.0,
     targets: Iterable[str] = tuple(TARGETS),
 ) -> None:
-    """Replace the linears of `attention` that `targets`, of TARGETS, name by ones with adapters."""
+    """Replace the linears of `attention` that `targets` (keys of TARGETS) name by LoraLinears."""
     if rank < 1:
         raise ValueError(f"lora_config.params.r={rank} must be 1 or more")
     for name, num_parts in NUM_PARTS.items():
@@ -86,5 +88,5 @@ def add_lora(
 
 
 def is_lora_parameter(name: str) -> bool:
-    """Whether `name` (ours or SAT's) is an adapter matrix."""
+    """Return whether a parameter name (cogfast's or SAT's) is that of an adapter matrix."""
     return ".matrix_A." in name or ".matrix_B." in name

@@ -1,4 +1,4 @@
-"""The frozen text encoders: T5 from a folder, and a small random one that reads bytes."""
+"""Frozen text encoders: T5 from a folder, and a small random T5 that reads bytes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from cogfast.schema.json_files import InsideName, Range, brief, read_json
 logger = logging.getLogger(__name__)
 
 NumTokens = Annotated[int, Range(1, 4096)]
-_MOST_WEIGHTS = 2**26  # of the encoder that reads bytes
+_MOST_WEIGHTS = 2**26  # of ByteTextEncoder
 
-# Any one of these lets transformers build T5's tokenizer.
+# transformers can build T5's tokenizer from either file.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
 _TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class T5TextEncoder(nn.Module):
-    """T5's encoder as CogVideoX uses it: padded to `max_length`, padding attended to.
+    """T5's encoder as CogVideoX uses it: padded to `max_length`, without an attention mask.
 
     The arguments are those of SAT's FrozenT5Embedder (sat/sgm/modules/encoders/modules.py), whose
-    default `max_length` is 77; every CogVideoX config sets 226. `model_dir` is a folder that
-    transformers wrote, or one with text_encoder/ and tokenizer/ inside (diffusers). With
-    `cache_dir` a hub name is taken from there. `device` None leaves the weights where they load.
+    default `max_length` is 77; every CogVideoX config sets 226. model_dir: a folder written by
+    transformers, or one with text_encoder/ and tokenizer/ inside (diffusers), or, with `cache_dir`,
+    a hub name that is looked up there. device: None keeps the device that weights load to.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class T5TextEncoder(nn.Module):
 
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
-        self.is_cut_told = False
+        self.has_warned_truncation = False
         _check_settings(Path(weights), Path(vocabulary))
         given = {"cache_dir": cache_dir, "trust_remote_code": False}
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
@@ -61,7 +61,7 @@ class T5TextEncoder(nn.Module):
             self.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> T5TextEncoder:
-        # In fp16 T5's last linears overflow; transformers leaves them in float32, `.to` would not.
+        # T5's last linears overflow in fp16. transformers keeps them in float32; `.to` does not.
         super()._apply(fn, recurse)
         if self.transformer.dtype == torch.float16:
             for name, module in self.transformer.named_modules():
@@ -84,15 +84,15 @@ class T5TextEncoder(nn.Module):
     def forward(self, captions: list[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
         ids = self.tokenize(captions).to(self.transformer.device)
-        # No attention mask, like SAT: the video model was trained on rows that saw the padding.
+        # No attention mask, as in SAT: the video models were trained on rows that see the padding.
         return self.transformer(input_ids=ids).last_hidden_state
 
 
 class ByteTextEncoder(nn.Module):
-    """A small T5 with random weights that reads bytes: no vocabulary file, nothing to download.
+    """A small T5 with random weights that reads bytes; it needs no vocabulary and no download.
 
-    Random, yet two captions always differ, and the video model learns to read the difference.
-    The weights are a function of the arguments alone, so that every process builds the same.
+    Different captions get different embeddings, which a video model can learn to use. The weights
+    are a function of the arguments alone, so that every process builds the same encoder.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class ByteTextEncoder(nn.Module):
         size = num_layers * d_model * (3 * d_ff + 4 * d_kv * num_heads)
         if size > _MOST_WEIGHTS:
             raise ValueError(
-                f"ByteTextEncoder of {size} weights: it is a toy of {_MOST_WEIGHTS} at most; use a "
+                f"ByteTextEncoder of {size} weights: it may have {_MOST_WEIGHTS} at most; use a "
                 "smaller d_model, d_ff or num_layers"
             )
         self.max_length = max_length
-        self.is_cut_told = False
+        self.has_warned_truncation = False
         self.width = d_model
         self.tokenizer = ByT5Tokenizer()
         config = T5Config(
@@ -127,6 +127,7 @@ class ByteTextEncoder(nn.Module):
             num_heads=num_heads,
             feed_forward_proj="gated-gelu",
         )
+        # transformers draws initial weights from PyTorch's global generator.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             self.transformer = T5EncoderModel(config)
@@ -144,7 +145,7 @@ class ByteTextEncoder(nn.Module):
 
 
 def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: list[str]) -> Tensor:
-    """Captions [B] -> ids [B, max_length], cut and padded; the first that is cut is told."""
+    """Captions [B] -> ids [B, max_length], truncated and padded. Warns once about truncation."""
     tokenizer, max_length = encoder.tokenizer, encoder.max_length
     batch = tokenizer(
         list(captions),
@@ -154,22 +155,26 @@ def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: list[str]) -> 
         return_tensors="np",
     )
     ids = batch["input_ids"]
-    if not encoder.is_cut_told:
+    if not encoder.has_warned_truncation:
+        # A caption without padding has max_length tokens or more: only these are counted again.
         is_full = ids[:, -1] != tokenizer.pad_token_id
         for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
             num_tokens = len(tokenizer(caption)["input_ids"])
             if num_tokens > max_length:
-                encoder.is_cut_told = True
+                encoder.has_warned_truncation = True
                 logger.warning(
-                    "captions of more than max_length=%d tokens are cut, such as this of %d: %s...",
-                    *(max_length, num_tokens, caption[:60]),
+                    "captions of more than max_length=%d tokens are truncated, such as this one of "
+                    "%d: %s...",
+                    max_length,
+                    num_tokens,
+                    caption[:60],
                 )
                 break
     return torch.from_numpy(ids).long()
 
 
 def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
-    """Where the weights and the vocabulary are; a hub name stands for both."""
+    """Return the folders of the weights and of the vocabulary; a hub name is returned for both."""
     folder = Path(model_dir)
     if not folder.is_dir():
         if cache_dir is not None:
@@ -195,7 +200,7 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _T5Config:
-    """The keys of config.json that T5's encoder is built from; transformers' defaults."""
+    """The keys of config.json that T5's encoder is built from, with transformers' defaults."""
 
     model_type: Literal["t5", "mt5", "umt5"] = "t5"
     vocab_size: Annotated[int, Range(1, 2**20)] = 32128
@@ -211,7 +216,7 @@ class _T5Config:
 
     @property
     def num_parameters(self) -> int:
-        """At least so many has the encoder."""
+        """A lower bound of the encoder's number of parameters."""
         attention = 4 * self.d_model * self.d_kv * self.num_heads
         return self.num_layers * (attention + 2 * self.d_model * self.d_ff)
 
@@ -222,16 +227,16 @@ class _TokenizerConfig:
 
 
 def _check_settings(weights: Path, vocabulary: Path) -> None:
-    """ValueError where the folder's files name another class, or sizes that its weights have not:
-    transformers would build whatever they say."""
+    """Raise ValueError if the folder's files name another class or sizes that its weights lack."""
+    # transformers builds whatever class and sizes config.json names, before it reads the weights.
     if not weights.is_dir():
-        return  # a name on the hub
+        return  # a hub name
     config = read_json(weights / "config.json", _T5Config)
     files = [*weights.glob("*.safetensors"), *weights.glob("*.bin")]
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    if config.num_parameters > num_bytes:  # a byte each, were they quantized
+    if config.num_parameters > num_bytes:  # quantized weights have at least one byte each
         raise ValueError(
-            f"{weights}: its weights have {num_bytes} bytes, config.json is of a model with at least "
+            f"{weights}: its weights have {num_bytes} bytes, but config.json describes at least "
             f"{config.num_parameters} parameters; copy the folder again"
         )
     for index in weights.glob("*.index.json"):
@@ -241,10 +246,10 @@ def _check_settings(weights: Path, vocabulary: Path) -> None:
 
 
 def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
-    """transformers' loader, whose errors about damaged files are of many kinds."""
+    """Call transformers' loader and turn its errors about damaged files into one ValueError."""
     try:
         return load(folder, **given)
-    except Exception as error:
+    except Exception as error:  # the loaders of its file formats raise errors of many types
         reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
         raise ValueError(
             f"model_dir={folder}: transformers cannot read it ({reason}); copy the folder again"
@@ -252,10 +257,10 @@ def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
 
 
 def _check_vocabulary(tokenizer, folder: str) -> None:
-    """Refuse a vocabulary in which plain words are unknown."""
+    """Raise ValueError for a vocabulary in which plain words are unknown."""
     ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
     if not ids or tokenizer.unk_token_id in ids:
         raise ValueError(
-            f"model_dir={folder}: its vocabulary does not know plain English words, they become "
+            f"model_dir={folder}: its vocabulary lacks plain English words, which become "
             "<unk>; copy spiece.model or tokenizer.json from the T5 download into the folder"
         )

@@ -1,4 +1,4 @@
-"""The denoising network of the CogVideoX family: 2B, 5B, 5B-I2V, 1.5-5B and 1.5-5B-I2V."""
+"""The transformer of the CogVideoX family: 2B, 5B, 5B-I2V, 1.5-5B and 1.5-5B-I2V."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from cogfast.model.lora import add_lora
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.shapes import PatchSize, TokenGrid
 
-OUTPUT_NORM_EPS = 1e-6  # SAT's; diffusers has 1e-5 here, which shifts outputs by 2e-5
+OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
 
 
 class DiffusionTransformer(nn.Module):
-    """Predicts from noised latents; see forward. Weights are PyTorch's defaults until
-    cogfast.model.initialization.initialize or a checkpoint sets them."""
+    """Diffusion transformer of the CogVideoX family.
+
+    Weights have PyTorch's default values until cogfast.model.initialization.initialize or a
+    checkpoint sets them.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -62,8 +65,8 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
-        # What runs in each block's place while the model trains, such as a function that keeps less
-        # for the backward pass; None: the blocks.
+        # Callables that replace the blocks in training, such as functions that keep less for the
+        # backward pass; None: the blocks themselves.
         self.training_calls: Sequence[Callable[..., Tensor]] | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
         self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
@@ -71,7 +74,7 @@ class DiffusionTransformer(nn.Module):
         self.output = nn.Linear(width, config.out_channels * patch_numel)
         self.unused_position_embeddings = None
         if config.position == "rotary":
-            # SAT carries it in every rotary checkpoint; kept so that names and counts agree
+            # Every rotary checkpoint of SAT has this tensor; kept so that names and counts agree.
             unused = torch.empty(config.max_sequence_length, width)
             self.unused_position_embeddings = nn.Parameter(unused)
 
@@ -84,13 +87,13 @@ class DiffusionTransformer(nn.Module):
         return self.config.patch_size
 
     def use_kernels(self, kernels: BlockKernels) -> None:
-        """Run the blocks and the norms behind them on `kernels` from now on."""
+        """Use `kernels` in the blocks and in the norms after them."""
         self.kernels = kernels
         for block in self.blocks:
             block.kernels = block.attention.kernels = kernels
 
     def unused_parameter_names(self) -> list[str]:
-        """Parameters that never get a gradient."""
+        """Return the names of parameters that never get a gradient."""
         return [] if self.unused_position_embeddings is None else ["unused_position_embeddings"]
 
     def forward(
@@ -101,10 +104,10 @@ class DiffusionTransformer(nn.Module):
         image_latents: Tensor | None = None,
         ofs: Tensor | None = None,
     ) -> Tensor:
-        """The network's prediction, [B, C_out, T, h, w] in the model's dtype.
+        """Return the network's prediction, [B, C_out, T, h, w] in the model's dtype.
 
         latents [B, C, T, h, w]; timesteps [B], 0..999; text [B, L, E]; image_latents
-        [B, C', T, h, w], stacked behind the latents' channels (I2V); ofs [B] or [1] (1.5-I2V).
+        [B, C', T, h, w], appended to the latents' channels (I2V); ofs [B] or [1] (1.5-I2V).
         """
         grid = TokenGrid.from_latents(latents, self.patch_size)
         num_text = text.shape[1]
@@ -118,14 +121,14 @@ class DiffusionTransformer(nn.Module):
     def embed(
         self, latents: Tensor, text: Tensor, image_latents: Tensor | None, grid: TokenGrid
     ) -> Tensor:
-        """Tokens [B, S, M] of text [B, L, E] and of latents with their image latents."""
+        """Return tokens [B, S, M] of text [B, L, E] and of latents with their image latents."""
         latents = latents.to(self.dtype)
         if image_latents is not None:
             latents = torch.cat([latents, image_latents.to(self.dtype)], dim=1)
         if latents.shape[1] != self.config.in_channels:
             raise ValueError(
-                f"latents and image latents have {latents.shape[1]} channels together, the model "
-                f"takes in_channels={self.config.in_channels}; an I2V model needs image latents "
+                f"latents and image latents have {latents.shape[1]} channels together, but the model "
+                f"has in_channels={self.config.in_channels}; an I2V model needs image latents "
                 "(model.noised_image_input: true), a T2V model takes none"
             )
         text = self.text_embedding(text.to(self.dtype))
@@ -133,8 +136,10 @@ class DiffusionTransformer(nn.Module):
         return self.position_table(torch.cat([text, video], dim=1), text.shape[1], grid)
 
     def condition(self, timesteps: Tensor, ofs: Tensor | None) -> Tensor:
-        """The vector that modulates all blocks, [B, time_embed_dim], after the SiLU that SAT has in
-        front of each modulation layer."""
+        """Return the vector that modulates all blocks, [B, time_embed_dim].
+
+        It is computed once and includes the SiLU that SAT applies before each modulation layer.
+        """
         embedding = self.time_embedding(timesteps)
         if self.ofs_embedding is not None:
             if ofs is None:
@@ -155,7 +160,7 @@ class DiffusionTransformer(nn.Module):
         """Video rows [B, V, M] -> [B, C_out, T, h, w]."""
         kernels, norm1, norm2 = self.kernels, self.final_norm, self.output_norm
         modulation = self.output_modulation(conditioning).unflatten(-1, (2, 1, -1))
-        # [B, 2, M] as in a block, whose second entry is for text: there are no such rows here
+        # [B, 2, M] as in a block, where entry 1 is for text rows; there are none here.
         shift, scale = modulation.expand(-1, -1, 2, -1).unbind(1)
         hidden = kernels.layernorm(hidden, norm1.weight, norm1.bias, norm1.eps)
         _, hidden = kernels.adaptive_layernorm(
@@ -165,7 +170,7 @@ class DiffusionTransformer(nn.Module):
 
 
 def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
-    """The module that adds a position to tokens, and the one that gives the angles of heads."""
+    """Return the module that adds positions to tokens and the one that computes rotary angles."""
     table: nn.Module = NoPositionTable()
     rotary: nn.Module = NoRotation()
     if config.position == "rotary":
@@ -186,9 +191,9 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
 
 
 def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> DiffusionTransformer:
-    """The transformer of a config's `model` section, freshly initialised, with LoRA, and with
-    requires_grad as `not_trainable_prefixes` and `lora_train` ask. Under `torch.device("meta")` it
-    is built without memory."""
+    """Build and initialize the transformer of a config's `model` section, with LoRA, and set
+    requires_grad by `not_trainable_prefixes` and `lora_train`. Under `torch.device("meta")` no
+    memory is allocated."""
     arguments = transformer_arguments(model_section["network_config"]["params"])
     transformer = assemble_transformer(TransformerConfig(**arguments), seed)
     prefixes = model_section.get("not_trainable_prefixes", DEFAULT_FROZEN_PREFIXES)
@@ -197,9 +202,9 @@ def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> Diffus
 
 
 def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionTransformer:
-    """The freshly initialised transformer of `config`, with LoRA where the config has a rank."""
+    """Build and initialize the transformer of `config`, with LoRA if the config has a rank."""
     device = torch.get_default_device()
-    with torch.device("meta"):  # PyTorch's own initial values would be drawn for nothing
+    with torch.device("meta"):  # skips PyTorch's default initialization
         transformer = DiffusionTransformer(config)
         if config.lora_rank is not None:
             everywhere = tuple(range(config.num_layers))

@@ -1,9 +1,9 @@
 """A first stage without learned weights: an orthonormal wavelet that keeps the strongest bands.
 
-A block of 4 frames x 8 rows x 8 columns x 3 colours becomes 768 bands: an orthonormal luma-chroma
-matrix for colour, Haar wavelets in time, rows and columns. Kept are the bands with the most energy
-on a set of clips; each is shifted to mean 0 and divided by a power of its spread. It stands in for
-the 3D VAE where its weights are not at hand (the quickstart, tests), with the same interface.
+A block of 4 frames x 8 rows x 8 columns x 3 colours is transformed to 768 bands: an orthonormal
+luma-chroma matrix for colour, Haar wavelets in time, rows and columns. The bands with the most
+energy on a set of clips are kept, shifted to mean 0 and divided by a power of their standard
+deviation. The wavelet replaces the 3D VAE, with the same interface, in the quickstart and in tests.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent
 COLOURS = 3
 NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2
 _FORMAT = "cogfast-wavelet-1"
-# 1 would whiten: faint bands then carry as much of the loss as the strong ones, and samples turn to
-# confetti; 0 leaves the loss to a few bands. The square root was the best of the three.
+# Exponent of the standard deviation. With 1 weak bands count as much in the loss as strong ones, and
+# samples are noisy; with 0 a few bands dominate the loss. 0.5 gave the best samples.
 _SPREAD_POWER = 0.5
 
 
 def haar_matrix(size: int) -> Tensor:
-    """The orthonormal Haar wavelet of `size` = 2^n samples: [band, sample] float64, mean first."""
+    """Return the orthonormal Haar wavelet of `size` = 2^n samples: [band, sample] float64, mean
+    first."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < size:
         pair = torch.eye(matrix.shape[0], dtype=torch.float64)
@@ -40,7 +41,8 @@ def haar_matrix(size: int) -> Tensor:
 
 
 def band_matrix() -> Tensor:
-    """All bands of one block: [768 bands, 768 values of (colour, frame, row, column)] float64."""
+    """Return all bands of one block: [768 bands, 768 values of (colour, frame, row, column)]
+    float64."""
     luma_chroma = torch.tensor([[1, 1, 1], [1, 0, -1], [-1, 2, -1]], dtype=torch.float64)
     luma_chroma = luma_chroma / luma_chroma.norm(dim=1, keepdim=True)
     space = haar_matrix(SPATIAL_COMPRESSION)
@@ -62,6 +64,7 @@ def _to_blocks(video: Tensor) -> Tensor:
             f"frames of {height}x{width} do not divide into latent pixels; "
             f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
         )
+    # As in the VAE the first frame is a block alone: it is repeated to the length of a block.
     copies = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
     return rearrange(
         torch.cat([copies, video], dim=2),
@@ -82,14 +85,14 @@ def _from_blocks(blocks: Tensor) -> Tensor:
         dh=SPATIAL_COMPRESSION,
         dw=SPATIAL_COMPRESSION,
     )
-    # The mean is the nearest still picture to the four frames that a model made of block 0.
+    # The mean of block 0's four frames is the still picture closest to them.
     first = video[:, :, :TEMPORAL_COMPRESSION].mean(dim=2, keepdim=True)
     return torch.cat([first, video[:, :, TEMPORAL_COMPRESSION:]], dim=2)
 
 
 @dataclass(frozen=True, slots=True)
 class WaveletState:
-    """Which bands are kept and how they are normalised; all [C], C = number of latent channels."""
+    """The kept bands and their normalization; all tensors [C], C = number of latent channels."""
 
     bands: Tensor  # int64 rows of band_matrix(), strongest first
     mean: Tensor  # float32, subtracted
@@ -97,7 +100,7 @@ class WaveletState:
 
     @classmethod
     def all_bands(cls) -> WaveletState:
-        """Every band as it is: the exact transform, for tests."""
+        """Return the state that keeps every band unchanged: the exact transform, for tests."""
         return cls(torch.arange(NUM_BANDS), torch.zeros(NUM_BANDS), torch.ones(NUM_BANDS))
 
     @classmethod
@@ -117,13 +120,13 @@ class WaveletState:
         bands = torch.sort(energy, descending=True, stable=True).indices[:num_bands]
         mean = total[bands] / count
         std = (energy[bands] / count - mean.square()).clamp_min(0).sqrt()
-        # A band that never moved still has to be invertible.
+        # A lower bound keeps bands without variance invertible.
         spread = std.clamp_min(std.mean() * 1e-3).clamp_min(1e-6) ** _SPREAD_POWER
         overall = (std / spread).square().mean().sqrt().clamp_min(1e-6)
         return cls(bands, mean.float(), (spread * overall).float())
 
     def save(self, path: str | Path) -> None:
-        """Write the state as safetensors; its metadata says what the file is."""
+        """Write the state as safetensors, with its format in the metadata."""
         from safetensors.torch import save_file
 
         tensors = {"bands": self.bands, "mean": self.mean, "scale": self.scale}
@@ -131,7 +134,7 @@ class WaveletState:
 
     @classmethod
     def load(cls, path: str | Path) -> WaveletState:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -149,7 +152,7 @@ class WaveletState:
             ) from None
         if found != _FORMAT:
             raise ValueError(
-                f"ckpt_path={path} has format {found!r}, the wavelet reads {_FORMAT!r}; "
+                f"ckpt_path={path} has format {found!r} instead of {_FORMAT!r}; "
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
         return cls(tensors["bands"], tensors["mean"], tensors["scale"])
@@ -158,7 +161,7 @@ class WaveletState:
 class WaveletAutoencoder(nn.Module):
     """The wavelet with the interface of VideoAutoencoder; `logvar` of its moments is None.
 
-    It computes in float32 whatever dtype it is moved to: it has no weights, and costs little.
+    It computes in float32 whatever dtype it is moved to.
     """
 
     temporal_compression = TEMPORAL_COMPRESSION
@@ -170,7 +173,7 @@ class WaveletAutoencoder(nn.Module):
         super().__init__()
         if (ckpt_path is None) == (state is None):
             raise ValueError(
-                f"the wavelet takes either ckpt_path (got {ckpt_path}) or a state; give one of them"
+                f"the wavelet needs either ckpt_path (got {ckpt_path}) or a state; give one of them"
             )
         self.state = WaveletState.load(ckpt_path) if state is None else state
         self.latent_channels = len(self.state.bands)
@@ -183,7 +186,7 @@ class WaveletAutoencoder(nn.Module):
             self.register_buffer(name, value.to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WaveletAutoencoder:
-        # made again, since `.to(bfloat16)` would round them, and the latents with them
+        # Recompute the constants: `.to(bfloat16)` would round them, and with them the latents.
         super()._apply(fn, recurse)
         self._register(self.analysis.device)
         return self
@@ -204,6 +207,7 @@ class WaveletAutoencoder(nn.Module):
     def limit_decode_memory(
         self, num_bytes: int, num_frames: int, height: int, width: int
     ) -> DecodePlan:
-        """Whole frames, whatever the limit: the bands in float32, twice, and the video."""
+        """Return a plan for whole frames, whatever the limit."""
+        # At the peak two float32 copies of the bands and the video are alive.
         num_blocks = num_latent_frames(num_frames) * height * width // SPATIAL_COMPRESSION**2
         return DecodePlan(None, 3 * num_blocks * NUM_BANDS * 4)

@@ -143,7 +143,7 @@ def test_a_vocabulary_without_words_is_refused(t5_folder: Path, tmp_path: Path) 
 
     # What transformers makes of a T5 folder whose vocabulary it does not find.
     T5Tokenizer().save_pretrained(folder)
-    with pytest.raises(ValueError, match="does not know plain English words"):
+    with pytest.raises(ValueError, match="lacks plain English words"):
         T5TextEncoder(str(folder))
 
 
@@ -214,5 +214,5 @@ def test_a_caption_that_is_cut_is_told_once(caplog):
     for _ in range(2):
         encoder.tokenize(["short", "8 bytes!", "nine more"])
     (record,) = caplog.records
-    expected = "captions of more than max_length=8 tokens are cut, such as this of 9: 8 bytes!..."
+    expected = "captions of more than max_length=8 tokens are truncated, such as this one of 9: 8 bytes!..."
     assert record.message == expected

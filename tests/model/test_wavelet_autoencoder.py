@@ -141,7 +141,7 @@ def test_bad_state_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a safetensors file"):
         WaveletAutoencoder(str(tmp_path / "text.safetensors"))
     save_file({"bands": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="has format None, the wavelet reads 'cogfast-wavelet-1'"):
+    with pytest.raises(ValueError, match="has format None instead of 'cogfast-wavelet-1'"):
         WaveletAutoencoder(str(tmp_path / "other.safetensors"))
     with pytest.raises(ValueError, match="either ckpt_path"):
         WaveletAutoencoder()
