@@ -128,9 +128,9 @@ def test_adapters_come_back_from_a_checkpoint(tmp_path) -> None:
 
 def test_adapters_are_not_dropped_silently(tmp_path) -> None:
     save_as_sat(tiny("5b", lora_rank=4), tmp_path)
-    with pytest.raises(ValueError, match=r"16 LoRA tensors, and .* add .* params r: 4, lora_alpha"):
+    with pytest.raises(ValueError, match=r"16 LoRA tensors, but .* add .* params r: 4, lora_alpha"):
         load_transformer(tiny("5b"), tmp_path)
-    with pytest.raises(ValueError, match=r"write target_modules: \[to_q, to_k, to_v, to_out.0\]"):
+    with pytest.raises(ValueError, match=r"set target_modules: \[to_q, to_k, to_v, to_out.0\]"):
         load_transformer(tiny("5b", lora_rank=4, lora_targets=("to_q",)), tmp_path)
     with pytest.raises(
         ValueError, match=r"is \[4, 128\] .* \[8, 128\] .* set lora_config.params.r"

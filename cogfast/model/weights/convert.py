@@ -1,4 +1,4 @@
-"""Weights of one format into another, tensor by tensor."""
+"""Converts weights from one format to another, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -52,15 +52,18 @@ def convert(
     allow_unexpected: bool = False,
     scaling_factor: float | None = None,
 ) -> None:
-    """What `cogfast convert` does. merge_lora: adapters to merge into the model, "" for its own;
-    add_lora: to write beside it; lora_alpha: of adapters, whatever their files say.
-    ValueError for what the user can mend."""
+    """Run `cogfast convert`.
+
+    merge_lora: adapters to merge into the model, "" for its own; add_lora: adapters to write beside
+    the model; lora_alpha: overrides the alpha of the adapters' files. ValueError for user errors.
+    """
     source_path, target_path = Path(src), Path(dst)
     if not source_path.exists():
         raise ValueError(f"{src}: no such file or folder")
     if to != "sat" and model_parallel_size != 1:
         raise ValueError(f"--model-parallel-size {model_parallel_size} goes with --to sat only")
     kind = None if dtype is None else getattr(torch, dtype)
+    # A VAE has formats and options of its own, and nothing in common with adapters.
     vae = open_vae(source_path)
     if vae is not None:
         convert_vae(vae, target_path, to, kind, scaling_factor)
@@ -85,6 +88,7 @@ def convert(
     config = identify(source)
     check_complete(source, config)
     logger.info("%s: %s, %s", source.description, Family.of_config(config), _summary(source))
+    # Before the target is written: a conversion can take many minutes.
     if verify:
         check_memory(source)
     if to == "sat":
@@ -105,7 +109,7 @@ def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
     if source.unexpected and not is_allowed:
         raise ValueError(
             f"{source.description}: {len(source.unexpected)} tensors have unknown names: "
-            f"{first_of(source.unexpected)}; leave them out with --allow-unexpected"
+            f"{first_of(source.unexpected)}; skip them with --allow-unexpected"
         )
 
 
@@ -116,7 +120,8 @@ def _summary(source: WeightSource) -> str:
     return f"{len(source.shapes)} tensors ({kinds}), {numel:,} parameters"
 
 
-_OF_TRAINING = ("rotary_positions", "trained_size")  # facts that adapters bring to their base
+# Facts about the training, which adapters pass on to the base that they are combined with.
+_OF_TRAINING = ("rotary_positions", "trained_size")
 
 
 def with_lora_options(
@@ -126,10 +131,10 @@ def with_lora_options(
     alpha: float | None,
     rounding: MergeRounding,
 ) -> WeightSource:
-    """`source` as --merge-lora, --add-lora and --lora-alpha ask; merge: "" for its own adapters.
-    rounding: where a merge notes what it loses.
+    """Apply --merge-lora (merge; "" for the source's own adapters), --add-lora and --lora-alpha.
 
-    ValueError where they do not go together or with the source.
+    rounding: records what a merge loses by rounding. ValueError if the options do not fit each other
+    or the source.
     """
     if merge is not None and add is not None:
         raise ValueError("--merge-lora and --add-lora: leave one of them out")
@@ -137,8 +142,8 @@ def with_lora_options(
     if lora is not None and _has_adapters(source):
         option = "--add-lora" if merge is None else "--merge-lora"
         raise ValueError(
-            f"{source.description}: it has adapters of its own, and {option} {lora} is for a plain "
-            "model; merge its own first, with --merge-lora and no name"
+            f"{source.description}: has adapters of its own, but {option} {lora} needs a plain "
+            "model; first merge its own with --merge-lora and no name"
         )
     if lora is None:
         source = _with_alpha(source, alpha)
@@ -146,11 +151,11 @@ def with_lora_options(
         base = without_adapters(source)
         if not _has_adapters(source):
             raise ValueError(
-                f"{source.description}: no LoRA tensors to merge; write --merge-lora LORA"
+                f"{source.description}: has no LoRA tensors to merge; use --merge-lora LORA"
             )
         if not base.shapes:
             raise ValueError(
-                f"{source.description}: adapters alone; give the base as SRC and them as "
+                f"{source.description}: has adapters only; give the base as SRC and the adapters as "
                 "--merge-lora LORA"
             )
         return merge_lora(base, only_adapters(source), rounding=rounding)
@@ -166,7 +171,7 @@ def with_lora_options(
 
 
 def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
-    """The adapters of --extract-lora BASE --rank R."""
+    """Return the adapters of --extract-lora BASE --rank R."""
     if rank is None:
         raise ValueError(f"--extract-lora {base} needs --rank R, such as --rank 64")
     if not Path(base).exists():
@@ -175,8 +180,8 @@ def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
     for model in models:
         if _has_adapters(model):
             raise ValueError(
-                f"{model.description}: it has LoRA tensors, and --extract-lora compares plain models; "
-                "merge them first, with cogfast convert --merge-lora"
+                f"{model.description}: has LoRA tensors, but --extract-lora compares plain models; "
+                "first merge them with cogfast convert --merge-lora"
             )
     return extract_lora(*models, rank)
 
@@ -189,7 +194,7 @@ def write_adapters(
     model_parallel_size: int,
     is_verified: bool,
 ) -> None:
-    """The adapters of `source` without a model, for PEFT or as a SAT folder."""
+    """Write the adapters of `source` without a model, for PEFT or as a SAT folder."""
     source = only_adapters(source)
     about = f"{source.description}: {adapters_of(source)}"
     if to == "peft":
@@ -200,20 +205,22 @@ def write_adapters(
         return
     if to != "sat":
         raise ValueError(
-            f"{source.description}: adapters alone; --to peft and --to sat write them, and a model "
-            f"with them merged comes from cogfast convert BASE {path} --to {to} --merge-lora LORA"
+            f"{source.description}: has adapters only; use --to peft or --to sat, or merge them with "
+            f"cogfast convert BASE {path} --to {to} --merge-lora LORA"
         )
     if model_parallel_size != 1 or is_verified:
         option = "--verify" if is_verified else "--model-parallel-size"
         raise ValueError(
-            f"{option} is for whole models, and {source.description} gives adapters alone; "
-            f"cogfast convert BASE {path} --to sat --add-lora LORA writes them with their base"
+            f"{option} is for whole models, and {source.description} has adapters only; leave it "
+            f"out, or use cogfast convert BASE {path} --to sat --add-lora LORA"
         )
     write_sat(source, None, path, dtype=dtype)
     alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
     logger.info(
-        "%s: the adapters alone of %s; their config has lora_config.params.lora_alpha: %g",
-        *(path, about, alpha),
+        "%s: adapters only, of %s; set lora_config.params.lora_alpha: %g in their config",
+        path,
+        about,
+        alpha,
     )
 
 
@@ -222,5 +229,5 @@ def _has_adapters(source: WeightSource) -> bool:
 
 
 def _with_alpha(source: WeightSource, alpha: float | None) -> WeightSource:
-    """alpha: what the user says; None: what the file does."""
+    """Return `source` with the user's alpha; None keeps the file's."""
     return source if alpha is None else replace(source, lora_alpha=alpha)

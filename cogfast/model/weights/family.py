@@ -1,4 +1,4 @@
-"""Which member of the CogVideoX family a config or a set of tensors is."""
+"""Identifies the member of the CogVideoX family of a config or a set of tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from cogfast.model.config import TransformerConfig
 
-Shapes = Mapping[str, tuple[int, ...]]  # {our parameter name: shape}
+Shapes = Mapping[str, tuple[int, ...]]  # {cogfast's parameter name: shape}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What tells the members apart. in_channels counts image latents."""
+    """The properties in which the members differ. in_channels includes image latents."""
 
     is_rotary: bool
     has_learned_table: bool
@@ -41,7 +41,7 @@ class Family:
 
     @property
     def config_file(self) -> str:
-        """The config of this family, by the names that upstream and we give them."""
+        """The shipped config of this member."""
         name = self.name.lower().replace("-", "_")
         return f"configs/{name}.yaml"
 
@@ -53,7 +53,7 @@ class Family:
 
 
 def check_family(path: str, found: Family, config: TransformerConfig) -> None:
-    """ValueError where a checkpoint's tensors belong to another member than the config."""
+    """Raise ValueError if a checkpoint's tensors belong to another member than the config."""
     wanted = Family.of_config(config)
     if found != wanted:
         raise ValueError(
@@ -67,7 +67,7 @@ def num_blocks(shapes: Shapes) -> int:
 
 
 def check_size(path: str, shapes: Shapes, config: TransformerConfig) -> None:
-    """ValueError where depth or width differ."""
+    """Raise ValueError if depth or width differ."""
     found = (num_blocks(shapes), shapes["patch_embedding.weight"][0])
     wanted = (config.num_layers, config.hidden_size)
     if found != wanted:

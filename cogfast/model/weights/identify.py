@@ -1,4 +1,4 @@
-"""What a set of tensors is: the member of the family, its size and its adapters."""
+"""Derives a model's config from its tensors: the member of the family, its size and adapters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cogfast.shapes import PatchSize
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
 _PATCH_HW = 2
-_HEAD_WIDTH = 64  # where no norm of queries shows it
+_HEAD_WIDTH = 64  # used if the model has no query norm, whose weight has this size
 _NEEDED = ("patch_embedding.weight", "output.weight", "text_embedding.weight")
 _NEEDED += ("time_embedding.fc1.weight",)
-# The published sizes, for what neither shapes nor the format say; by latent frames per patch. SAT
-# trained 1.5 with 224 rows of text, diffusers' published config says 226; the weights know neither.
+# Published sizes by latent frames per patch, for values that neither the shapes nor the format store.
+# SAT trained 1.5 with 224 rows of text, diffusers' published config has 226.
 _PUBLISHED = {
     1: {"num_frames": 49, "latent_height": 60, "latent_width": 90, "text_length": 226},
     2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 226},
@@ -30,20 +30,20 @@ _OF_2B = {"height_interpolation": 1.875, "width_interpolation": 1.875}
 
 
 def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> TransformerConfig:
-    """The config of the model that the tensors make up, from their names and shapes; what those do
-    not hold comes from the format's own facts or is the published model's.
+    """Return the config of the model that consists of these tensors.
 
+    Names and shapes come first, then the facts that the format stores, then the published values.
     out_channels: latent channels, needed where the patch embedding is flat (CogVideoX 1.5).
-    ValueError where the tensors are no whole transformer, or contradict the format's facts.
+    ValueError if the tensors are no complete transformer or contradict the format's facts.
     """
     shapes = plain_shapes(source.shapes)
     absent = [name for name in _NEEDED if name not in shapes]
     if absent and source.is_partial and "hidden_size" in source.facts:
-        return _config(source, source.facts)  # a run that trained a part
+        return _config(source, source.facts)  # a run that trained only a part of the model
     if absent:
         raise ValueError(
-            f"{source.description}: no {' and no '.join(absent)} in it ({len(shapes)} tensors, "
-            f"first {first_of(list(source.shapes))}); use the files of a whole transformer"
+            f"{source.description}: has no {' and no '.join(absent)} ({len(shapes)} tensors, "
+            f"first {first_of(list(source.shapes))}); use the files of a complete transformer"
         )
     flat = next((name for name in _NEEDED if len(shapes[name]) != 2), None)
     if flat is not None:
@@ -52,11 +52,12 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
             "inputs]; copy it again"
         )
     found = _of_shapes(shapes, source, out_channels)
+    # A config.json of another model loads without error until a video looks wrong.
     for key, value in source.facts.items():
         if key in found and found[key] != value and not key.startswith("lora_"):
             raise ValueError(
-                f"{source.description}: its config says {key}={value}, the tensors {found[key]}; "
-                "put the config beside the tensors that belongs to them"
+                f"{source.description}: its config has {key}={value}, its tensors {found[key]}; "
+                "use the config.json that belongs to these tensors"
             )
     published = _PUBLISHED[min(found["patch_size"].t, 2)]
     if found["position"] == "sincos":
@@ -67,10 +68,10 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
         held = table[1] - config.grid.num_tokens
         if held != config.text_length:
             raise ValueError(
-                f"{source.description}: its position table has {table[1]} rows, which are not "
-                f"{config.text_length} of text and {config.grid.num_tokens} of a video of "
+                f"{source.description}: its position table has {table[1]} rows instead of "
+                f"{config.text_length} for text and {config.grid.num_tokens} for a video of "
                 f"{config.num_frames} frames with {config.latent_height}x{config.latent_width} "
-                "latent pixels; convert from a format that says the video's size (diffusers, or "
+                "latent pixels; convert from a format that stores the video's size (diffusers, or "
                 "a run of cogfast)"
             )
     return config
@@ -84,7 +85,7 @@ def _config(source: WeightSource, fields: dict[str, Any]) -> TransformerConfig:
 
 
 def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Without adapters, and under the names of a model that has none."""
+    """Return the shapes without adapters, under the names of a model without LoRA."""
     return {
         name.replace(".original.", "."): tuple(shape)
         for name, shape in shapes.items()
@@ -98,8 +99,8 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
     head = shapes.get("blocks.0.attention.query_norm.weight", (_HEAD_WIDTH,))[0]
     if patch[0] % head:
         raise ValueError(
-            f"{source.description}: tokens {patch[0]} wide do not divide into heads {head} wide; "
-            "the files are of different models"
+            f"{source.description}: tokens of width {patch[0]} do not divide into heads of width "
+            f"{head}; the files belong to different models, copy those of one"
         )
     ofs = shapes.get("ofs_embedding.fc1.weight")
     unused = shapes.get("unused_position_embeddings")
@@ -128,14 +129,14 @@ def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize
     frames, rest = divmod(rows, out_channels * _PATCH_HW**2)
     if rest or frames not in (1, 2):
         raise ValueError(
-            f"{source.description}: the last layer has {rows} rows, which are no patches of 1x2x2 "
-            f"or 2x2x2 latent pixels with {out_channels} channels; it is no CogVideoX"
+            f"{source.description}: the last layer has {rows} rows, which do not form patches of "
+            f"1x2x2 or 2x2x2 latent pixels with {out_channels} channels; use a CogVideoX model"
         )
     return PatchSize(frames, _PATCH_HW, _PATCH_HW)
 
 
 def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
-    """Fields about LoRA: rank, targets, and the layers that have adapters where not all have."""
+    """Return the fields about LoRA: rank, targets, and the layers with adapters if not all have."""
     found = adapters_of(source)
     if found is None:
         return {}
@@ -145,7 +146,7 @@ def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
 
 
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:
-    """ValueError where `source` lacks tensors of the model, or has some of another size."""
+    """Raise ValueError if `source` lacks tensors of the model or has some of another shape."""
     with torch.device("meta"):
         model = assemble_transformer(config)
     optional = set(model.unused_parameter_names())
@@ -155,13 +156,13 @@ def check_complete(source: WeightSource, config: TransformerConfig) -> None:
     missing = [name for name in wanted if name not in source.shapes and name not in optional]
     if missing:
         raise ValueError(
-            f"{source.description}: {len(missing)} of the model's {len(wanted)} tensors are not in "
-            f"it, first {first_of(missing)}; convert from a complete checkpoint"
+            f"{source.description}: lacks {len(missing)} of the model's {len(wanted)} tensors, first "
+            f"{first_of(missing)}; convert from a complete checkpoint"
         )
     for name, shape in source.shapes.items():
         if name in wanted and shape != wanted[name]:
             raise ValueError(
-                f"{source.description}: {name} is {list(shape)}, in a model of {config.num_layers} "
-                f"blocks {config.hidden_size} wide it is {list(wanted[name])}; its files are of "
-                "different models"
+                f"{source.description}: {name} has shape {list(shape)} instead of "
+                f"{list(wanted[name])}, which {config.num_layers} blocks of width "
+                f"{config.hidden_size} need; its files belong to different models, copy those of one"
             )

@@ -1,4 +1,4 @@
-"""Weights from any folder that holds a transformer of the family: SAT's, diffusers', ours."""
+"""Loads a transformer's weights from any supported format: SAT, diffusers or cogfast."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from cogfast.model.weights.source import WeightSource, first_of
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What was found. Names in `missing` and `lacking` are ours, in the others the checkpoint's."""
+    """Result of loading. Names in `missing` and `lacking` are cogfast's, the rest the checkpoint's."""
 
     description: str
     num_loaded: int
-    missing: list[str]  # kept as they were initialised: adapters, tables that are computed
+    missing: list[str]  # these keep their initial values: adapters, computed tables
     unexpected: list[str]
     ignored: list[str]
-    lacking: list[str]  # of `missing`, what a run's checkpoint leaves to its base model
+    lacking: list[str]  # of `missing`, those that a run's checkpoint leaves to its base model
 
     def __str__(self) -> str:
         line = f"{self.description}: {self.num_loaded} tensors loaded"
@@ -49,16 +49,14 @@ def load_transformer(
     allow_missing: bool = False,
     shards: Mapping[str, Shard] | None = None,
 ) -> LoadReport:
-    """Copy the weights at `path` into the transformer and say what was found.
+    """Copy the weights at `path` into the transformer and return a report.
 
     path: a SAT folder (with `latest`), one iteration of it or its .pt file; a diffusers pipeline or
-    transformer folder; a run of ours or one of its checkpoints. ema: the moving average, where the
-    folder has one. A checkpoint without adapters loads into a model with LoRA, whose adapters stay
-    as they are. allow_missing: accept a checkpoint that lacks other tensors too, and bf16 weights in
-    fp16. shards: the
-    parameters of which the transformer holds a part, by name; only that part is read where the
-    files allow it.
-    ValueError for a checkpoint of another member of the family, or one that is damaged.
+    transformer folder; a run of cogfast or one of its checkpoints. ema: load the moving average, if
+    there is one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
+    keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
+    weights in fp16. shards: the shard that the transformer holds of a parameter, by name; only it is
+    read where the format allows it. ValueError for another member of the family and for damage.
     """
     path = Path(path)
     if not path.exists():
@@ -73,7 +71,7 @@ def load_source(
     allow_missing: bool = False,
     shards: Mapping[str, Shard] | None = None,
 ) -> LoadReport:
-    """As load_transformer, from weights that are open; path: for errors."""
+    """Load from an open source; otherwise as load_transformer. path: the name in error messages."""
     if not allow_missing:
         _check_dtype(path, source.main_dtype, transformer.dtype)
     parameters, shards = dict(transformer.named_parameters()), shards or {}
@@ -94,10 +92,10 @@ def load_source(
         elif _fits(source.shapes[name], wanted[target]):
             loaded.append((name, target))
         elif name == "position_table.weight" and transformer.config.position == "sincos":
-            ignored.append(name)  # computed for another size than the checkpoint's
+            ignored.append(name)  # the model's own table is computed for its own video size
         else:
             raise ValueError(
-                f"{path}: {name} is {list(source.shapes[name])} in the checkpoint and "
+                f"{path}: {name} has shape {list(source.shapes[name])} in the checkpoint and "
                 f"{list(wanted[target])} in the model; {_fix(name)}"
             )
     missing = sorted(parameters.keys() - {target for _, target in loaded})
@@ -119,14 +117,15 @@ def load_source(
 def _check_dtype(path: str, found: torch.dtype, wanted: torch.dtype) -> None:
     if found == torch.bfloat16 and wanted == torch.float16:
         raise ValueError(
-            f"{path}: its weights are bf16, and fp16 ends at 65504: a model trained in bf16 overflows in "
-            "it (NaN, black videos); set deepspeed.bf16.enabled=true and deepspeed.fp16.enabled=false, "
-            "or go on all the same with args.force_train=true (sampling: args.force_inference=true)"
+            f"{path}: has bf16 weights, and models trained in bf16 overflow in fp16, whose largest "
+            "number is 65504 (NaN, black videos); set deepspeed.bf16.enabled=true and "
+            "deepspeed.fp16.enabled=false, or args.force_train=true to continue (sampling: "
+            "args.force_inference=true)"
         )
 
 
 def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
-    """The parameter that a checkpoint's tensor goes to; with LoRA it sits one level deeper."""
+    """Return the parameter that a checkpoint's tensor belongs to; with LoRA it is one level deeper."""
     module, _, kind = name.rpartition(".")
     for candidate in (name, f"{module}.original.{kind}"):
         if candidate in parameters:
@@ -135,7 +134,8 @@ def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
 
 
 def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Equal shapes, or a flat tensor with the same numbers in order."""
+    """Return whether shapes are equal, or a flat tensor has the wanted number of elements."""
+    # The first format of runs stores frozen weights flat.
     same_numel = torch.Size(found).numel() == torch.Size(wanted).numel()
     return tuple(found) == tuple(wanted) or (same_numel and len(found) == 1)
 
@@ -150,7 +150,7 @@ def _fix(name: str) -> str:
         return "set lora_config.params.r to the checkpoint's rank"
     if name == "position_table.weight":
         return (
-            "a learned table is made for one video size: set num_frames, latent_height and "
-            "latent_width to the checkpoint's"
+            "a learned table fits one video size: set num_frames, latent_height and latent_width to "
+            "the checkpoint's"
         )
     return "use the config that belongs to the checkpoint"

@@ -1,4 +1,4 @@
-"""Finds out what kind of weights a path holds, from the content, and opens them."""
+"""Opens weights of any supported format; the format is detected from the content."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from cogfast.model.weights.source import WeightSource
 
 
 def open_source(path: Path, ema: bool = False) -> WeightSource:
-    """The transformer's weights or adapters at `path`: a SAT folder, one iteration of it or its .pt
-    file; a diffusers pipeline or transformer folder; a PEFT file or folder; a run of ours or one
-    of its checkpoints; our own format. ema: the moving average, which SAT and runs may have."""
+    """Open the transformer's weights or adapters at `path`.
+
+    path: a SAT folder, one iteration of it or its .pt file; a diffusers pipeline or transformer
+    folder; a PEFT file or folder; a run of cogfast or one of its checkpoints; a folder in cogfast's
+    own format. ema: open the moving average, which SAT folders and runs may have.
+    """
     checkpoint = find_run_checkpoint(path)
     if checkpoint is not None:
         return open_run(checkpoint, ema)
@@ -30,13 +33,14 @@ def open_source(path: Path, ema: bool = False) -> WeightSource:
         )
     if ema:
         raise ValueError(
-            f"{source.description}: it holds no EMA weights; only SAT folders and runs have them"
+            f"{source.description}: has no EMA weights; only SAT folders and runs can have them, "
+            "leave out --ema"
         )
     return source
 
 
 def _open_safetensors(path: Path) -> WeightSource | None:
-    """None: the path holds no safetensors files."""
+    """Open weights in safetensors files; None if there are none."""
     if is_cogfast_folder(path):
         return open_cogfast(path)
     is_file = path.is_file()
@@ -44,6 +48,7 @@ def _open_safetensors(path: Path) -> WeightSource | None:
     if is_file and path.suffix != ".safetensors":
         return None
     if is_file or (folder is None and any(path.glob("*.safetensors"))):
+        # LoRA files and diffusers' weights share the suffix: only the tensors' names differ.
         names = SafetensorsFiles(path).names()
         if any("lora" in name for name in names) or (is_file and folder is None):
             from cogfast.model.weights.formats.peft import open_peft

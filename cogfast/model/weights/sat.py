@@ -1,4 +1,4 @@
-"""A transformer's tensors under SAT's names and in SAT's shapes."""
+"""Exports a transformer's tensors with SAT's names and shapes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from cogfast.model.weights.formats.sat_names import PREFIX, ROTARY_BUFFERS, sat_
 
 
 def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
-    """{SAT key: tensor} with SAT's shapes; tensors share memory with the parameters.
+    """Return {SAT key: tensor} with SAT's shapes; tensors share memory with the parameters.
 
-    CogVideoX 1.0 (one latent frame per patch) has its patch embedding as a convolution weight
-    [M, C, 2, 2] and, with rotary positions, the flattened tables [V, D] as buffers.
+    For CogVideoX 1.0 (one latent frame per patch) the patch embedding is a convolution weight
+    [M, C, 2, 2] and, with rotary positions, the flattened tables [V, D] are included.
     """
     config = transformer.config
     patch = config.patch_size

@@ -1,4 +1,4 @@
-"""The part of a parameter that a model holds where it holds a part only."""
+"""Describes the part (shard) of a parameter that a tensor-parallel model holds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Share `index` of `count` equal ones of a parameter of `shape`: `dim` is `num_parts` equal
-    parts one after the other (q, k and v: three), and the share has its stretch of each."""
+    """Shard `index` of `count` equal shards of a parameter of `shape`, split along `dim`.
+
+    `dim` consists of `num_parts` equal parts (q, k and v: three), each of which is split, so the
+    shard has one stretch of every part.
+    """
 
     shape: tuple[int, ...]  # of the whole parameter
     dim: int
@@ -31,13 +34,13 @@ class Shard:
 
     @property
     def share_shape(self) -> tuple[int, ...]:
-        """Of the share."""
+        """Shape of the shard."""
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return (*before, self.shape[self.dim] // self.count, *after)
 
     def overlaps(self, other: Shard) -> Iterator[tuple[int, int, int]]:
-        """What the share has in common with one of another count: (place along `dim` of this share,
-        of the other, length), stretch by stretch."""
+        """Yield the overlaps with a shard of another count: (offset along `dim` of this shard, offset
+        in `other`, length), stretch by stretch."""
         mine = 0
         for low, high in self.ranges:
             theirs = 0
@@ -49,14 +52,14 @@ class Shard:
             mine += high - low
 
     def of(self, whole: Tensor) -> Tensor:
-        """The share of a tensor with the whole parameter's numbers; a view where it is one stretch."""
+        """Return this shard of the whole parameter; a view if it is one stretch."""
         whole = whole.reshape(self.shape)
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """(start, numel) of the runs of the flattened whole parameter that make up the flattened
-        share, in its order."""
+        """Yield (start, numel) of the contiguous runs of the flattened whole parameter that make up the
+        flattened shard, in order."""
         length, inner = self.shape[self.dim], math.prod(self.shape[self.dim + 1 :])
         for row in range(math.prod(self.shape[: self.dim])):
             for start, stop in self.ranges:
@@ -64,8 +67,9 @@ class Shard:
 
 
 def join(shares: Sequence[Tensor], dim: int, num_parts: int) -> Tensor:
-    """The whole parameter from all its shares in order: the inverse of Shard.of."""
+    """Return the whole parameter from all its shards in order: the inverse of Shard.of."""
     if len(shares) == 1:
         return shares[0]
+    # Part by part: the shards of q, then those of k, then those of v.
     parts = [share.chunk(num_parts, dim) for share in shares]
     return torch.cat([part[i] for i in range(num_parts) for part in parts], dim)

@@ -79,7 +79,7 @@ def test_adapters_of_any_linear_merge_as_the_library_applies_them(tmp_path: Path
         output, expected = ours(**given), run_diffusers("1.5_5b_i2v", theirs, given)
     assert (plain - expected).abs().max() > 1e-1
     assert (output - expected).abs().max() < 1e-5
-    with pytest.raises(ValueError, match=r"it adapts .*attn1|it adapts ff.net.0.proj, ff.net.2, "):
+    with pytest.raises(ValueError, match=r"also adapts .*attn1|also adapts ff.net.0.proj, ff.net.2, "):
         check_config(adapter, FAMILY["1.5_5b_i2v"])
 
 
@@ -154,12 +154,12 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     [
         (
             {"lora_rank": None},
-            r"8 LoRA tensors, and .*; add .*lora_config with params r: 2, lora_alpha: 6",
+            r"8 LoRA tensors, but .*; add .*lora_config with params r: 2, lora_alpha: 6",
         ),
         ({"lora_rank": 4}, r"rank 2 and alpha 6, the config has r=4 .* write r: 2, lora_alpha: 6"),
         ({"lora_alpha": 1.0}, r"lora_alpha=1; write r: 2, lora_alpha: 6 in model.network_config"),
-        ({"lora_targets": ("to_q",)}, r"write target_modules: \[to_q, to_v\]"),
-        ({"lora_layers": (0,)}, r"adapters of layers \[0, 1\], the .* write layer_range: \[0, 1\]"),
+        ({"lora_targets": ("to_q",)}, r"set target_modules: \[to_q, to_v\]"),
+        ({"lora_layers": (0,)}, r"adapters in layers \[0, 1\], the .* set layer_range: \[0, 1\]"),
         ({"num_layers": 1}, r"8 LoRA tensors belong to 2 layers of width 128: .* the model has 1"),
         (
             {"hidden_size": 64},
@@ -213,9 +213,9 @@ def test_extraction_is_the_best_of_its_rank_and_says_what_it_loses() -> None:
         f"blocks.{i}.attention.{linear}.weight" for i in range(2) for linear in ("qkv", "out")
     }
     assert f"{len(extraction.lost)} other tensors changed and are lost" in extraction.report()
-    with pytest.raises(ValueError, match="--rank 129: the linears have ranks from 1 to 128"):
+    with pytest.raises(ValueError, match="--rank 129 must be from 1 to 128"):
         extract_lora(tuned, base, rank=129)
     with pytest.raises(
-        ValueError, match=r"no two states of one model: patch_embedding.weight is \[128"
+        ValueError, match=r"not of one model: patch_embedding.weight has shapes \[128"
     ):
         extract_lora(tuned, source_of(tiny("5b_i2v"), None), rank=4)

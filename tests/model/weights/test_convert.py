@@ -467,4 +467,4 @@ def test_a_flipped_bit_of_our_folder_is_refused(tmp_path: Path, caplog) -> None:
     (tmp_path / "ours/checksums.json").unlink()
     with caplog.at_level(logging.INFO):
         load_transformer(transformer, tmp_path / "ours")
-    assert "written by an earlier cogfast, without checksums to verify" in caplog.text
+    assert "written by an earlier version, without checksums to verify" in caplog.text

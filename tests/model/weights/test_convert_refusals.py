@@ -86,7 +86,7 @@ def test_a_diffusers_folder_of_two_models(made: Path, tmp_path: Path) -> None:
     first.write_bytes(whole)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sample_frames": 49, "patch_size": 4}))
-    assert_refused(folder, "its config says patch_size=.* the tensors")
+    assert_refused(folder, "its config has patch_size=.* its tensors")
     (folder / "config.json").write_text("{")
     assert_refused(folder, "config.json: damaged")
 
@@ -98,11 +98,11 @@ def test_tensors_missing_or_of_another_size(made: Path, tmp_path: Path) -> None:
     key = "transformer_blocks.1.ff.net.2.weight"
     save_file(state | {key: state[key][:, :100].contiguous()}, file)
     message = (
-        r"blocks.1.fc2.weight is \[128, 100\], in a model of 2 blocks 128 wide it is \[128, 512"
+        r"blocks.1.fc2.weight has shape \[128, 100\] instead of \[128, 512\], which 2 blocks of width 128"
     )
     assert_refused(folder, message)
     save_file({k: v for k, v in state.items() if k != key}, file)
-    message = r"1 of the model's \d+ tensors are not in it, first blocks.1.fc2.weight; convert from"
+    message = r"lacks 1 of the model's \d+ tensors, first blocks.1.fc2.weight; convert from"
     assert_refused(folder, message)
     save_file({k: v for k, v in state.items() if "patch_embed" not in k}, file)
     assert_refused(folder, "no patch_embedding.weight and no text_embedding.weight in it")
@@ -147,7 +147,7 @@ def test_unknown_names(made: Path, tmp_path: Path) -> None:
     state = torch.load(folder / FILE)
     key = f"{PREFIX}mixins.swiglu.w2.0.weight"
     torch.save({"module": state["module"] | {key: torch.zeros(2)}}, folder / FILE)
-    assert_refused(folder, f"1 tensors have unknown names: {key}; leave them out with --al")
+    assert_refused(folder, f"1 tensors have unknown names: {key}; skip them with --al")
     convert(folder, tmp_path / "target", "sat", allow_unexpected=True)
     assert key not in torch.load(tmp_path / "target" / FILE)["module"]
 
@@ -208,7 +208,7 @@ def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> N
         (["--to", "diffusers", "--scaling-factor", "0.7"], "is a VAE's; "),
         (["--to", "diffusers", "--ema"], "1-ema: "),
         (["--to", "peft"], "it has no LoRA tensors"),
-        (["--to", "sat", "--merge-lora"], "no LoRA tensors to merge; write --merge-lora LORA"),
+        (["--to", "sat", "--merge-lora"], "no LoRA tensors to merge; use --merge-lora LORA"),
         (["--to", "peft", "--extract-lora", folder], "needs --rank R"),
         (["--to", "onnx"], "invalid choice: 'onnx'"),
         (["--to", "sat", "--verfy"], "no option --verfy; did you mean --verify"),
@@ -218,7 +218,7 @@ def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> N
         assert line.startswith("cogfast: ") and message in line
         assert not Path(target).exists()
     assert main(["convert", str(made / "diffusers"), target, "--to", "sat", "--ema"]) == 2
-    assert "it holds no EMA weights" in capsys.readouterr().err
+    assert "has no EMA weights" in capsys.readouterr().err
 
 
 def test_folders_without_a_tensor_of_a_transformer(made: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Our own format: safetensors files under our names and the TransformerConfig, in one folder."""
+"""cogfast's own format: a folder of safetensors files and a config.json of TransformerConfig."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import InsideName, read_json
 
 FORMATS = ("cogfast-weights-1", "cogfast-weights-2")  # the first has no checksums
-FORMAT = FORMATS[-1]  # that is written
-CHECKSUMS = "checksums.json"  # {file: checksum} of all other files of the folder
+FORMAT = FORMATS[-1]  # the format that is written
+CHECKSUMS = "checksums.json"  # {file: checksum} of all other files in the folder
 _STEM = "weights"
 _AGAIN = "copy the folder again"
 logger = logging.getLogger(__name__)
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 def is_cogfast_folder(path: Path) -> bool:
     try:
         return read_json(path / "config.json").get("format") in FORMATS
-    except ValueError:  # whoever reads the folder then says what is wrong
+    except ValueError:  # the reader that takes the folder reports the damage
         return False
 
 
 def open_cogfast(path: Path) -> WeightSource:
-    """The weights in a folder that write_cogfast wrote. A file's checksum is verified before its
-    first tensor is read."""
+    """Open the weights in a folder that write_cogfast wrote. A file's checksum is verified before the
+    first of its tensors is read."""
     file = path / "config.json"
     try:
         config = read_json(file, TransformerConfig)
-    except ValueError as error:  # some are its own, about values that do not go together
+    except ValueError as error:  # TransformerConfig's own errors do not name the file
         text = str(error)
         raise ValueError(text if text.startswith(str(file)) else f"{file}: {text}") from None
     checksums = _checksums(path)
@@ -71,11 +71,11 @@ def open_cogfast(path: Path) -> WeightSource:
 
 
 def _checksums(path: Path) -> dict[str, str] | None:
-    """The checksums of the folder's files, of which the JSON files are verified; None: it was
-    written before there were any."""
+    """Return the checksums of the folder's files and verify the JSON files; None for a folder of the
+    first format, which has none."""
     config = path / "config.json"
     if read_json(config)["format"] == FORMATS[0]:
-        logger.info("%s: written by an earlier cogfast, without checksums to verify", path)
+        logger.info("%s: written by an earlier version, without checksums to verify", path)
         return None
     checksums = read_json(path / CHECKSUMS, dict[InsideName, str], _AGAIN)
     for file in sorted(path.glob("*.json")):
@@ -94,7 +94,7 @@ def write_cogfast(
     path: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A folder with every tensor of `source`. dtype: of the weights; None: the source's."""
+    """Write a folder with every tensor of `source`. dtype: of the weights; None: the source's."""
     tensors = [
         Outgoing(name, shape, source.dtype_in_target(name, dtype), partial(source.read, name, None))
         for name, shape in source.shapes.items()

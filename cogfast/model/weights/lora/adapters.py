@@ -1,4 +1,4 @@
-"""LoRA adapters as weights: what they are, whether they fit a model, and adding them to one."""
+"""LoRA adapters as weights: describes them, checks whether they fit a model, merges them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from cogfast.schema.json_files import brief
 
 _PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 _LORA_CONFIG = "model.network_config.params.modules.lora_config"
-_FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by width
+_FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
 _TARGET_OF = {place: target for target, place in TARGETS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What a set of adapters is: ranks that occur; alpha, None where nobody says; layers that have
-    some; targets among lora.TARGETS; others: linears that have adapters but cannot be trained with
-    them here."""
+    """Description of a set of adapters. ranks: all that occur; alpha: None if unknown; layers: those
+    with adapters; targets: keys of lora.TARGETS; others: adapted linears that cogfast cannot train
+    adapters for."""
 
     num_tensors: int
     ranks: tuple[int, ...]
@@ -48,9 +48,9 @@ class Adapters:
 
 
 def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
-    """The adapters at `path` alone: a LoRA file, or a SAT folder or run that was trained with some.
+    """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
 
-    ValueError where there are none, or tensors of names that nobody knows.
+    ValueError if there are none, or if tensors have unknown names.
     """
     if not Path(path).exists():
         raise ValueError(f"{path}: no such file or folder of LoRA adapters")
@@ -58,22 +58,22 @@ def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
     if source.unexpected:
         raise ValueError(
             f"{source.description}: {len(source.unexpected)} tensors have unknown names, first "
-            f"{brief(source.unexpected[0])}; cogfast convert {path} DST --to peft --allow-unexpected "
-            "leaves them out"
+            f"{brief(source.unexpected[0])}; remove them with cogfast convert {path} DST --to peft "
+            "--allow-unexpected"
         )
     return only_adapters(source)
 
 
 def only_adapters(source: WeightSource) -> WeightSource:
-    """The adapters of a source without the rest. ValueError where there are none."""
+    """Return the adapters of a source without the rest. ValueError if there are none."""
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     if not shapes:
-        raise ValueError(f"{source.description}: it has no LoRA tensors")
+        raise ValueError(f"{source.description}: has no LoRA tensors; name a source with adapters")
     return replace(source, shapes=shapes, is_partial=True)
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
-    """The model that a source's adapters adapt, under the names of a plain one."""
+    """Return the source without its adapters, under the names of a model without LoRA."""
     names = {n.replace(".original.", "."): n for n in source.shapes if not is_lora_parameter(n)}
     return replace(
         source,
@@ -90,7 +90,7 @@ def _without_lora(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapters_of(source: WeightSource) -> Adapters | None:
-    """Facts about the adapters among a source's tensors; None: it has none."""
+    """Describe the adapters among a source's tensors; None if it has none."""
     ranks, layers, targets, others = set(), set(), set(), set()
     pairs = [m for m in map(_PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
     for pair in pairs:
@@ -116,20 +116,20 @@ def adapters_of(source: WeightSource) -> Adapters | None:
 
 
 def _theirs(module: str, part: int) -> str:
-    """diffusers' name of a linear, which people know adapters by."""
+    """Return diffusers' name of a linear, the usual one in LoRA files."""
     return diffusers_names(f"{module}.weight")[part].removesuffix(".weight")
 
 
 def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError where adapters are not for a model with tensors of these shapes, by plain name."""
+    """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
     found, has_layers = adapters_of(adapter), num_blocks(shapes)
     alone = next(
         (n for n, s in adapter.shapes.items() if not _is_paired(n, s, adapter.shapes)), None
     )
     if alone is not None:
         raise ValueError(
-            f"{adapter.description}: {brief(alone)} is not one of two matrices [r, in] and [out, r]; "
-            "copy it again"
+            f"{adapter.description}: {brief(alone)} has no partner: a pair has shapes [r, in] and "
+            "[out, r]; copy it again"
         )
     num_layers = max(found.layers, default=-1) + 1
     for name, (rows, columns) in adapter.shapes.items():
@@ -138,7 +138,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
         if weight is None and num_layers <= has_layers:
             raise ValueError(
                 f"{adapter.description}: {name} adapts a linear that the model does not have; use "
-                "the base that it was trained on"
+                "the base model that it was trained on"
             )
         num_parts = len(diffusers_names(f"{pair['module']}.weight"))
         fits = weight is not None and (
@@ -150,12 +150,12 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
             raise ValueError(
                 f"{adapter.description}: {found.num_tensors} LoRA tensors belong to {num_layers} "
                 f"layers of width {width}: this is {kind}, the model has {has_layers} of width "
-                f"{shapes['patch_embedding.weight'][0]}; use the base that it was trained on"
+                f"{shapes['patch_embedding.weight'][0]}; use the base model that it was trained on"
             )
 
 
 def _is_paired(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether matrix A or B of that shape has the other one, of the same rank, beside it."""
+    """Return whether matrix A or B has its partner, of the same rank, in `shapes`."""
     pair = _PAIR.fullmatch(name)
     if pair is None:
         return False
@@ -167,50 +167,51 @@ def _is_paired(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int
 
 
 def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
-    """ValueError where a model of this config could not go on training adapters."""
+    """Raise ValueError if a model of this config cannot continue to train these adapters."""
     found = adapters_of(adapter)
     where = f"{_LORA_CONFIG}.params"
     alpha = config.lora_alpha if found.alpha is None else found.alpha
     lines = f"r: {found.ranks[0]}, lora_alpha: {alpha:g}"
     if found.others:
         raise ValueError(
-            f"{adapter.description}: it adapts {', '.join(found.others)} too, which are not "
-            f"trained with adapters here ({', '.join(TARGETS)} are); merge it into the base "
-            "(cogfast convert --merge-lora) and train new ones"
+            f"{adapter.description}: also adapts {', '.join(found.others)}, but cogfast trains "
+            f"adapters of {', '.join(TARGETS)} only; merge it into the base (cogfast convert "
+            "--merge-lora) and train new ones"
         )
     check_fits(adapter, _adaptable(config))
     if len(found.ranks) > 1:
         raise ValueError(
-            f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, and a model "
-            "has one for all; merge it into the base (cogfast convert --merge-lora)"
+            f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, but a model "
+            "has the same rank everywhere; merge it into the base (cogfast convert --merge-lora)"
         )
     if config.lora_rank is None:
         raise ValueError(
-            f"{adapter.description}: {found.num_tensors} LoRA tensors, and the config has no "
-            f"adapters; add {_LORA_CONFIG} with params {lines}, or merge them into the base first "
+            f"{adapter.description}: has {found.num_tensors} LoRA tensors, but the config has no "
+            f"adapters; add {_LORA_CONFIG} with params {lines}, or first merge them into the base "
             "(cogfast convert --merge-lora)"
         )
     if (found.ranks[0], alpha) != (config.lora_rank, config.lora_alpha):
         raise ValueError(
-            f"{adapter.description}: rank {found.ranks[0]} and alpha {alpha:g}, the config has r="
-            f"{config.lora_rank} and lora_alpha={config.lora_alpha:g}; write {lines} in {where}"
+            f"{adapter.description}: has rank {found.ranks[0]} and alpha {alpha:g}, the config has r="
+            f"{config.lora_rank} and lora_alpha={config.lora_alpha:g}; set {lines} in {where}"
         )
     if not set(found.targets) <= set(config.lora_targets):
         raise ValueError(
-            f"{adapter.description}: adapters of {', '.join(found.targets)}, the config has "
-            f"{', '.join(config.lora_targets)}; write target_modules: "
+            f"{adapter.description}: has adapters of {', '.join(found.targets)}, the config has "
+            f"{', '.join(config.lora_targets)}; set target_modules: "
             f"[{', '.join(found.targets)}] in {where}"
         )
     layers = set(range(config.num_layers) if config.lora_layers is None else config.lora_layers)
     if not layers.issuperset(found.layers):
         raise ValueError(
-            f"{adapter.description}: adapters of layers {list(found.layers)}, the config has them "
-            f"in {sorted(layers)}; write layer_range: {list(found.layers)} in {where}"
+            f"{adapter.description}: has adapters in layers {list(found.layers)}, the config in "
+            f"{sorted(layers)}; set layer_range: {list(found.layers)} in {where}"
         )
 
 
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights that TARGETS are parts of, and of the one that shows the width."""
+    """Return the shapes of the weights that TARGETS belong to, and of patch_embedding, which shows the
+    model width."""
     width = config.hidden_size
     shapes = {"patch_embedding.weight": (width, config.in_channels)}
     for i in range(config.num_layers):
@@ -220,9 +221,9 @@ def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
-    """`base`, a plain model, with adapters on its linears: what a LoRA checkpoint of SAT holds.
+    """Return `base`, a model without LoRA, with adapters on its linears, as SAT's LoRA checkpoints.
 
-    ValueError where they do not fit.
+    ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
     adapted = {_PAIR.fullmatch(name)["module"] for name in adapter.shapes}
@@ -248,25 +249,25 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
 
 @dataclass(slots=True)
 class MergeRounding:
-    """How much of the change that adapters make is left when merged weights are rounded to `dtype`
-    (None: the base's own). Filled for each merged weight when it is read."""
+    """Measures how much of the adapters' change survives when merged weights are rounded to `dtype`
+    (None: the base's). Each merged weight is added when it is read."""
 
     dtype: torch.dtype | None
     _sums: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def add(self, name: str, weight: Tensor, merged: Tensor) -> None:
-        """weight: the base's, in its dtype; merged: float32."""
+        """Add a merged weight. weight: the base's, in its dtype; merged: float32."""
         dtype = self.dtype or weight.dtype
         if name in self._sums or torch.promote_types(torch.float32, dtype) == dtype:
             return
         change = merged - weight.float()
-        # What the target differs by from a conversion of the base alone.
+        # The difference between the target and a conversion of the base alone.
         left = merged.to(dtype).float() - weight.to(dtype).float()
         sums = ((left * change).sum(), change.square().sum(), (left - change).square().sum())
         self._sums[name] = tuple(s.item() for s in sums)  # sync: once for each weight
 
     def report(self, fix: str = "--dtype fp32") -> str | None:
-        """None: nothing was rounded. fix: what keeps float32."""
+        """Summarize in one line; None if nothing was rounded. fix: the option that keeps float32."""
         if not self._sums:
             return None
         kept, total, error = (sum(sums) for sums in zip(*self._sums.values(), strict=True))
@@ -284,10 +285,10 @@ def merge_lora(
     scale: float = 1.0,
     rounding: MergeRounding | None = None,
 ) -> WeightSource:
-    """`base` with W + scale (alpha / r) B A in the place of W wherever there is a pair for it,
-    computed when it is read and float32 then, whatever `dtypes` says of the base.
+    """Return `base` with W + scale (alpha / r) B A instead of W for every linear with adapters.
 
-    base: a plain model; any linear of it may have adapters. ValueError where they do not fit.
+    Merged weights are computed when they are read, and are float32 whatever `dtypes` of the base is.
+    base: a model without LoRA; any of its linears may have adapters. ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
     alpha = SAT_ALPHA if adapter.lora_alpha is None else adapter.lora_alpha
@@ -310,7 +311,7 @@ def merge_lora(
 
 
 def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:
-    """B A / r of each part of a linear [out, in], float32; zero where a part has no pair."""
+    """Return B A / r of each part of a linear [out, in], float32; zero for parts without a pair."""
     num_parts = len(diffusers_names(f"{module}.weight"))
     deltas = []
     for part in range(num_parts):

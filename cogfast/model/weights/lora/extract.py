@@ -1,4 +1,4 @@
-"""A LoRA out of two whole models: the best of a rank for what fine-tuning changed in a linear."""
+"""Extracts a LoRA from two models: the best low-rank approximation of what fine-tuning changed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
-_SPARE, _ITERATIONS = 16, 6  # of the randomized SVD: what it computes beyond what is kept
+_SPARE, _ITERATIONS = 16, 6  # randomized SVD: extra singular values, power iterations
 _OPTIONAL = {"position_table.weight", "unused_position_embeddings"}  # not in every format
 
 
 @dataclass(slots=True)
 class Extraction:
-    """source: the adapters, alpha = rank, each computed when it is read.
+    """The extracted adapters; `source` computes each when it is read, with alpha = rank.
 
-    kept: of each linear that has been read, the share of its change that the rank holds, by
-    Frobenius norms, under names like `blocks.0 to_q`; lost: tensors that changed and that adapters
-    cannot hold.
+    kept: for each linear read so far, named as `blocks.0 to_q`, the fraction of its change
+    (Frobenius norm) that the rank keeps; lost: changed tensors that adapters cannot represent.
     """
 
     tuned: WeightSource
@@ -52,12 +51,12 @@ class Extraction:
         )
 
     def report(self) -> str:
-        """What the rank holds of all that was read, and what no adapter holds."""
+        """Summarize in one line what the adapters keep and which changed tensors they lose."""
         least = min(self.kept, key=self.kept.get)
         mean = sum(self.kept.values()) / len(self.kept)
         line = (
             f"rank {self.rank} keeps {mean:.1%} of the change of a linear on average (Frobenius "
-            f"norm), least {self.kept[least]:.1%} in {least}"
+            f"norm), at least {self.kept[least]:.1%} ({least})"
         )
         if self.lost:
             shown = ", ".join(self.lost[:5]) + (", ..." if len(self.lost) > 5 else "")
@@ -66,6 +65,7 @@ class Extraction:
 
     def _read(self, name: str, shard: Shard | None) -> Tensor:
         module, matrix, part = name.rsplit(".", 2)
+        # Writers ask for A and B of a pair in turn: keep the last SVD for the second.
         if self._last[0] != f"{module} {part}":
             self._last = f"{module} {part}", self._pair(module, int(part))
         whole = self._last[1][matrix]
@@ -93,22 +93,22 @@ class Extraction:
 
 
 def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extraction:
-    """Adapters of q, k, v and out that turn `base` into `tuned` as well as a rank can; both are
-    plain whole models of one config. Tensors are read one at a time.
+    """Return the adapters of q, k, v and out that best turn `base` into `tuned` at a rank.
 
-    ValueError for models that differ in names or shapes, and a rank that no linear has.
+    Both are complete models of one config without LoRA; their tensors are read one at a time.
+    ValueError for models that differ in names or shapes, and for a rank out of range.
     """
     names = (tuned.shapes.keys() | base.shapes.keys()) - _OPTIONAL
     for name in sorted(names):
         sizes = [s.shapes.get(name, ()) for s in (tuned, base)]
         if math.prod(sizes[0]) != math.prod(sizes[1]):  # formats differ in shapes, too
             raise ValueError(
-                f"{tuned.description} and {base.description} are no two states of one model: "
-                f"{name} is {list(sizes[0])} and {list(sizes[1])}; name the base that was trained"
+                f"{tuned.description} and {base.description} are not of one model: {name} has shapes "
+                f"{list(sizes[0])} and {list(sizes[1])}; name the base that was fine-tuned"
             )
     most = min(base.shapes["blocks.0.attention.out.weight"])
     if not 1 <= rank <= most:
-        raise ValueError(f"--rank {rank}: the linears have ranks from 1 to {most}; use one of them")
+        raise ValueError(f"--rank {rank} must be from 1 to {most}, the width of the linears")
     adapted = tuple(f".attention.{linear}.weight" for linear in NUM_PARTS)
     lost = []
     for name in base.shapes:
