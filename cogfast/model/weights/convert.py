@@ -121,7 +121,7 @@ def _summary(source: WeightSource) -> str:
 
 
 # Facts about the training, which adapters pass on to the base that they are combined with.
-_OF_TRAINING = ("rotary_positions", "trained_size")
+_TRAINING_FACTS = ("rotary_positions", "trained_size")
 
 
 def with_lora_options(
@@ -166,7 +166,7 @@ def with_lora_options(
         whole = with_adapters(source, adapter)
     else:
         whole = merge_lora(source, adapter, rounding=rounding)
-    trained = {k: adapter.facts[k] for k in _OF_TRAINING if k in adapter.facts}
+    trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
     return replace(whole, facts={**whole.facts, **trained})
 
 

@@ -26,7 +26,7 @@ _PUBLISHED = {
     2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 226},
 }
 
-_OF_2B = {"height_interpolation": 1.875, "width_interpolation": 1.875}
+_INTERPOLATION_2B = {"height_interpolation": 1.875, "width_interpolation": 1.875}
 
 
 def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> TransformerConfig:
@@ -61,7 +61,7 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
             )
     published = _PUBLISHED[min(found["patch_size"].t, 2)]
     if found["position"] == "sincos":
-        published = published | _OF_2B
+        published = published | _INTERPOLATION_2B
     config = _config(source, {**published, **source.facts, **found})
     table = shapes.get("position_table.weight")
     if table is not None and len(table) == 3:

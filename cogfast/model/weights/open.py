@@ -34,7 +34,7 @@ def open_source(path: Path, ema: bool = False) -> WeightSource:
     if ema:
         raise ValueError(
             f"{source.description}: has no EMA weights; only SAT folders and runs can have them, "
-            "leave out --ema"
+            "use the plain weights"
         )
     return source
 

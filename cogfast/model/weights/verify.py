@@ -1,4 +1,4 @@
-"""Whether a converted model computes what its source does: one forward of each, in float32."""
+"""Verifies a converted model: compares one float32 forward pass of it with one of its source."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
 from cogfast.shapes import TokenGrid
 
-_EXACT = 1e-5  # of the output's scale: two implementations of the same float32 model
-_MOST_GRID = (2, 4, 6)  # tokens along time, rows and columns, where the model can be given so few
+_EXACT = 1e-5  # relative to the largest output: two implementations of one float32 model
+_MOST_GRID = (2, 4, 6)  # tokens along time, rows and columns, if the model takes so few
 _TIMESTEP = 500
-_ROOM = 1.25  # of the weights' bytes: activations, a tensor that is being read
+_MEMORY_FACTOR = 1.25  # of the weights' bytes: adds activations and a tensor that is being read
 
 
 def check_memory(source: WeightSource) -> None:
-    """ValueError where one model in float32 does not fit into the memory that is free."""
-    needed = int(_ROOM * 4 * sum(math.prod(s) for s in plain_shapes(source.shapes).values()))
+    """Raise ValueError if one model in float32 does not fit into the free memory."""
+    needed = int(
+        _MEMORY_FACTOR * 4 * sum(math.prod(s) for s in plain_shapes(source.shapes).values())
+    )
     free = available_bytes()
     if needed > free:
         raise ValueError(
-            f"--verify runs the model in float32, which takes {needed / 2**30:.1f} GiB, and "
+            f"--verify runs the model in float32, which needs {needed / 2**30:.1f} GiB, but only "
             f"{free / 2**30:.1f} are free; leave it out, or convert on a larger machine"
         )
 
 
 def available_bytes() -> int:
-    """Memory that is free, or that the kernel gives back when asked."""
+    """Return the memory that can be allocated without swapping, in bytes."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -49,13 +51,13 @@ def available_bytes() -> int:
 
 
 def verify(source: WeightSource, config: TransformerConfig, target: Path, to: str) -> str:
-    """Reload the target, with diffusers where it is diffusers', and compare one forward with the
-    source's. Returns what was found in one line; ValueError where the two are not the same model.
-    diffusers computes 2B's fixed table, so the source's is not looked at there.
+    """Load the target, with diffusers if `to` is diffusers, and compare one forward pass with the
+    source's. Returns the result in one line; ValueError if the two are not the same model.
 
-    source: as it was written, in the target's dtypes.
+    source: the weights as they were written, in the target's dtypes.
     """
     given = _inputs(config)
+    # diffusers computes 2B's fixed table, so the source's table is not compared.
     if to == "diffusers" and config.position == "sincos":
         weights = {n: s for n, s in source.shapes.items() if n != "position_table.weight"}
         source = replace(source, shapes=weights)
@@ -73,13 +75,13 @@ def verify(source: WeightSource, config: TransformerConfig, target: Path, to: st
     difference, scale = (found - expected).abs().max(), expected.abs().max()
     line = f"largest difference {difference:.1e} of outputs up to {scale:.2g}{stock}"
     if not torch.isfinite(found).all() or difference > _EXACT * scale:
-        raise ValueError(f"{target}: it does not compute what the source does: {line}; delete it")
+        raise ValueError(f"{target}: computes other outputs than the source: {line}; delete it")
     return line
 
 
 def _inputs(config: TransformerConfig) -> dict[str, Tensor]:
-    """Arguments of forward: a short video of the trained rows and columns, or those of a table of
-    positions; a small one where neither is known."""
+    """Return arguments of forward: a short video with the trained rows and columns or those of the
+    position table; a small one if neither is known."""
     generator = torch.Generator().manual_seed(0)
     grid, patch = config.grid, config.patch_size
     t, h, w = (min(n, most) for n, most in zip((grid.t, grid.h, grid.w), _MOST_GRID, strict=True))
@@ -116,7 +118,7 @@ def _ours(source: WeightSource, config: TransformerConfig, given: dict[str, Tens
 def _diffusers(
     folder: Path, config: TransformerConfig, given: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The output with the epsilon that the models were trained with, and with diffusers' own."""
+    """Return the output with the epsilon of training, and with diffusers' own."""
     try:
         from diffusers import CogVideoXTransformer3DModel
     except ImportError:
@@ -133,7 +135,7 @@ def _diffusers(
     model.eval()
     patch_embed = model.patch_embed
     if config.learnable_position:
-        # diffusers puts a sincos table in the learned one's place for any other number of frames
+        # For any other number of frames diffusers replaces the learned table by a sincos table.
         frames = given["latents"].shape[2]
         tokens = TokenGrid.from_latents(given["latents"], config.patch_size).num_tokens
         patch_embed.sample_frames = (frames - 1) * config.time_compressed_rate + 1
@@ -144,7 +146,7 @@ def _diffusers(
 
 
 def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, Tensor]) -> Tensor:
-    """Our arguments of forward through diffusers' CogVideoXTransformer3DModel: [B, C, T, h, w]."""
+    """Run diffusers' CogVideoXTransformer3DModel with cogfast's arguments: [B, C, T, h, w]."""
     latents = given["latents"]
     rotary = None
     if config.position == "rotary":
@@ -166,8 +168,10 @@ def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, 
 def _pipeline_rotation(
     model: nn.Module, config: TransformerConfig, latents: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin that diffusers' pipelines give the model for these latents, from its config.json.
-    A model of which nobody knows the trained size is given small ones as if they had it."""
+    """Return cos and sin as diffusers' pipelines compute them for these latents from config.json.
+
+    If the trained size is unknown, the latents are treated as if they had it.
+    """
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 
@@ -185,15 +189,15 @@ def _pipeline_rotation(
     )
 
 
-_HEAD_WIDTH = 64  # any that divides the width
-_EXACT_PRODUCT = 1e-5  # of the largest number: two ways of multiplying in float32
+_HEAD_WIDTH = 64  # arbitrary divisor of the width
+_EXACT_PRODUCT = 1e-5  # relative to the largest element: float32 products in another order
 
 
 @torch.no_grad()
 def verify_peft(source: WeightSource, file: Path) -> str:
-    """Load `file` into diffusers' transformer, without a base, as `pipe.load_lora_weights` does, and
-    compare what each linear gets, (alpha / r) B A, with the source's. Returns what was found in one
-    line; ValueError where they differ. source: as it was written, in the file's dtypes."""
+    """Load `file` into diffusers' transformer as `pipe.load_lora_weights` does, and compare the change
+    of each linear, (alpha / r) B A, with the source's. Returns the result in one line; ValueError if
+    they differ. source: the adapters as they were written, in the file's dtypes."""
     try:
         from diffusers import CogVideoXTransformer3DModel
         from peft.tuners.lora import LoraLayer
@@ -211,14 +215,15 @@ def verify_peft(source: WeightSource, file: Path) -> str:
             num_attention_heads=width // _HEAD_WIDTH,
             attention_head_dim=_HEAD_WIDTH,
             num_layers=num_layers,
-            use_rotary_positional_embeddings=True,  # else it computes a table
+            use_rotary_positional_embeddings=True,  # otherwise a position table is computed
         )
-    # Adapters go to the device of the weights that they adapt, so these are no meta tensors.
+    # Adapters are moved to the device of their base weights, which therefore must not be meta.
+    # Expanded scalars take no memory.
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             nothing = torch.zeros(()).expand(weight.shape)
             setattr(module, name, nn.Parameter(nothing, requires_grad=False))
-    # Without use_safetensors diffusers does not read the header, where alpha is.
+    # Without use_safetensors diffusers does not read the header, which stores alpha.
     model.load_lora_adapter(str(file), low_cpu_mem_usage=True, use_safetensors=True)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     largest = scale = 0.0
@@ -236,5 +241,5 @@ def verify_peft(source: WeightSource, file: Path) -> str:
     line = f"largest difference {largest:.1e} of changes of weights up to {scale:.2g} in diffusers"
     if layers or largest != largest or largest > _EXACT_PRODUCT * scale:
         more = f"; {len(layers)} linears have adapters that are not in the source" if layers else ""
-        raise ValueError(f"{file}: it does not give what the source does: {line}{more}; delete it")
+        raise ValueError(f"{file}: differs from the source: {line}{more}; delete it")
     return line

@@ -79,7 +79,9 @@ def test_adapters_of_any_linear_merge_as_the_library_applies_them(tmp_path: Path
         output, expected = ours(**given), run_diffusers("1.5_5b_i2v", theirs, given)
     assert (plain - expected).abs().max() > 1e-1
     assert (output - expected).abs().max() < 1e-5
-    with pytest.raises(ValueError, match=r"also adapts .*attn1|also adapts ff.net.0.proj, ff.net.2, "):
+    with pytest.raises(
+        ValueError, match=r"also adapts .*attn1|also adapts ff.net.0.proj, ff.net.2, "
+    ):
         check_config(adapter, FAMILY["1.5_5b_i2v"])
 
 

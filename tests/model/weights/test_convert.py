@@ -278,7 +278,7 @@ def test_the_vae_both_ways(tmp_path: Path) -> None:
         )
     convert(tmp_path / "vae", tmp_path / "sat", "sat", verify=True)
     assert_same(torch.load(tmp_path / "sat/3d-vae.pt")["state_dict"], state)
-    with pytest.raises(ValueError, match="a VAE goes --to sat or diffusers, not peft"):
+    with pytest.raises(ValueError, match="a VAE converts --to sat or diffusers, not peft"):
         convert(tmp_path / "vae", tmp_path / "x", "peft")
     del state["decoder.conv_in.conv.bias"]
     torch.save({"state_dict": state}, tmp_path / "any.pt")
@@ -379,13 +379,17 @@ def test_verify_sees_a_target_that_is_another_model(
 
     monkeypatch.setattr(tensor_stream.Outgoing, "bytes", one_wrong)
     for to in ("diffusers", "sat"):
-        with pytest.raises(ValueError, match="does not compute what the source does: largest diff"):
+        with pytest.raises(
+            ValueError, match="computes other outputs than the source: largest diff"
+        ):
             convert(sat_folders["5b"], tmp_path / to, to, verify=True)
 
 
 def test_verify_needs_memory(sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cogfast.model.weights.verify.available_bytes", lambda: 1 << 20)
-    message = r"runs the model in float32, which takes 0.0 GiB, and 0.0 are free; leave it out, or"
+    message = (
+        r"runs the model in float32, which needs 0.0 GiB, but only 0.0 are free; leave it out, or"
+    )
     with pytest.raises(ValueError, match=message):
         convert(sat_folders["5b"], tmp_path / "target", "sat", verify=True)
     assert not list(tmp_path.iterdir())
@@ -425,12 +429,12 @@ def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
     assert torch.equal(half[table], state[table]) and half[table].dtype == torch.float32
     assert {v.dtype for k, v in half.items() if k != table} == {torch.float16}
     convert(sat_folders["2b"], tmp_path / "exact", "diffusers")
-    assert "table of positions" not in caplog.text
+    assert "position table" not in caplog.text
     (tmp_path / "bf16/1").mkdir(parents=True)
     file = tmp_path / "bf16/1/mp_rank_00_model_states.pt"
     torch.save({"module": {k: v.bfloat16() for k, v in state.items()}}, file)
     convert(file, tmp_path / "theirs", "diffusers", verify=True)
-    assert "table of positions is up to 1.9e-03 off" in caplog.text
+    assert "position table differs by up to 1.9e-03" in caplog.text
     assert identify(open_source(file)) == of_four_heads("2b")
 
 

@@ -63,11 +63,11 @@ def test_shares_of_different_models(made: Path, tmp_path: Path) -> None:
     folder = copied(made, "sat2", tmp_path)
     second = folder / "1/mp_rank_01_model_states.pt"
     shutil.copy(made / "other/1/mp_rank_01_model_states.pt", second)
-    assert_refused(folder, r"mp_rank_01.*: \d+ tensors are not as in .*shares of different models")
+    assert_refused(folder, r"mp_rank_01.*: \d+ tensors are not as in .*shards of different models")
     shutil.copy(folder / FILE, second)
-    assert_refused(folder, "it holds the same share as mp_rank_00_model_states.pt; one was copied")
+    assert_refused(folder, "has the same shard as mp_rank_00_model_states.pt; one was copied")
     second.rename(folder / "1/mp_rank_02_model_states.pt")
-    assert_refused(folder, "mp_rank_01_model_states.pt is missing beside mp_rank_02")
+    assert_refused(folder, "has mp_rank_02_model_states.pt but no mp_rank_01_model_states.pt")
 
 
 def test_a_diffusers_folder_of_two_models(made: Path, tmp_path: Path) -> None:
@@ -97,9 +97,7 @@ def test_tensors_missing_or_of_another_size(made: Path, tmp_path: Path) -> None:
     state = load_file(file)
     key = "transformer_blocks.1.ff.net.2.weight"
     save_file(state | {key: state[key][:, :100].contiguous()}, file)
-    message = (
-        r"blocks.1.fc2.weight has shape \[128, 100\] instead of \[128, 512\], which 2 blocks of width 128"
-    )
+    message = r"blocks.1.fc2.weight has shape \[128, 100\] instead of \[128, 512\], which 2 blocks of width 128"
     assert_refused(folder, message)
     save_file({k: v for k, v in state.items() if k != key}, file)
     message = r"lacks 1 of the model's \d+ tensors, first blocks.1.fc2.weight; convert from"
@@ -122,7 +120,7 @@ def test_no_cogvideox(tmp_path: Path) -> None:
 def test_a_file_of_an_old_torch(made: Path, tmp_path: Path) -> None:
     state = torch.load(made / "sat" / FILE)
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert_refused(tmp_path / "x.pt", "before torch 1.6, .* torch.load it and torch.save it again")
+    assert_refused(tmp_path / "x.pt", "before torch 1.6, .* load it with torch.load and save it")
 
 
 class Hostile:
@@ -162,9 +160,7 @@ def test_a_target_that_is_there(made: Path, tmp_path: Path) -> None:
 
 def test_no_room_foreseen(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    with pytest.raises(
-        ValueError, match=r"GiB are to be written and 0.00 GiB are free there; make"
-    ):
+    with pytest.raises(ValueError, match=r"GiB are needed and 0.00 GiB are free there; free"):
         convert(made / "sat", tmp_path / "target", "cogfast")
     assert not list(tmp_path.iterdir())
 

@@ -246,7 +246,7 @@ def test_what_is_no_whole_lora_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(ValueError, match=r"pytorch_lora_weights.safetensors: truncated or damaged"):
         open_peft(folder)
-    with pytest.raises(ValueError, match="0 .safetensors files, none called"):
+    with pytest.raises(ValueError, match="0 .safetensors files, none named"):
         open_peft(tmp_path)
     with pytest.raises(ValueError, match="no LoRA tensors"):
         write_peft(source_of(tiny("5b"), 1.0), tmp_path / "none")

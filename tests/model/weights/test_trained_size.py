@@ -90,7 +90,7 @@ def test_a_stock_pipeline_has_the_positions_of_training(
     assert (config.trained_size, config.rotary_positions) == (tuple(TRAINED), positions)
     caplog.clear()
     convert(tmp_path / "ours", tmp_path / "sat", "sat", verify=positions == "integer")
-    assert ("SAT's code has integer ones" in caplog.text) == (positions == "pipeline")
+    assert ("SAT's code uses integer ones" in caplog.text) == (positions == "pipeline")
 
 
 def test_verify_runs_at_the_trained_size(tmp_path: Path, monkeypatch) -> None:
@@ -98,7 +98,7 @@ def test_verify_runs_at_the_trained_size(tmp_path: Path, monkeypatch) -> None:
     write_trained(tmp_path / "run", "integer", [TRAINED])
     own = lambda c: (c.num_frames, c.latent_height, c.latent_width)
     monkeypatch.setattr(diffusers_files, "_sample_size", own)
-    with pytest.raises(ValueError, match="it does not compute what the source does"):
+    with pytest.raises(ValueError, match="computes other outputs than the source"):
         convert(tmp_path / "run", tmp_path / "theirs", "diffusers", verify=True)
 
 

@@ -168,7 +168,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no file `latest` that names .* write 7 into it"):
         load_transformer(tiny("5b"), tmp_path)
     (tmp_path / "latest").write_text("8")
-    with pytest.raises(ValueError, match="latest names it but it holds no mp_rank_00_model_states"):
+    with pytest.raises(ValueError, match="latest names it but it has no mp_rank_00_model_states"):
         load_transformer(tiny("5b"), tmp_path)
     load_transformer(tiny("5b"), tmp_path / "7")  # an iteration's folder is a checkpoint too
 
@@ -200,7 +200,7 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
 
 def test_another_models_file(tmp_path: Path) -> None:
     save_sat(tmp_path, {"module": {"encoder.conv_in.weight": torch.zeros(3)}})
-    with pytest.raises(ValueError, match="no tensor named model.diffusion_model..*; it is not a"):
+    with pytest.raises(ValueError, match="no tensor named model.diffusion_model..*; name a tr"):
         load_transformer(tiny("5b"), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""diffusers' names for the same tensors, and its folders of safetensors files."""
+"""diffusers' format: its tensor names, and folders of safetensors files with a config.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cogfast.schema.json_files import Range, brief, read_json
 from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 
 _BLOCK = "transformer_blocks.{i}."
-# ours -> the tensors of diffusers that make it up, {i} the block; .weight or .bias goes on the same.
+# {cogfast's module: diffusers' modules that it consists of}, {i} the block; .weight or .bias follow.
 _MODULES = {
     "patch_embedding": ["patch_embed.proj"],
     "text_embedding": ["patch_embed.text_proj"],
@@ -50,22 +50,23 @@ _MODULES = {
     "output_modulation": ["norm_out.linear"],
     "output": ["proj_out"],
 }
-_WITHOUT = ("unused_position_embeddings",)  # SAT's, which no code reads
-_TABLE_ROUNDING = 1e-6  # of the same table in float32
+_NOT_IN_DIFFUSERS = ("unused_position_embeddings",)  # only SAT's files have it; no code reads it
+_TABLE_ROUNDING = 1e-6  # largest difference between two float32 computations of 2B's table
 _STEM = "diffusion_pytorch_model"
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
-OUTPUT_NORM_EPS = 1e-5  # diffusers' own; the models were trained with 1e-6
+OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
 
 
 def _num_parts(our_name: str) -> int:
-    """Ours is this many parts one after the other, and each of diffusers' tensors has a stretch of
-    each: the modulation is video's numbers, then text's, and each tensor holds some of both."""
+    """Return the number of consecutive parts of cogfast's tensor, see Shard.num_parts."""
+    # The modulation has the rows for video, then those for text; each of diffusers' two tensors has
+    # rows of both.
     return 2 if ".modulation." in our_name else 1
 
 
 def diffusers_names(our_name: str) -> list[str]:
-    """The tensors of diffusers' CogVideoXTransformer3DModel that make up one of ours."""
+    """Return the tensors of diffusers' CogVideoXTransformer3DModel that form one of cogfast's."""
     block = re.match(r"blocks\.(\d+)\.", our_name)
     i = block[1] if block else ""
     for ours, theirs in _MODULES.items():
@@ -77,7 +78,7 @@ def diffusers_names(our_name: str) -> list[str]:
 
 
 def our_names(theirs: list[str]) -> dict[str, list[str]]:
-    """{our name: diffusers' names} of those of our tensors whose parts are all among `theirs`."""
+    """Return {cogfast's name: diffusers' names} of the tensors whose parts are all in `theirs`."""
     given, found = set(theirs), {}
     for ours, modules in _MODULES.items():
         pattern = re.escape(modules[0]).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\.[a-z]+)?)"
@@ -92,12 +93,12 @@ def our_names(theirs: list[str]) -> dict[str, list[str]]:
 
 
 def from_diffusers(our_name: str, parts: list[Tensor]) -> Tensor:
-    """One of our tensors from those that diffusers_names lists."""
+    """Join the tensors that diffusers_names lists to one of cogfast's."""
     return join(parts, 0, _num_parts(our_name))
 
 
 def find_diffusers_folder(path: Path) -> Path | None:
-    """The transformer folder that `path` is, or that the pipeline there has, or None."""
+    """Return the transformer folder at `path` or in the pipeline's folder there; None if neither."""
     for folder in (path, path / "transformer"):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
             return folder
@@ -105,12 +106,12 @@ def find_diffusers_folder(path: Path) -> Path | None:
 
 
 def open_diffusers(folder: Path) -> WeightSource:
-    """The weights in a diffusers transformer folder."""
+    """Open the weights in a diffusers transformer folder."""
     config = read_json(folder / "config.json", _Config)
     files = SafetensorsFiles(folder)
     held = our_names(files.names())
     if not held:
-        raise ValueError(f"{folder}: no weights of diffusers' {CLASS_NAME} in it")
+        raise ValueError(f"{folder}: has no weights of diffusers' {CLASS_NAME}; copy it again")
 
     def shape(name: str) -> tuple[int, ...]:
         sizes = [files.shape(key) for key in held[name]]
@@ -131,7 +132,7 @@ def open_diffusers(folder: Path) -> WeightSource:
         return whole if shard is None else shard.of(whole)
 
     def read_stretch(keys: list[str], shard: Shard, start: int, stop: int) -> Tensor:
-        # q, k and v are a tensor each, and no stretch goes over two
+        # q, k and v are separate tensors here, and no stretch crosses from one to the next.
         which = 0
         if len(keys) > 1:
             assert shard.dim == 0, f"{keys[0]} is cut along its rows"
@@ -153,7 +154,7 @@ def open_diffusers(folder: Path) -> WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The keys of config.json that say what shapes do not; diffusers' defaults."""
+    """The keys of config.json for values that shapes do not show, with diffusers' defaults."""
 
     patch_size: Annotated[int, Range(1, 16)] = 2
     patch_size_t: Annotated[int, Range(1, 16)] | None = None
@@ -169,7 +170,7 @@ class _Config:
 
 
 def _facts(config: _Config) -> dict[str, Any]:
-    """What config.json says that shapes do not."""
+    """Return the fields of TransformerConfig that config.json stores and shapes do not show."""
     is_rotary = config.use_rotary_positional_embeddings
     facts = {
         "patch_size": PatchSize(config.patch_size_t or 1, config.patch_size, config.patch_size),
@@ -189,12 +190,12 @@ def _facts(config: _Config) -> dict[str, Any]:
 
 
 def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
-    """sample_frames, sample_height and sample_width: the size at which pipelines count positions
-    one by one, and their default.
+    """Return sample_frames, sample_height and sample_width: the pipelines' default size, at which they
+    use integer positions.
 
-    That is the trained one, but where the positions of another size are rescaled to the model's own
-    (rotary_positions: pipeline), where a table has it, and the rows and columns of CogVideoX 1.5,
-    which are the end of its table.
+    This is the trained size. Exceptions: models trained with rescaled positions (rotary_positions:
+    pipeline) and models with a position table keep their own size, and 1.5 keeps its own rows and
+    columns, where its table ends.
     """
     own = (config.num_frames, config.latent_height, config.latent_width)
     has_table = config.position == "sincos" or config.learnable_position
@@ -204,23 +205,25 @@ def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
     return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size
 
 
-def _say_positions(config: TransformerConfig, path: Path) -> None:
-    """Name the one size at which pipelines have the positions that the model was trained with."""
+def _log_positions(config: TransformerConfig, path: Path) -> None:
+    """Log the only size at which pipelines use the positions that the model was trained with."""
     own = (config.latent_height, config.latent_width)
     sample_size = _sample_size(config)[1:]
     if sample_size != own:
         rows, columns = (side * SPATIAL_COMPRESSION for side in sample_size)
         logger.warning(
-            "%s: trained at %dx%d with integer positions, which diffusers' pipelines have at this "
-            "size alone (sample_height and sample_width of config.json); at any other they rescale "
-            "them (pos_embed_config.params.positions: pipeline trains those)",
-            *(path, rows, columns),
+            "%s: trained at %dx%d with integer positions, which diffusers' pipelines use only at this "
+            "size (sample_height and sample_width of config.json); at other sizes they rescale them "
+            "(pos_embed_config.params.positions: pipeline trains rescaled positions)",
+            path,
+            rows,
+            columns,
         )
 
 
 def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
-    """The config.json of diffusers' class."""
-    # what the class is written for, and what it cannot do
+    """Return the config.json of diffusers' class. ValueError for models that it cannot represent."""
+    # diffusers' class hard-codes these values; a model that differs would load and be wrong.
     scales = (config.height_interpolation, config.width_interpolation)
     for is_met, key, value, rule in (
         (scales[0] == scales[1], "height_interpolation, width_interpolation", scales, "be equal"),
@@ -272,10 +275,12 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
 def diffusers_tensors(
     source: WeightSource, config: TransformerConfig, dtype: torch.dtype | None = None
 ) -> Iterator[Outgoing]:
-    """The tensors of `source` under diffusers' names; 2B's fixed table is computed there."""
+    """Yield the tensors of `source` under diffusers' names, without the tables it computes itself."""
     is_conv = config.patch_size.t == 1
     for name, shape in source.shapes.items():
-        if name in _WITHOUT or (name == "position_table.weight" and config.position == "sincos"):
+        if name in _NOT_IN_DIFFUSERS or (
+            name == "position_table.weight" and config.position == "sincos"
+        ):
             continue
         if name == "patch_embedding.weight" and is_conv:
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
@@ -290,8 +295,8 @@ def diffusers_tensors(
 
 
 def _compare_table(source: WeightSource, config: TransformerConfig) -> None:
-    """Say so where 2B's table in `source` is not the one that diffusers computes in its place: a
-    checkpoint of a bf16 or fp16 run has it rounded."""
+    """Warn if 2B's position table in `source` differs from the one that diffusers computes instead;
+    checkpoints of bf16 and fp16 runs have it rounded."""
     if config.position != "sincos" or "position_table.weight" not in source.shapes:
         return
     scales = (config.time_interpolation, config.height_interpolation, config.width_interpolation)
@@ -300,9 +305,10 @@ def _compare_table(source: WeightSource, config: TransformerConfig) -> None:
     difference = off.abs().max().item()  # sync: none, conversion is on the CPU
     if difference > _TABLE_ROUNDING:
         logger.warning(
-            "%s: its table of positions is up to %.1e off the one that diffusers computes in its "
-            "place; the weights are exact",
-            *(source.description, difference),
+            "%s: its position table differs by up to %.1e from the one that diffusers computes "
+            "instead; the weights are exact",
+            source.description,
+            difference,
         )
 
 
@@ -312,10 +318,10 @@ def write_diffusers(
     path: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
-    None: the source's."""
+    """Write a transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the
+    weights; None: the source's."""
     about = diffusers_config(config)
-    _say_positions(config, path)
+    _log_positions(config, path)
     _compare_table(source, config)
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:

@@ -1,7 +1,7 @@
-"""LoRA files of PEFT and diffusers: `to_q.lora_A.weight` and so on in one safetensors file.
+"""LoRA files of PEFT and diffusers: one safetensors file with `to_q.lora_A.weight` and so on.
 
 diffusers' pipelines read the strength, alpha / r, from the file's header (`lora_adapter_metadata`),
-PEFT itself from adapter_config.json; a file that says nothing has strength 1 in diffusers.
+PEFT reads it from adapter_config.json. diffusers uses strength 1 for files that store none.
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import Range, brief, check, parse_json, read_json
 
-FILE_NAME = "pytorch_lora_weights.safetensors"  # which diffusers looks for in a folder
+FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _HEADER_KEY = "lora_adapter_metadata"
-_COMPONENT = "transformer."  # of a pipeline: before every name
+_COMPONENT = "transformer."  # prefix of every name: the pipeline's component
 _PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
 _Alpha = Annotated[float, Range(1e-6, 1e6)]
-_NOT_SAID = " (no alpha in it: strength 1; cogfast convert --to peft --lora-alpha X writes another)"
-# our linears that PEFT knows as one linear or several; adapters of any of them can be merged
+_NO_ALPHA = (
+    " (stores no alpha: strength 1; change it with cogfast convert --to peft --lora-alpha X)"
+)
+# cogfast's linears, each of which is one or several linears in PEFT; all can be merged.
 _LINEARS = (
-    *(f"blocks.{{i}}.{m}" for m in ("attention.qkv", "attention.out", "fc1", "fc2")),
+    "blocks.{i}.attention.qkv",
+    "blocks.{i}.attention.out",
+    "blocks.{i}.fc1",
+    "blocks.{i}.fc2",
     "blocks.{i}.modulation.linear",
-    *("patch_embedding", "text_embedding", "output_modulation", "output"),
-    *(
-        f"{embedding}.{fc}"
-        for embedding in ("time_embedding", "ofs_embedding")
-        for fc in ("fc1", "fc2")
-    ),
+    "patch_embedding",
+    "text_embedding",
+    "output_modulation",
+    "output",
+    "time_embedding.fc1",
+    "time_embedding.fc2",
+    "ofs_embedding.fc1",
+    "ofs_embedding.fc2",
 )
 _SIDES = {"A": "A", "down": "A", "B": "B", "up": "B"}
-# PEFT's spelling with or without an adapter's name; diffusers' older ones; kohya's
+# PEFT's names with or without an adapter's name; diffusers' older names; kohya's names.
 _SPELLINGS = (
     re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.(?!weight)[^.]+)?\.weight"),
     re.compile(r"(?P<module>.+)[._]lora(_linear_layer)?\.(?P<side>up|down)\.weight"),
@@ -56,21 +63,21 @@ _ALPHA = re.compile(r"(?P<module>.+?)([._]lora)?\.alpha")
 
 
 def linear_parts(our_module: str) -> list[str]:
-    """diffusers' linears that make up one of ours: three for qkv, two for the modulation."""
+    """Return diffusers' linears that form one of cogfast's: three for qkv, two for modulation."""
     return [name.removesuffix(".weight") for name in diffusers_names(f"{our_module}.weight")]
 
 
 def peft_name(our_name: str) -> str:
-    """The key in a pipeline's LoRA file of `<our linear>.matrix_A.<part>`, or matrix_B."""
+    """Return the key in a pipeline's LoRA file of `<linear>.matrix_A.<part>`, or matrix_B."""
     module, matrix, part = our_name.rsplit(".", 2)
     return f"{_COMPONENT}{linear_parts(module)[int(part)]}.lora_{matrix[-1]}.weight"
 
 
 def open_peft(path: str | Path) -> WeightSource:
-    """The adapters in a LoRA file, or in the only one of a folder, under our names.
+    """Open the adapters in a LoRA file, or in the only one of a folder.
 
-    Pairs whose alpha is another than most have come with the difference in their matrix B, so that
-    lora_alpha / rank is the strength of all. ValueError for files of other methods, halves of
+    If a pair's alpha differs from the most common one, its matrix B is rescaled, so that
+    lora_alpha / rank is the strength of all pairs. ValueError for files of other methods, incomplete
     pairs, and files that cannot be read.
     """
     file = _find(Path(path))
@@ -81,9 +88,9 @@ def open_peft(path: str | Path) -> WeightSource:
     found = _Keys.of([key for key in keys if key not in alpha_keys])
     if not found.ours:
         raise ValueError(
-            f"{file}: none of its {len(keys)} tensors is LoRA's of diffusers' "
-            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; name a LoRA file of "
-            "this model"
+            f"{file}: none of its {len(keys)} tensors is a LoRA tensor of diffusers' "
+            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; name a LoRA file "
+            "for this model"
         )
     shapes = {name: files.shape(key) for name, key in found.ours.items()}
     _check_pairs(file, found, shapes)
@@ -92,8 +99,8 @@ def open_peft(path: str | Path) -> WeightSource:
     for name in sorted(shapes):
         if ".matrix_B." in name:
             module, rank = found.modules[name], shapes[name][1]
-            said = alphas.get(module)
-            strengths[name] = _alpha(module, rank, settings) if said is None else said
+            stored = alphas.get(module)
+            strengths[name] = _alpha(module, rank, settings) if stored is None else stored
     alpha = Counter(strengths.values()).most_common(1)[0][0]
 
     def read(name: str, shard: Shard | None) -> Tensor:
@@ -102,9 +109,9 @@ def open_peft(path: str | Path) -> WeightSource:
             whole = (whole.float() * (strengths[name] / alpha)).to(whole.dtype)
         return whole if shard is None else shard.of(whole)
 
-    is_said = settings is not None or alphas
+    has_alpha = settings is not None or alphas
     return WeightSource(
-        description=f"PEFT LoRA {file}" + ("" if is_said else _NOT_SAID),
+        description=f"PEFT LoRA {file}" + ("" if has_alpha else _NO_ALPHA),
         shapes=shapes,
         read=read,
         dtypes={name: files.dtype(key) for name, key in found.ours.items()},
@@ -115,8 +122,8 @@ def open_peft(path: str | Path) -> WeightSource:
 
 
 def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
-    """The strength that a tensor of one number holds."""
-    files.dtype(key)  # refuses those that are no numbers
+    """Read an alpha that is stored as a tensor of one element."""
+    files.dtype(key)  # raises for dtypes that are not floating point
     if math.prod(files.shape(key)) != 1:
         raise ValueError(
             f"{file}: {brief(key)} has shape {list(files.shape(key))} instead of one number; copy it "
@@ -126,15 +133,14 @@ def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
 
 
 def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the adapters of `source` into a new folder, as a file that `pipe.load_lora_weights`
-    takes with nothing else said: rank and alpha stand in the header.
+    """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`.
 
-    Other tensors of `source` are left out. Where it does not know alpha, it is SAT's default.
-    dtype: of the file; None: the source's. ValueError where it has no adapters.
+    The header stores rank and alpha (SAT's default if the source's is unknown). Other tensors of
+    `source` are left out. dtype: of the file; None: the source's. ValueError without adapters.
     """
     names = [name for name in source.shapes if is_lora_parameter(name)]
     if not names:
-        raise ValueError(f"{source.description}: it has no LoRA tensors to write")
+        raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
     tensors = [
         Outgoing(
             peft_name(name),
@@ -151,7 +157,7 @@ def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | No
 
 
 def _header(source: WeightSource, names: list[str]) -> dict[str, Any]:
-    """The arguments of peft.LoraConfig for the adapters."""
+    """Return the arguments of peft.LoraConfig for the adapters."""
     ranks = {
         peft_name(name).removeprefix(_COMPONENT).removesuffix(".lora_A.weight"): shape[0]
         for name, shape in source.shapes.items()
@@ -170,7 +176,8 @@ def _header(source: WeightSource, names: list[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Both by our name. ours: the file's key; modules: diffusers' linear that it belongs to."""
+    """The keys of a LoRA file. ours: {cogfast's name: key}; modules: {cogfast's name: diffusers'
+    linear}; unexpected: unknown keys."""
 
     ours: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
@@ -200,10 +207,10 @@ class _Keys:
 
 
 def _plain_module(name: str) -> str:
-    """diffusers' name of a linear, without what tools put around it."""
+    """Return diffusers' name of a linear, without the prefixes and suffixes that tools add."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    name = name.replace(".processor.", ".")  # diffusers' before PEFT
+    name = name.replace(".processor.", ".")  # diffusers' names before it used PEFT
     return f"{name}.0" if name.endswith(".to_out") else name
 
 
@@ -216,29 +223,30 @@ def _find(path: Path) -> Path:
             return path / name
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if len(files) != 1:
-        held = f"it holds {len(files)} .safetensors files" if path.is_dir() else "no such file"
-        raise ValueError(f"{path}: {held}, none called {' or '.join(names)}; name the LoRA's file")
+        held = f"has {len(files)} .safetensors files" if path.is_dir() else "no such file"
+        raise ValueError(f"{path}: {held}, none named {' or '.join(names)}; name the LoRA's file")
     return files[0]
 
 
 def _check_pairs(file: Path, found: _Keys, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    # Without DoRA's magnitudes its pairs mean something else.
+    # DoRA's pairs give wrong weights without its magnitudes.
     dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
     if dora:
         raise ValueError(
-            f"{file}: {brief(dora[0])} is DoRA's, and only LoRA is read; merge it where it was made"
+            f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
+            "with the tool that made it"
         )
     for name, key in found.ours.items():
         other = _partner(name)
         if other not in shapes:
             raise ValueError(
-                f"{file}: {brief(key)} is without its other matrix; the file is incomplete, copy it again"
+                f"{file}: {brief(key)} has no partner, so the file is incomplete; copy it again"
             )
         a, b = (shapes[n] for n in sorted((name, other)))
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
             raise ValueError(
-                f"{file}: {brief(key)}: matrices {brief(str(list(a)))} and {brief(str(list(b)))} are "
-                "no pair [r, in] and [out, r] of a linear; copy it again"
+                f"{file}: {brief(key)}: matrices {brief(str(list(a)))} and {brief(str(list(b)))} do "
+                "not form a pair [r, in] and [out, r]; copy it again"
             )
 
 
@@ -249,7 +257,7 @@ def _partner(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The settings of peft.LoraConfig that decide strengths; its defaults."""
+    """The settings of peft.LoraConfig that decide strengths, with its defaults."""
 
     peft_type: Literal["LORA"] | None = "LORA"
     lora_alpha: _Alpha = 8.0
@@ -258,7 +266,7 @@ class _Settings:
 
 
 def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
-    """PEFT's settings of the adapters: of the header, else of the file beside; None: nothing said."""
+    """Return PEFT's settings from the header, else from adapter_config.json; None if there are none."""
     if _HEADER_KEY in header:
         where = f"{file}: {_HEADER_KEY}"
         found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
@@ -274,7 +282,7 @@ def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
 
 
 def _check_pattern(pattern: str, where: str) -> None:
-    """Refuse a regular expression whose search could take for ever: a name needs no more."""
+    """Raise ValueError for a regular expression whose matching could take exponential time."""
     is_simple = len(re.findall(r"[*+?{]", pattern)) <= 3 and not re.search(r"\)[*+?{]", pattern)
     try:
         re.compile(pattern)
@@ -288,7 +296,7 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
-    """The alpha with which alpha / rank is the strength of a linear's pair."""
+    """Return the alpha for which alpha / rank is the strength of a linear's pair."""
     if settings is None:
         return float(rank)
     alpha = settings.lora_alpha

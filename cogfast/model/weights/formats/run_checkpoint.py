@@ -1,9 +1,9 @@
-"""Weights out of the checkpoints of a run of ours.
+"""Reads weights from the checkpoints of a cogfast run.
 
 A checkpoint is a folder of safetensors files with slices of flattened parameters, and a
-manifest.json that says which slice of which parameter lies where; see read_run_weights. Where the
-run had a parameter in shares, a slice is a range of one flattened share, and the manifest says of
-which of how many, and how the parameter was cut.
+manifest.json that lists the file, parameter and range of each slice; see read_run_weights. If the
+run held a parameter in shards, a slice is a range of one flattened shard, and the manifest has the
+shard's index, the number of shards and the dim they were split along.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
 
 
 class RunFiles:
-    """The numbers in a checkpoint's files, read by ranges; a file is opened when it is needed.
+    """A checkpoint's tensors, read by ranges; files are opened when they are needed.
 
-    kinds: "master", "shadow" and so on; frozen: the names of the frozen weights that it keeps;
-    shapes: {name: shape} of whole parameters, flat for frozen ones of the first format.
+    kinds: "master", "shadow" and so on; frozen: names of stored frozen weights; shapes: {name: shape}
+    of whole parameters, flat for frozen ones of the first format.
     """
 
     def __init__(self, folder: Path, manifest: dict) -> None:
         self.folder, self._open = folder, {}
-        # Those of each share, (index, count); what the run had whole is share 0 of 1.
+        # The slices of each shard, (index, count). A parameter that the run held whole is shard 0 of 1.
         self._pieces: dict[tuple[str, str], dict[tuple[int, int], list[_Piece]]] = {}
         for file, slices in manifest["slices"].items():
             for key, s in slices.items():
@@ -55,16 +55,16 @@ class RunFiles:
         self.shapes = {**flat, **{name: tuple(about["shape"]) for name, about in known.items()}}
 
     def has_cut(self, name: str, shard: Shard) -> bool:
-        """Whether `shard` is a share of the kind that the files have, or they have it whole."""
+        """Return whether the files hold the parameter whole or split as `shard` is."""
         return self._cuts.get(name, (shard.dim, shard.num_parts)) == (shard.dim, shard.num_parts)
 
     def fill(
         self, out: Tensor, name: str, kind: str, shard: Shard | None = None, start: int = 0
     ) -> None:
-        """Fill `out` [N] with elements [start, start + N) of a flattened parameter, or of the
-        flattened share `shard` of it, from whatever shares the run had.
+        """Fill `out` [N] with elements [start, start + N) of a flattened parameter, or of its flattened
+        shard `shard`. The run may have held it in any number of shards.
 
-        DamageError where the files lack one of them or cannot be read.
+        DamageError if slices are missing or files cannot be read.
         """
         shares = self._pieces.get((name, kind), {})
         count = max((count for _, count in shares), default=1)
@@ -84,7 +84,8 @@ class RunFiles:
     def _fill_ranges(
         self, out: Tensor, start: int, name: str, kind: str, shard: Shard, stored: list[Shard]
     ) -> None:
-        """Of a parameter cut along its first dim, whose stretches are ranges of the flat shares."""
+        """Fill `out` from a parameter split along its first dim: its stretches are ranges of the flat
+        shards."""
         inner = math.prod(shard.shape[shard.dim + 1 :])
         for other in stored:
             for mine, theirs, length in shard.overlaps(other):
@@ -98,8 +99,8 @@ class RunFiles:
     def _fill_rows(
         self, out: Tensor, start: int, name: str, kind: str, shard: Shard, stored: list[Shard]
     ) -> None:
-        """Of a parameter cut along a later dim: the rows (of the dims before) that `out` touches,
-        of every share that has some of ours."""
+        """Fill `out` from a parameter split along a later dim: read the rows (of the dims before it)
+        that `out` touches from every shard that overlaps."""
         inner = math.prod(shard.shape[shard.dim + 1 :])
         width = shard.share_shape[shard.dim] * inner
         first, last = start // width, -(-(start + out.numel()) // width)
@@ -117,7 +118,7 @@ class RunFiles:
         out.copy_(rows.view(-1)[start - first * width :][: out.numel()])
 
     def _read(self, out: Tensor, start: int, name: str, kind: str, share: tuple[int, int]) -> None:
-        """Fill `out` with elements [start, start + len(out)) of a flattened share of the run's."""
+        """Fill `out` with elements [start, start + len(out)) of one of the run's flattened shards."""
         at, end = start, start + out.numel()
         for begin, numel, file, key in self._pieces.get((name, kind), {}).get(share, []):
             high = min(begin + numel, end)
@@ -128,7 +129,7 @@ class RunFiles:
                 place.copy_(self._values(file, key, at - begin, high - begin))
                 at = high
         if at < end:
-            of = f"share {share[0]} of {share[1]} of " if share[1] > 1 else ""
+            of = f"shard {share[0]} of {share[1]} of " if share[1] > 1 else ""
             raise DamageError(
                 f"{self.folder}: its slices of {of}{name} end at element {at} of {end}"
             )
@@ -149,7 +150,7 @@ class RunFiles:
         return found
 
     def holding(self, names: set[str]) -> set[str]:
-        """The files that hold slices of these parameters, of any kind and share."""
+        """Return the files that hold slices of these parameters, of any kind and shard."""
         return {
             file
             for (name, _), shares in self._pieces.items()
@@ -160,15 +161,15 @@ class RunFiles:
 
 
 def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
-    """What a run trained: master weights, or their moving average; with them the frozen ones that
-    the checkpoint keeps. The first read verifies the checksums of all files."""
+    """Open a run's trained weights (master weights, or their moving average) and the frozen weights
+    that the checkpoint stores. The first read verifies the checksums of all files."""
     manifest = read_manifest(checkpoint_dir)
     files = RunFiles(checkpoint_dir, manifest)
     is_verified = False
     if ema and "shadow" not in files.kinds:
         raise ValueError(
-            f"{checkpoint_dir}: it holds no EMA weights, the run's optimizer keeps none; ask for "
-            "the plain ones or train with sat.ops.FusedEmaAdam"
+            f"{checkpoint_dir}: has no EMA weights, since the run's optimizer keeps none; use the "
+            "plain weights or train with sat.ops.FusedEmaAdam"
         )
     trained = "shadow" if ema else "master"
 
@@ -207,8 +208,8 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
 
 
 def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
-    """The fields of TransformerConfig in the run's training_config.yaml; none: it has no such file,
-    as when a checkpoint was copied alone."""
+    """Return the fields of TransformerConfig in the run's training_config.yaml; empty if a checkpoint
+    was copied without it."""
     path = checkpoint_dir.parent.parent / "training_config.yaml"
     if not path.is_file():
         return {}
@@ -221,22 +222,22 @@ def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
     try:
         params = read_yaml(path, str(path), is_plain=True).model.network_config.params
     except (OmegaConfBaseException, AttributeError):
-        raise ValueError(f"{path}: damaged, it has no network; {fix}") from None
+        raise ValueError(f"{path}: damaged, it has no network_config; {fix}") from None
     except ValueError as error:
         raise ValueError(f"{error}; {fix}") from None
     return transformer_arguments(params)
 
 
 def _trained_size(manifest: dict) -> dict[str, Any]:
-    """The field of TransformerConfig where the run had videos of one size; none: it had several, or
-    its checkpoints do not say."""
+    """Return TransformerConfig.trained_size if all videos of the run had one size; empty if there were
+    several or the manifest does not list them."""
     sizes = manifest.get("video_sizes") or []
     return {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
 
 
 def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(our name, float32 tensor) of every parameter that the checkpoint holds, whole, one at a
-    time; frozen ones of the first format, which does not note their shape, come flat."""
+    """Yield (name, float32 tensor) of every parameter in the checkpoint, whole, one at a time. Frozen
+    ones of the first format, which does not store their shape, are flat."""
     source = open_run(Path(checkpoint_dir), ema)
     for name in source.shapes:
         yield name, source.read(name, None)

@@ -1,11 +1,11 @@
-"""A run's checkpoint as a folder: which one is meant, its manifest, and whether it is as written.
+"""A run's checkpoint folders: finds a checkpoint, reads its manifest and verifies its files.
 
-    <run>/checkpoints/<step>/manifest.json           what is where; its last entry is a checksum of
-                                                     all text before it
-    <run>/checkpoints/<step>/rank-00000.safetensors  whose checksum the manifest has
+    <run>/checkpoints/<step>/manifest.json           lists the slices in the files; its last entry is
+                                                     a checksum of all text before it
+    <run>/checkpoints/<step>/rank-00000.safetensors  its checksum is in the manifest
     <run>/checkpoints/latest                         the name of the newest complete step
 
-Formats 1 and 2, which are still read, have no checksums; format 1 has no shares either.
+Formats 1 and 2, which are still read, have no checksums; format 1 has no shards either.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cogfast.files import DamageError, check_checksum, check_size, checksum_of_b
 from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, read_limited
 
 FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2", "cogfast-checkpoint-3")
-FORMAT = FORMATS[-1]  # that is written
-_MOST_BYTES = 1 << 30  # of a manifest; one of 512 ranks with 2,000 parameters has about 2**28
+FORMAT = FORMATS[-1]  # the format that is written
+_MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28
 _STEP = re.compile(r"\d{1,12}")
-_HASHING_THREADS = 4  # that read files beside each other; a hash alone takes 0.15 s per GiB
+_HASHING_THREADS = 4  # files read in parallel; hashing alone takes 0.15 s per GiB
 _SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 
 _Count = Annotated[int, Range(0, 2**48)]
@@ -52,7 +52,7 @@ MANIFEST = {
     "attention_backend": NotRequired[str | None],
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
 }
-# What a run needs to go on, besides the weights.
+# What a run needs to resume, besides the weights.
 RESUMABLE = {
     **MANIFEST,
     "bytes": dict[str, _Count],
@@ -67,33 +67,34 @@ RESUMABLE = {
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint that `<run>/checkpoints/latest` names, or None where the run has none.
+    """Return the checkpoint that `<run>/checkpoints/latest` names; None if the run has none.
 
-    ValueError where that file is damaged: it names the last good checkpoint.
+    ValueError if that file is damaged; the message names the last good checkpoint.
     """
     folder = run / "checkpoints"
     latest = folder / "latest"
     if not latest.is_symlink() and not latest.exists():
-        # A kill before the first `latest` leaves one; among several the newest is not known.
+        # A run killed before it wrote `latest` for the first time leaves one checkpoint. With several,
+        # it is unknown which one `latest` named.
         found = _complete(folder)
         if len(found) > 1:
             raise ValueError(f"{latest}: missing; {_last_good(folder, None)}")
         return found[0] if found else None
     try:
         name = read_limited(latest, 64).decode("ascii").strip()
-    except ValueError:  # also of the decoding
+    except ValueError:  # includes UnicodeDecodeError
         name = ""
     if not _STEP.fullmatch(name):
         raise ValueError(f"{latest}: damaged, it names no step; {_last_good(folder, None)}")
     checkpoint = folder / name
     replaced = replaced_name(checkpoint)
-    # A run was killed between the two renames that put a new checkpoint in an old one's place.
+    # The run was killed between the two renames that replace a checkpoint by a new one of its step.
     return replaced if replaced.is_dir() and not checkpoint.is_dir() else checkpoint
 
 
 def find_run_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or the newest of the run or of the folder of checkpoints that
-    it is; None: it is none of these."""
+    """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run or a folder of
+    checkpoints; None if it is none of these."""
     if (path / "manifest.json").is_file() or _is_torn(path):
         return path
     if path.name == "checkpoints" and _complete(path):
@@ -104,12 +105,12 @@ def find_run_checkpoint(path: Path) -> Path | None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether it is a checkpoint that has lost its manifest."""
+    """Return whether a folder is a checkpoint whose manifest is missing."""
     return path.is_dir() and any(path.glob("rank-*.safetensors"))
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that have a manifest, the newest first."""
+    """Return the checkpoints in a folder that have a manifest, newest first."""
     if not folder.is_dir():
         return []
     found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)]
@@ -118,7 +119,7 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def replaced_name(checkpoint: Path) -> Path:
-    """What a checkpoint is called while another of its step takes its place."""
+    """Return the temporary name of a checkpoint while a new one of its step replaces it."""
     return checkpoint.with_name(f"{checkpoint.name}.incomplete.old")
 
 
@@ -130,10 +131,10 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(path: Path, schema: dict = MANIFEST, is_verified: bool = True) -> dict:
-    """The manifest of a checkpoint folder, whose files have the sizes that it says.
+    """Read the manifest of a checkpoint folder and check the sizes of its files.
 
-    ValueError where the folder is missing, incomplete or damaged; it names the last good one.
-    is_verified: whether its text must have its checksum.
+    is_verified: also check the checksum of the manifest's text. ValueError if the folder is missing,
+    incomplete or damaged; the message names the last good checkpoint.
     """
     try:
         return _intact_manifest(path, schema, is_verified)
@@ -142,12 +143,12 @@ def read_manifest(path: Path, schema: dict = MANIFEST, is_verified: bool = True)
 
 
 def refusal(path: Path, error: DamageError) -> str:
-    """The line that says what is wrong with a checkpoint, and which one is good."""
+    """Return an error message about a damaged checkpoint that names the last good one."""
     return f"{path}: cannot be read: {error}; {_last_good(path.parent, path)}"
 
 
 def _last_good(folder: Path, bad: Path | None) -> str:
-    """The newest other checkpoint whose bytes are those that were written."""
+    """Name the newest other checkpoint whose checksums are right, for an error message."""
     for other in _complete(folder):
         if other == bad:
             continue
@@ -161,7 +162,7 @@ def _last_good(folder: Path, bad: Path | None) -> str:
 
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
-    """DamageError where one of these files has another checksum than when it was written."""
+    """Raise DamageError if the checksum of one of these files differs from the manifest's."""
     checksums = manifest.get("checksums", {})
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         checks = [
@@ -182,7 +183,7 @@ def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
     try:
         text = read_limited(file, _MOST_BYTES)
         seal = _SEAL.search(text)
-        # First of all: what else a damaged text says of itself is not to be relied on.
+        # Check this first: nothing else in a damaged manifest can be relied on.
         if is_verified and seal and checksum_of_bytes(text[: seal.start()]) != seal[1].decode():
             raise DamageError("manifest.json is damaged: it has another checksum")
         manifest = parse_json(text, {"format": str}, "manifest.json", "it is damaged")
@@ -201,7 +202,7 @@ def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
 
 
 def _check_consistent(manifest: dict) -> None:
-    """Its tables are about the same files and parameters, and files lie in the folder."""
+    """Raise DamageError if the manifest's tables contradict each other or name outside files."""
     names = manifest["slices"].keys()
     for name in names:
         if "/" in name or not Inside().allows(name):
@@ -216,7 +217,9 @@ def _check_consistent(manifest: dict) -> None:
     for slices in manifest["slices"].values():
         for piece in slices.values():
             about = known.get(piece["parameter"])
-            if about is None and piece["kind"] != "frozen":  # of format 1, which notes no shape
+            if (
+                about is None and piece["kind"] != "frozen"
+            ):  # format 1 stores no shape of frozen ones
                 name = brief(piece["parameter"])
                 raise DamageError(f"its manifest.json has slices of {name} and not its shape")
             if about and not _fits(piece, about):
@@ -225,7 +228,7 @@ def _check_consistent(manifest: dict) -> None:
 
 
 def _fits(piece: dict, about: dict) -> bool:
-    """Whether a slice may be one of a parameter, or of the share of it that it names."""
+    """Return whether a slice lies inside its parameter, and its shard is possible for the shape."""
     shape, (index, count) = about["shape"], piece.get("share", (0, 1))
     if piece["start"] + piece["numel"] > math.prod(shape) or index >= count:
         return False

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: read by name, and written one tensor at a time."""
+"""Folders of safetensors files: read by tensor name, written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cogfast.files import ChecksumFile, DamageError, check_checksum
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.json_files import InsideName, brief, read_json
 
-MOST_BYTES = 5 * 10**9  # of a file, as the libraries count 5 GB
+MOST_BYTES = 5 * 10**9  # of a file; the default limit of diffusers and transformers, 5 GB
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -25,11 +25,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsFiles:
-    """The tensors of the *.safetensors files of a folder, or of one file. checksums: of the files, by
-    name, each verified before the first tensor is read from it; None: they have none.
+    """The tensors of the *.safetensors files in a folder, or of one file.
 
-    ValueError for a file that is damaged, missing from the folder's index or in it without its
-    tensors.
+    checksums: {file name: checksum}, verified before the first tensor of a file is read; None: there
+    are none. ValueError for damaged files and for a folder that contradicts its index.
     """
 
     def __init__(self, path: Path, checksums: Mapping[str, str] | None = None) -> None:
@@ -51,8 +50,8 @@ class SafetensorsFiles:
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 if key in self._file_of:
                     raise ValueError(
-                        f"{file}: {brief(key)} is in {self._file_of[key].name} too; the folder mixes two "
-                        "models, leave the files of one"
+                        f"{file}: {brief(key)} is also in {self._file_of[key].name}; the folder mixes "
+                        "two models, keep the files of one"
                     )
                 self._file_of[key] = file
         _check_index(path, index or {}, self._file_of)
@@ -71,7 +70,7 @@ class SafetensorsFiles:
         found = self._open[self._file_of[name]].get_slice(name).get_dtype()
         if found not in _DTYPES:
             raise ValueError(
-                f"{self._file_of[name]}: {brief(name)} is {found}, and weights are "
+                f"{self._file_of[name]}: {brief(name)} is {found}, but weights must be "
                 f"{', '.join(_DTYPES)}; use weights that are not quantized"
             )
         return _DTYPES[found]
@@ -84,7 +83,7 @@ class SafetensorsFiles:
         return found[(slice(None),) * dim + (slice(start, stop),)]
 
     def _verified(self, name: str) -> Any:
-        """The open file of a tensor."""
+        """Return the open file of a tensor, after verifying the file's checksum once."""
         file = self._file_of[name]
         checksum = self._unverified.pop(file, None)
         if checksum is not None:
@@ -96,7 +95,7 @@ class SafetensorsFiles:
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:
-    """{tensor: file} of the folder's index; None: it has none."""
+    """Return {tensor: file} of the folder's index; None if it has no index."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if not indexes:
         return None
@@ -106,7 +105,7 @@ def _index_of(folder: Path) -> dict[str, str] | None:
 def _files_of(folder: Path, index: dict[str, str] | None) -> list[Path]:
     if index is None:
         paths = sorted(folder.glob("*.safetensors"))
-        says = "it is no regular file"
+        says = "it is not a regular file"
     else:
         paths = [folder / name for name in sorted(set(index.values()))]
         says = f"its index names {len(paths)} files"
@@ -120,15 +119,16 @@ def _check_index(path: Path, index: dict[str, str], file_of: dict[str, Path]) ->
     for name, file in index.items():
         if name not in file_of or file_of[name] != path / file:
             raise ValueError(
-                f"{path}: its index says {brief(name)} is in {brief(file)}, which does not hold it; "
-                "the files are of different models, copy the folder again"
+                f"{path}: by its index {brief(name)} is in {brief(file)}, which does not hold it; "
+                "the files belong to different models, copy the folder again"
             )
 
 
 def plan_files(
     tensors: Sequence[Outgoing], stem: str, most_bytes: int = MOST_BYTES
 ) -> dict[str, list[Outgoing]]:
-    """{file name: its tensors}, in order, no file larger than most_bytes unless one tensor is."""
+    """Distribute tensors to files: {file name: tensors}, in order. No file is larger than most_bytes
+    unless one tensor is."""
     groups: list[list[Outgoing]] = [[]]
     size = 0
     for tensor in tensors:
@@ -146,8 +146,8 @@ def plan_files(
 def write_safetensors_folder(
     folder: Path, stem: str, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
 ) -> dict[str, str]:
-    """<stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index. Returns the
-    checksums of the files with tensors, by name."""
+    """Write <stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index. Returns
+    {file name: checksum} of the safetensors files."""
     files = plan_files(tensors, stem, most_bytes)
     checksums = {name: write_safetensors(folder / name, held) for name, held in files.items()}
     if len(files) > 1:
@@ -162,7 +162,7 @@ def write_safetensors_folder(
 def write_safetensors(
     path: Path, tensors: Sequence[Outgoing], metadata: dict[str, str] | None = None
 ) -> str:
-    """One file, one tensor in memory at a time; returns its checksum."""
+    """Write one file with one tensor in memory at a time, and return its checksum."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
     for tensor in tensors:
@@ -173,7 +173,7 @@ def write_safetensors(
         }
         place += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors; readers map them into memory
     with ChecksumFile(path) as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:

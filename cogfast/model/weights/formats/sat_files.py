@@ -1,4 +1,4 @@
-"""SAT's checkpoint folders: <folder>/latest, <folder>/<iteration>/mp_rank_00_model_states.pt."""
+"""SAT's checkpoint folders: <folder>/latest and <folder>/<iteration>/mp_rank_00_model_states.pt."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_tensors, with_flat_patches
 from cogfast.schema.json_files import brief, read_name
 
-_LEAST_WIDTH = 16  # of a table: below it an axis has no column
+_LEAST_WIDTH = 16  # of a position table: in a narrower one an axis has no column
 
 
 def grid_facts(
     sin: Tensor | None, cos: Tensor | None, table: Tensor | None, is_rotary: bool, where: str
 ) -> dict[str, Any]:
-    """Fields of TransformerConfig that SAT's tables hold, for patches of 2x2 and a VAE that makes
-    one latent frame of four.
+    """Derive fields of TransformerConfig from SAT's position tables, for patches of 2x2 and a VAE
+    that compresses four frames to one latent frame.
 
     sin, cos: the rotary tables [V, D]; table: 2B's sincos table or a learned one [1, L + V, M].
-    where: for errors. ValueError for tensors that are no such tables.
+    where: the file's name in errors. ValueError for tensors that are no such tables.
     """
     facts: dict[str, Any] = {}
     eps = None if table is None else torch.finfo(table.dtype).eps
     sin, cos, table = (None if t is None else t.float() for t in (sin, cos, table))
     if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):
         raise ValueError(
-            f"{where}: its table of positions has shape {list(table.shape)}, not [1, rows, width]; "
+            f"{where}: its position table has shape {list(table.shape)} instead of [1, rows, width]; "
             "copy it again"
         )
     if sin is not None and cos is not None:
         if sin.dim() != 2 or sin.shape != cos.shape or sin.shape[1] < _LEAST_WIDTH:
             raise ValueError(
-                f"{where}: its rotary tables have shapes {list(sin.shape)} and {list(cos.shape)}, "
-                "not [positions, width of a head] both; copy it again"
+                f"{where}: its rotary tables have shapes {list(sin.shape)} and {list(cos.shape)} "
+                "instead of [positions, width of a head]; copy it again"
             )
         both = torch.stack([sin, cos], -1)
         width = sin.shape[1]
@@ -69,12 +69,13 @@ def grid_facts(
     elif table is not None and not is_rotary:
         width = table.shape[2]
         columns, rows = width // 4, width // 4 + width // 8 * 3
+        # Rows for text are zero, rows for video are not: the first cosine is 1.
         has_position = table[0].any(dim=1)
         text_length = int(has_position.int().argmax())
         video = table[0, text_length:]
         grid = _grid(video[:, :columns], video[:, rows:], video[:, columns:rows])
         facts = {"text_length": text_length, **_video_of(grid)}
-        # the first frequency is 1: sin of position 1 is sin(1 / interpolation)
+        # The first frequency is 1, so the sine at position 1 is sin(1 / interpolation).
         steps = {"time": (grid[1] * grid[2], 0), "height": (grid[2], rows), "width": (1, columns)}
         for axis, (row, column) in steps.items():
             if row < len(video) and 0 < video[row, column] < 1:
@@ -85,7 +86,7 @@ def grid_facts(
 
 
 def _grid(time: Tensor, row: Tensor, column: Tensor) -> tuple[int, int, int]:
-    """(t, h, w) of V tokens ordered so, from what each axis adds to them, [V, ...]."""
+    """Derive (t, h, w) of V tokens in this order from the table's columns of each axis, [V, ...]."""
     num_tokens = len(time)
     width = _period(column, 1)
     height = _period(row, width) // width
@@ -93,7 +94,7 @@ def _grid(time: Tensor, row: Tensor, column: Tensor) -> tuple[int, int, int]:
 
 
 def _period(values: Tensor, step: int) -> int:
-    """The first multiple of `step` at which the values begin anew; their number when they do not."""
+    """Return the first multiple of `step` at which values repeat; their number if they never do."""
     starts = values[::step].flatten(1)
     again = (starts[1:] == starts[0]).all(dim=1).nonzero()
     return (int(again[0]) + 1) * step if len(again) else len(values)
@@ -105,7 +106,8 @@ def _video_of(grid: tuple[int, int, int]) -> dict[str, int]:
 
 
 def _simplest_near(number: float, error: float) -> float:
-    """The fraction with the least denominator within `error`: a rounded table hides 1.875."""
+    """Return the fraction with the smallest denominator within `error` of `number`."""
+    # Tables in half precision do not show 1.875 exactly.
     for denominator in range(1, 64):
         found = round(number * denominator) / denominator
         if abs(found - number) <= error:
@@ -118,11 +120,11 @@ logger = logging.getLogger(__name__)
 
 _UNUSED_TABLE = "unused_position_embeddings"
 _TABLE = "position_table.weight"
-ITERATION = "1"  # of what we write, as upstream's own downloads have it
+ITERATION = "1"  # the iteration that is written, as in upstream's downloads
 
 
 def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
-    """The mp_rank files of a SAT folder, of one iteration's folder, or a single file."""
+    """Return the mp_rank files of a SAT folder, of one iteration's folder, or the file itself."""
     if path.is_file():
         return [path]
     folder = path
@@ -133,22 +135,22 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
         iterations = sorted(p.parent.name for p in path.glob("*/mp_rank_00_model_states.pt"))
         hint = f"write {iterations[-1]} into it" if iterations else "check the folder's name"
         raise ValueError(
-            f"{path}: no file `latest` that names the iteration (nor a diffusers config.json, nor "
-            f"a checkpoint of ours); {hint}"
+            f"{path}: has no file `latest` that names the iteration, no diffusers config.json and "
+            f"no checkpoint of cogfast; {hint}"
         )
     files = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if not files:
         named = f"{latest} names it but " if folder != path else ""
-        raise ValueError(f"{folder}: {named}it holds no mp_rank_00_model_states.pt")
+        raise ValueError(f"{folder}: {named}it has no mp_rank_00_model_states.pt; copy it again")
     expected = [f"mp_rank_{i:02d}_model_states.pt" for i in range(len(files))]
     absent = [name for name in expected if not (folder / name).is_file()]
     if absent:
-        raise ValueError(f"{folder}: {absent[0]} is missing beside {files[-1].name}; copy it again")
+        raise ValueError(f"{folder}: has {files[-1].name} but no {absent[0]}; copy it again")
     return [folder / name for name in expected]
 
 
 def open_sat(files: list[Path]) -> WeightSource:
-    """The transformer's weights in the mp_rank files of one iteration, merged."""
+    """Open the transformer's weights in the mp_rank files of one iteration and merge their shards."""
     shards = [_read_module(file) for file in files]
     ours, ignored, unexpected = {}, [], []
     for key in shards[0]:
@@ -156,13 +158,13 @@ def open_sat(files: list[Path]) -> WeightSource:
         if name is not None:
             ours[name] = key
         elif key.removeprefix(PREFIX) in ROTARY_BUFFERS or not key.startswith(PREFIX):
-            ignored.append(key)  # tables that we compute, the VAE, the text encoder
+            ignored.append(key)  # tables that cogfast computes, the VAE, the text encoder
         else:
             unexpected.append(key)
     if not ours:
         raise ValueError(
-            f"{files[0]}: no tensor named {PREFIX}...; it is not a transformer of CogVideoX's SAT "
-            "trainer"
+            f"{files[0]}: has no tensor named {PREFIX}...; name a transformer's checkpoint of "
+            "CogVideo's SAT trainer"
         )
     if len(files) > 1:
         _check_shards(files, shards, ours)
@@ -178,8 +180,8 @@ def open_sat(files: list[Path]) -> WeightSource:
         dim, num_parts = cut
         if len(held) <= dim or held[dim] % num_parts:
             raise ValueError(
-                f"{files[0]}: {ours[name]} has shape {list(held)}, which is no share of one of "
-                f"{len(files)} files; copy them again"
+                f"{files[0]}: {ours[name]} has shape {list(held)}, which cannot be one of {len(files)} "
+                "shards; copy the files again"
             )
         return (*held[:dim], held[dim] * len(shards), *held[dim + 1 :])
 
@@ -188,7 +190,7 @@ def open_sat(files: list[Path]) -> WeightSource:
     check_tensors(files[0], shapes, dtypes)
     tables = [shards[0].get(PREFIX + name) for name in ROTARY_BUFFERS]
     fixed = shards[0].get(ours.get(_TABLE, ""))
-    is_rotary = _UNUSED_TABLE in ours  # 2B's code deletes that table
+    is_rotary = _UNUSED_TABLE in ours  # SAT deletes this table in 2B, which is not rotary
     merged = f", {len(files)} model-parallel files merged" if len(files) > 1 else ""
     source = WeightSource(
         description=f"SAT checkpoint {files[0].parent}{merged}",
@@ -208,7 +210,7 @@ def _read_module(path: Path) -> dict[str, Tensor]:
 
 
 def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict[str, str]) -> None:
-    """ValueError where the files are not the shares of one model."""
+    """Raise ValueError if the files are not the shards of one model."""
     first = shards[0]
     for file, shard in zip(files[1:], shards[1:], strict=True):
         differing = sorted(first.keys() ^ shard.keys())
@@ -216,16 +218,16 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
         if differing:
             raise ValueError(
                 f"{file}: {len(differing)} tensors are not as in {files[0].name}, first "
-                f"{brief(differing[0])}; the files are shares of different models, copy them again"
+                f"{brief(differing[0])}; the files are shards of different models, copy them again"
             )
-    # a random matrix of which no two shares can be equal
+    # Shards of a trained matrix cannot be equal: equal ones mean that a file was copied twice.
     name = next((n for n in ours if n.startswith("blocks.") and n.endswith("fc1.weight")), None)
     for i, one in enumerate(shards if name else []):
         for j in range(i):
             if torch.equal(one[ours[name]], shards[j][ours[name]]) and one[ours[name]].any():
                 raise ValueError(
-                    f"{files[i]}: it holds the same share as {files[j].name}; one was copied over "
-                    "the other, copy them again"
+                    f"{files[i]}: has the same shard as {files[j].name}; one was copied over the "
+                    "other, copy them again"
                 )
 
 
@@ -236,9 +238,9 @@ def write_sat(
     model_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A SAT folder with the tensors of `source`, cut over model_parallel_size files, and the tables
-    that SAT's code expects beside them. config: None for adapters alone; dtype: of the weights,
-    None for the source's."""
+    """Write a SAT folder with the tensors of `source`, split over model_parallel_size files, and the
+    tables that SAT's code expects. config: None for adapters alone; dtype: of the weights, None for
+    the source's."""
     count = model_parallel_size
     heads = 1 if config is None else config.num_attention_heads
     if count < 1 or heads % count:
@@ -249,9 +251,11 @@ def write_sat(
         )
     if config is not None and config.has_rescaled_positions:
         logger.warning(
-            "%s: the model has the positions of diffusers' pipelines, SAT's code has integer ones: "
-            "they agree at %dx%d latent pixels alone",
-            *(path, config.latent_height, config.latent_width),
+            "%s: the model has the positions of diffusers' pipelines, but SAT's code uses integer "
+            "ones; they agree only at %dx%d latent pixels",
+            path,
+            config.latent_height,
+            config.latent_width,
         )
     files = [list(sat_tensors(source, config, i, count, dtype)) for i in range(count)]
     with new_folder(path, sum(t.nbytes for file in files for t in file)) as folder:
@@ -271,11 +275,11 @@ def sat_tensors(
     count: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Outgoing]:
-    """What file `index` of `count` holds, under SAT's names."""
+    """Yield the tensors of file `index` of `count`, under SAT's names."""
     tables = () if config is None else _tables(source, config)
     for name, tensor in (*tables, *_weights(source, dtype)):
         shape, read = tensor.shape, tensor.read
-        if name == "patch_embedding.weight" and config.patch_size.t == 1:  # a convolution there
+        if name == "patch_embedding.weight" and config.patch_size.t == 1:  # a convolution in SAT
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
         cut = model_parallel_cut(name)
         if cut is not None and count > 1:
@@ -291,7 +295,7 @@ def _weights(source: WeightSource, dtype: torch.dtype | None) -> Iterator[tuple[
 
 
 def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[str, Outgoing]]:
-    """What SAT's code expects and `source` has not."""
+    """Yield the tables that SAT's code expects and `source` lacks."""
     if config.position == "sincos" and _TABLE not in source.shapes:
         rows = PositionTable(
             config.grid,

@@ -1,4 +1,4 @@
-"""SAT's tensor names and how its files cut tensors; the one table that knows them, both directions."""
+"""SAT's tensor names, and how its model-parallel files split tensors; translates both ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cogfast.model.weights.shard import join
 PREFIX = "model.diffusion_model."
 ROTARY_BUFFERS = ("mixins.pos_embed.freqs_sin", "mixins.pos_embed.freqs_cos")  # 1.0 only
 
-# ours -> SAT's, {i} the block; a name that goes on (.weight, .original.bias, ...) goes on the same
+# {cogfast's module: SAT's}, {i} the block; suffixes (.weight, .original.bias, ...) are the same.
 _MODULES = {
     "patch_embedding": "mixins.patch_embed.proj",
     "text_embedding": "mixins.patch_embed.text_proj",
@@ -47,7 +47,7 @@ def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | Non
 
 
 def _compile(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
-    # an escaped "{i}" becomes the block's number; the rest of the name starts with a dot
+    # The escaped "{i}" matches the block's number; the rest of the name starts with a dot.
     def pattern(name: str) -> re.Pattern[str]:
         return re.compile(re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)")
 
@@ -59,24 +59,25 @@ _FROM_SAT = _compile((sat, ours) for ours, sat in _MODULES.items())
 
 
 def sat_name(our_name: str) -> str:
-    """SAT's full key of one of our parameters."""
+    """Return SAT's full key of a parameter."""
     name = _translate(our_name, _TO_SAT)
     assert name is not None, f"no SAT name for {our_name}"
     return PREFIX + name
 
 
 def is_known(our_name: str) -> bool:
-    """Whether a model of the family may have a parameter of that name."""
+    """Return whether a model of the family may have a parameter of this name."""
     return _translate(our_name, _TO_SAT) is not None
 
 
 def from_sat_name(key: str) -> str | None:
-    """Our name of SAT's key, with or without SAT's prefix; None for a key that is not ours."""
+    """Return cogfast's name of SAT's key, with or without SAT's prefix; None for unknown keys."""
     return _translate(key.removeprefix(PREFIX), _FROM_SAT)
 
 
+# How the mp_rank files of a SAT checkpoint split a tensor: (dim, number of consecutive parts).
 _SPLITS = {
-    r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # each of q, k, v is cut
+    r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # q, k and v are split each
     r"blocks\.\d+\.attention\.qkv\.matrix_B\.\d": (0, 1),
     r"blocks\.\d+\.attention\.out(\.original)?\.weight": (1, 1),
     r"blocks\.\d+\.attention\.out\.matrix_A\.\d": (1, 1),
@@ -86,7 +87,7 @@ _SPLITS = {
 
 
 def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
-    """(dim, number of parts) as Shard has them; None for a tensor that every file has whole."""
+    """Return (dim, num_parts) of Shard; None for a tensor that every file has whole."""
     for pattern, cut in _SPLITS.items():
         if re.fullmatch(pattern, our_name):
             return cut
@@ -94,7 +95,7 @@ def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
 
 
 def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:
-    """The whole tensor from its pieces in mp_rank_00, mp_rank_01, ...; replicated ones from the
-    first."""
+    """Join a tensor from its shards in mp_rank_00, mp_rank_01, ...; a replicated tensor is taken from
+    the first."""
     cut = model_parallel_cut(our_name)
     return shards[0] if cut is None else join(shards, *cut)

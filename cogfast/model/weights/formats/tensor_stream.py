@@ -1,4 +1,4 @@
-"""The tensors of a target, described before they are read, and the folder that they go to."""
+"""Tensors to be written, described before they are read, and the folder that they are written to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cogfast.files import is_disk_full
 
-_SPARE_BYTES = 64 << 20  # of a disk: headers, config files, what others write meanwhile
+_SPARE_BYTES = 64 << 20  # of disk space: headers, config files, what other processes write
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A tensor of a target: its name and shape there; `read` gives its numbers, in any dtype and
-    any shape of as many, when their turn comes."""
+    """A tensor to be written, with the target's name, shape and dtype. `read` returns its values, in
+    any dtype and any shape with the same number of elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,8 +33,7 @@ class Outgoing:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes(self) -> memoryview:
-        """Its numbers as they stand in a file, in memory of this process for as long as they are
-        referred to."""
+        """Read the tensor and return its bytes as they are written to a file."""
         values = self.read().detach().to(self.dtype).contiguous()
         assert values.numel() == math.prod(self.shape), f"{self.name}: {values.shape}"
         return memoryview(values.view(-1).view(torch.uint8).numpy())
@@ -42,17 +41,17 @@ class Outgoing:
 
 @contextmanager
 def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
-    """A folder to write `nbytes` into, which becomes `path` when all went well and vanishes when
-    not; what an earlier conversion that was killed left there is removed.
+    """Create a temporary folder to write `nbytes` into; it is renamed to `path` on success and deleted
+    on failure. The temporary folder of an earlier, killed conversion is deleted first.
 
-    ValueError where `path` holds something or the disk has no room.
+    ValueError if `path` is not empty or the disk has too little space.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path}: the target is not empty; name a folder that does not exist yet")
+        raise ValueError(f"{path}: the target is not empty; name a folder that does not exist")
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(path.name + ".incomplete")
     shutil.rmtree(folder, ignore_errors=True)
-    _check_room(path, nbytes)
+    _check_free_space(path, nbytes)
     folder.mkdir()
     try:
         yield folder
@@ -60,19 +59,19 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         what = "the disk is full" if is_disk_full(error) else error.strerror or error
         raise ValueError(
-            f"{path}: {what}, {_gib(nbytes)} were to be written; nothing is left of the attempt, "
-            "the source is as it was; make room or name another disk"
+            f"{path}: {what}, {_gib(nbytes)} are needed; the incomplete target was deleted, the "
+            "source is unchanged; free disk space or name another disk"
         ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_room(path: Path, nbytes: int) -> None:
+def _check_free_space(path: Path, nbytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if nbytes + _SPARE_BYTES > free:
         raise ValueError(
-            f"{path}: {_gib(nbytes)} are to be written and {_gib(free)} are free there; make room "
-            "or name another disk"
+            f"{path}: {_gib(nbytes)} are needed and {_gib(free)} are free there; free disk space or "
+            "name another disk"
         )
 
 

@@ -1,4 +1,4 @@
-"""torch.save's files, read and written without a copy of their tensors in memory."""
+"""Reads and writes torch.save's files without holding all their tensors in memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cogfast.model.weights.formats.pickle_scan import PickleError, check_pickle
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.json_files import brief
 
-_ALIGNMENT = 64  # bytes, of every tensor in the file, as torch.save has it
-_PICKLE_MAGIC = b"\x80\x02"  # at the start of files that are no zip
+_ALIGNMENT = 64  # bytes, of every tensor in the file, as in torch.save
+_PICKLE_MAGIC = b"\x80\x02"  # first bytes of files that are not zip archives
 _ROOT = "archive"
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
 _EXTRA_HEADER_BYTES = 4
@@ -32,8 +32,10 @@ _STORAGE_TYPES = {
 
 
 def read_torch_file(path: Path) -> dict[str, Any]:
-    """The content of a .pt file, tensors mapped into memory; nothing but tensors and plain data is
-    unpickled. ValueError for a file that is damaged or wants more."""
+    """Read a .pt file with its tensors mapped into memory; only tensors and plain data are unpickled.
+
+    ValueError for a file that is damaged or contains other objects.
+    """
     _check_zip(path)
     _check_pickle(path)
     try:
@@ -46,7 +48,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             f"{path}: refused, since reading it would run pickled code ({brief(named)}); save it "
             "again with tensors only: torch.save({'module': state_dict}, path)"
         ) from None
-    except Exception as error:  # a damaged pickle lets the unpickler raise nearly anything
+    except Exception as error:  # on a damaged pickle the unpickler may raise nearly any type
         raise _damaged(path, error) from None
     return content if isinstance(content, dict) else {}
 
@@ -74,18 +76,18 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def _check_zip(path: Path) -> None:
-    """ValueError where `path` is no file of torch.save, which stores all entries as they are: what
-    is packed could fill the memory when it is unpacked."""
+    """Raise ValueError unless `path` is a zip archive with uncompressed entries, as torch.save writes.
+    A compressed entry could fill the memory when it is unpacked."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception as error:  # zipfile, too, raises more than BadZipFile on damaged headers
+    except Exception as error:  # on damaged headers zipfile raises more types than BadZipFile
         with path.open("rb") as file:
             is_old = file.read(2) == _PICKLE_MAGIC
         if is_old:
             raise ValueError(
-                f"{path}: in the format of torch.save before torch 1.6, which cannot be mapped into "
-                "memory; torch.load it and torch.save it again"
+                f"{path}: written in the format before torch 1.6, which cannot be mapped into memory; "
+                "load it with torch.load and save it again with torch.save"
             ) from None
         raise ValueError(
             f"{path}: truncated or not a file of torch.save ({brief(str(error))}); copy it again "
@@ -95,13 +97,13 @@ def _check_zip(path: Path) -> None:
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
             raise ValueError(
-                f"{path}: its entry {brief(entry.filename)} of {entry.file_size} bytes is packed, "
-                "which torch.save does not do; save it again with torch.save"
+                f"{path}: its entry {brief(entry.filename)} of {entry.file_size} bytes is compressed, "
+                "which torch.save never does; save it again with torch.save"
             )
 
 
 def _numpy_rng_globals() -> list[object]:
-    """What SAT's training checkpoints hold beside tensors: the state of numpy's generator."""
+    """Return the types of numpy's generator state, which SAT's training checkpoints contain."""
     import numpy as np
     from numpy._core.multiarray import _reconstruct
 
@@ -111,7 +113,8 @@ def _numpy_rng_globals() -> list[object]:
 def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:
     """Write {key: {name: tensor}} as torch.save does, one tensor in memory at a time.
 
-    A zip of the pickled dict, whose tensors refer to entries data/0, data/1, ... with their bytes.
+    The file is a zip archive of the pickled dict, whose tensors refer to the entries data/0, data/1,
+    ... that hold their bytes.
     """
     with zipfile.ZipFile(path, "w") as archive:
         _add(archive, "data.pkl", memoryview(_pickled(key, tensors)))
@@ -132,7 +135,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
 
 
 class _Storage:
-    """Stands for a tensor's bytes while the dict is pickled."""
+    """Placeholder for a tensor's bytes while the dict is pickled."""
 
     def __init__(self, index: int, tensor: Outgoing) -> None:
         kind = _STORAGE_TYPES[tensor.dtype]
@@ -166,13 +169,13 @@ def _pickled(key: str, tensors: Sequence[Outgoing]) -> bytes:
 
 
 def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
-    """The tensors among the entries of `content`, which `path` held. ValueError where it is no
-    mapping, and for tensors that do not have all their numbers in the file."""
+    """Return the tensors among the entries of `content`, read from `path`. ValueError if it is no
+    mapping, and for tensors without all their elements in the file."""
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise ValueError(
-            f"{path}: a {kind} where a mapping of names to tensors belongs; it is no checkpoint of "
-            "SAT, copy it again"
+            f"{path}: has a {kind} instead of a mapping of names to tensors, so it is no checkpoint "
+            "of SAT; copy it again"
         )
     found = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
     for name, tensor in found.items():
@@ -180,7 +183,7 @@ def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
         is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()  # rows that share numbers
         if not is_plain or (is_expanded and tensor.nbytes > _MOST_EXPANDED):
             raise ValueError(
-                f"{path}: {brief(name)} is no plain tensor (sparse, without numbers, or of fewer "
-                "than its shape has); save it again with torch.save({'module': state_dict}, path)"
+                f"{path}: {brief(name)} is not a plain tensor (sparse, or with fewer elements than "
+                "its shape has); save it again with torch.save({'module': state_dict}, path)"
             )
     return found

@@ -1,4 +1,4 @@
-"""The 3D VAE between SAT's 3d-vae.pt and diffusers' vae folder; every tensor goes as it is."""
+"""Converts the 3D VAE between SAT's 3d-vae.pt and diffusers' vae folder; tensors are unchanged."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from cogfast.shapes import TEMPORAL_COMPRESSION
 logger = logging.getLogger(__name__)
 
 SAT_FILE_NAME = "3d-vae.pt"
-SCALING_FACTOR = 0.7  # of all members but 2B; the tensors do not show it
+SCALING_FACTOR = 0.7  # for all models except 2B; the tensors do not show it
 _STEM = "diffusion_pytorch_model"
-_FIRST = "encoder.conv_in.conv.weight"  # of both formats, and of no transformer
+_FIRST = "encoder.conv_in.conv.weight"  # in both formats, and in no transformer
 _SHOWN = (_FIRST, "decoder.conv_in.conv.weight", "decoder.conv_out.conv.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class VaeSource:
-    """A VAE's tensors under diffusers' names, read one by one; scaling_factor: None, unknown."""
+    """A VAE's tensors under diffusers' names, read one by one. scaling_factor: None if unknown."""
 
     description: str
     is_sat: bool
@@ -62,7 +62,7 @@ class VaeSource:
 
 
 def open_vae(path: Path) -> VaeSource | None:
-    """The VAE at `path`: a .pt file, or a folder of diffusers; None: something else is there."""
+    """Open the VAE at `path`, a .pt file or a diffusers folder; None if it is something else."""
     if path.is_file() and path.suffix != ".safetensors":
         content = read_torch_file(path)
         state = only_tensors(path, content.get("state_dict", content))
@@ -70,7 +70,7 @@ def open_vae(path: Path) -> VaeSource | None:
             state = {k.removeprefix(SAT_PREFIX): v for k, v in state.items() if SAT_PREFIX in k}
         if _FIRST not in state:
             return None
-        # the discriminator and the like of the VAE's own training stay behind
+        # Leave out what only the VAE's own training needs, such as the discriminator.
         state = {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}
         sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.", path)
         theirs = to_diffusers({name: name for name in state}, *sizes)
@@ -103,13 +103,11 @@ def open_vae(path: Path) -> VaeSource | None:
 
 
 def _count(names: Iterable[str], pattern: str, path: Path) -> tuple[int, int]:
-    """Levels of the encoder, and blocks of each."""
+    """Return the number of levels of the encoder, and of blocks per level."""
     found = [match for match in (re.match(pattern, name) for name in names) if match]
     numbers = [{match[i] for match in found} for i in (1, 2)]
     if any(not held or held != set(map(str, range(len(held)))) for held in numbers):
-        raise ValueError(
-            f"{path}: the blocks of the VAE's encoder are not all there; copy it again"
-        )
+        raise ValueError(f"{path}: blocks of the VAE's encoder are missing; copy it again")
     return len(numbers[0]), len(numbers[1])
 
 
@@ -120,10 +118,10 @@ def convert_vae(
     dtype: torch.dtype | None = None,
     scaling_factor: float | None = None,
 ) -> None:
-    """Write a folder with 3d-vae.pt (`to` sat), or diffusers' vae folder. scaling_factor: of
-    latents, for diffusers' config; None: the source's, or 0.7."""
+    """Write a folder with 3d-vae.pt (`to` sat), or diffusers' vae folder. scaling_factor: the latents'
+    factor in diffusers' config; None: the source's, or 0.7."""
     if to not in ("sat", "diffusers"):
-        raise ValueError(f"{vae.description}: a VAE goes --to sat or diffusers, not {to}")
+        raise ValueError(f"{vae.description}: a VAE converts --to sat or diffusers, not {to}")
     config = vae_config(vae)
     if scaling_factor is None:
         scaling_factor = vae.scaling_factor
@@ -131,8 +129,8 @@ def convert_vae(
         scaling_factor = SCALING_FACTOR
         if to == "diffusers":
             logger.info(
-                "%s does not say its scaling factor: %s is written, which is right for all but 2B "
-                "(--scaling-factor 1.15258426)",
+                "%s does not store its scaling factor: %s is written, which is right for all models "
+                "except 2B (--scaling-factor 1.15258426)",
                 vae.description,
                 SCALING_FACTOR,
             )
@@ -154,9 +152,8 @@ def convert_vae(
 
 
 def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
-    """Load the target into diffusers' class and compare every tensor with the source's in `dtype`,
-    the target's (None: each has its own). Returns what was found in one line; ValueError where they
-    differ."""
+    """Load the target into diffusers' class and compare every tensor with the source's, rounded to the
+    target's `dtype` (None: unchanged). Returns the result in one line; ValueError if they differ."""
     from diffusers import AutoencoderKLCogVideoX
 
     file = target / SAT_FILE_NAME
@@ -177,12 +174,14 @@ def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
 
 
 def vae_config(vae: VaeSource) -> dict[str, Any]:
-    """diffusers' config.json, all but the scaling factor. ValueError for tensors of another kind."""
+    """Return diffusers' config.json except the scaling factor. ValueError if it is not this VAE."""
     from diffusers import AutoencoderKLCogVideoX
 
     levels = range(vae.num_levels)
     if any(len(vae.shapes.get(name, ())) != 5 for name in _SHOWN):
-        raise ValueError(f"{vae.description}: its convolutions are not all there; copy it again")
+        raise ValueError(
+            f"{vae.description}: its first or last convolutions are missing; copy it again"
+        )
     first = "encoder.down_blocks.{}.resnets.0.conv1.conv.weight"
     try:
         config = {
@@ -209,7 +208,7 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
             "use_quant_conv": False,
         }
     except KeyError as missing:
-        raise ValueError(f"{vae.description}: no {missing} in it; copy the file again") from None
+        raise ValueError(f"{vae.description}: has no {missing}; copy the file again") from None
     checked = check_vae_config(config, vae.description)
     with torch.device("meta"):
         wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
@@ -219,7 +218,7 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
     )
     if differing:
         raise ValueError(
-            f"{vae.description}: {len(differing)} tensors are missing, unknown or of another size, "
-            f"first {first_of(differing)}; it is no whole VAE of CogVideoX"
+            f"{vae.description}: {len(differing)} tensors are missing, unknown or of another shape, "
+            f"first {first_of(differing)}; use a complete VAE of CogVideoX"
         )
     return config

@@ -1,4 +1,4 @@
-"""Names of SAT's 3d-vae.pt and of diffusers' AutoencoderKLCogVideoX; tensors are copied as they are."""
+"""Tensor names of SAT's 3d-vae.pt and of diffusers' AutoencoderKLCogVideoX; reads both formats."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_f
 from cogfast.schema.json_files import Range, check, read_json
 from cogfast.shapes import TEMPORAL_COMPRESSION
 
-SAT_PREFIX = "first_stage_model."  # in a checkpoint of SAT's whole engine
+SAT_PREFIX = "first_stage_model."  # in checkpoints of SAT's whole engine
 CLASS_NAME = "AutoencoderKLCogVideoX"
 _SAT_SHORTCUT, _DIFFUSERS_SHORTCUT = ".nin_shortcut.", ".conv_shortcut."
 
 
 def module_names(num_levels: int, num_res_blocks: int) -> dict[str, str]:
-    """SAT module -> diffusers module, for those whose names differ.
-
-    SAT counts the decoder's levels from the output, diffusers from the input.
-    """
+    """Return {SAT module: diffusers module} of the modules whose names differ."""
+    # SAT counts the decoder's levels from the output, diffusers from the input.
     names = {
         f"{side}.mid.block_{i + 1}": f"{side}.mid_block.resnets.{i}"
         for side in ("encoder", "decoder")
@@ -42,9 +40,9 @@ def module_names(num_levels: int, num_res_blocks: int) -> dict[str, str]:
 
 
 def _rename(name: str, modules: Mapping[str, str], shortcut: tuple[str, str]) -> str:
-    """One tensor's name; what the table does not hold keeps its name."""
+    """Rename one tensor; names that are not in the table are returned unchanged."""
     parts = name.split(".")
-    for length in (5, 4, 3):  # modules' names have 3 to 5 parts, none is the start of another
+    for length in (5, 4, 3):  # module names have 3 to 5 parts; none is a prefix of another
         module = modules.get(".".join(parts[:length]))
         if module is not None:
             return ".".join([module, *parts[length:]]).replace(*shortcut)
@@ -54,14 +52,14 @@ def _rename(name: str, modules: Mapping[str, str], shortcut: tuple[str, str]) ->
 def to_diffusers(
     state: Mapping[str, Tensor], num_levels: int, num_res_blocks: int
 ) -> dict[str, Tensor]:
-    """SAT's tensors under diffusers' names."""
+    """Return SAT's tensors under diffusers' names."""
     modules = module_names(num_levels, num_res_blocks)
     shortcut = (_SAT_SHORTCUT, _DIFFUSERS_SHORTCUT)
     return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
 
 
 def to_sat(state: Mapping[str, Tensor], num_levels: int, num_res_blocks: int) -> dict[str, Tensor]:
-    """diffusers' tensors under SAT's names."""
+    """Return diffusers' tensors under SAT's names."""
     modules = {theirs: sat for sat, theirs in module_names(num_levels, num_res_blocks).items()}
     shortcut = (_DIFFUSERS_SHORTCUT, _SAT_SHORTCUT)
     return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
@@ -96,7 +94,7 @@ class VaeConfig:
     use_post_quant_conv: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """Of diffusers' class."""
+        """Return the arguments of diffusers' class."""
         given = asdict(self)
         del given["_class_name"]
         if self.scaling_factor is None:
@@ -105,12 +103,12 @@ class VaeConfig:
 
 
 def read_vae_config(folder: Path) -> VaeConfig:
-    """The config of a diffusers vae folder. ValueError where it is no CogVideoX VAE's."""
+    """Read the config of a diffusers vae folder. ValueError if it is not a CogVideoX VAE's."""
     return check_vae_config(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
 def check_vae_config(given: dict[str, Any], where: str) -> VaeConfig:
-    """The config in what json gave, or in what tensors show. ValueError for another VAE's."""
+    """Check a config from JSON or derived from tensors. ValueError if it is not a CogVideoX VAE's."""
     config = check(given, VaeConfig, where)
     sides = (config.down_block_types, config.up_block_types)
     num_levels = len(config.block_out_channels)
@@ -128,9 +126,9 @@ def check_vae_config(given: dict[str, Any], where: str) -> VaeConfig:
 
 
 def read_sat_vae(path: str | Path, ignore_keys: Sequence[str] = ()) -> dict[str, Tensor]:
-    """The tensors of SAT's 3d-vae.pt without `first_stage_model.` and without ignored keys.
+    """Read the tensors of SAT's 3d-vae.pt, without the prefix `first_stage_model.`.
 
-    A key is ignored when it starts with an entry of `ignore_keys`, with or without the prefix.
+    Keys that start with an entry of `ignore_keys`, with or without the prefix, are left out.
     """
     if not Path(path).is_file():
         raise ValueError(
@@ -145,7 +143,7 @@ def read_sat_vae(path: str | Path, ignore_keys: Sequence[str] = ()) -> dict[str,
         )
     state = only_tensors(Path(path), content["state_dict"])
     if any(key.startswith(SAT_PREFIX) for key in state):
-        # A whole engine's checkpoint: the network and the text encoder are not ours to load.
+        # A checkpoint of the whole engine: leave out the network and the text encoder.
         state = {k.removeprefix(SAT_PREFIX): v for k, v in state.items() if SAT_PREFIX in k}
     ignored = tuple(entry.removeprefix(SAT_PREFIX) for entry in ignore_keys)
     return {key: value for key, value in state.items() if not key.startswith(ignored)}
