@@ -230,11 +230,16 @@ def test_bad_options():
 
 
 SPACINGS = [
-    *((n, {"timestep_spacing": "trailing"}) for n in (50, 30, 7)),
-    *((n, {"timestep_spacing": "leading"}) for n in (50, 7)),
+    (50, {"timestep_spacing": "trailing"}),
+    (30, {"timestep_spacing": "trailing"}),
+    (7, {"timestep_spacing": "trailing"}),
+    (50, {"timestep_spacing": "leading"}),
+    (7, {"timestep_spacing": "leading"}),
     (30, {"timestep_spacing": "leading", "steps_offset": 5, "set_alpha_to_one": False}),
     (10, {"timestep_spacing": "trailing", "set_alpha_to_one": False}),
-    *((n, {"timestep_spacing": "linspace"}) for n in (50, 7, 1)),
+    (50, {"timestep_spacing": "linspace"}),
+    (7, {"timestep_spacing": "linspace"}),
+    (1, {"timestep_spacing": "linspace"}),
 ]
 
 

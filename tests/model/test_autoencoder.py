@@ -117,7 +117,7 @@ def tiny(golden: Path, names: dict, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def vae(tiny: TinyVae) -> VideoAutoencoder:
-    """As the configs build it: clips encoded whole, latents decoded 3, 2, 2, ..."""
+    """The default of the configs: clips are encoded whole, latents are decoded 3, 2, 2, ..."""
     return tiny.build()
 
 
@@ -405,7 +405,7 @@ def test_options_are_checked(tiny: TinyVae, vae: VideoAutoencoder) -> None:
 
 @torch.no_grad()
 def test_decoding_stays_in_its_memory(tiny: TinyVae, vae: VideoAutoencoder) -> None:
-    """What is free decides between whole frames and tiles; whole frames are the numbers of before,
+    """Free memory decides between whole frames and tiles. Whole frames give the same outputs as before,
     tiles those of tiles that are asked for, and encoding never sees them."""
     generator = torch.Generator().manual_seed(3)
     z = torch.randn(1, 16, 1, 16, 10, generator=generator)  # a frame of 128x80

@@ -42,7 +42,7 @@ def test_each_part_of_qkv_has_its_own_pair() -> None:
 
 @pytest.mark.parametrize("targets", [("to_q", "to_v"), ("to_k",), ("to_out.0",)])
 def test_targets_without_a_pair_stay_and_cost_nothing(targets: tuple[str, ...]) -> None:
-    """As all four with B zero where a target is left out: output, and gradients of the others."""
+    """Omitting a target equals adapting all four with B = 0 for it: outputs and gradients."""
     asked = {"lora_rank": 4, "lora_alpha": 3.0}
     some, full = tiny("5b", **asked, lora_targets=targets), tiny("5b", **asked)
     held = dict(some.named_parameters())

@@ -51,7 +51,7 @@ def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected_ids(folder: Path, captions: list[str]) -> torch.Tensor:
-    """What T5 means by tokens: sentencepiece's own pieces, cut, then </s> = 1, padded with 0."""
+    """Token ids are sentencepiece's own pieces, truncated, then </s> = 1, padded with 0."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
     rows = [pieces.encode(caption)[: MAX_LENGTH - 1] + [1] for caption in captions]
     return torch.tensor([row + [0] * (MAX_LENGTH - len(row)) for row in rows])

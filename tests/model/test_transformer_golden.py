@@ -24,7 +24,7 @@ CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 
 
 def to_ours(video: Tensor | None) -> Tensor | None:
-    """SAT's [B, T, C, h, w] and ours, [B, C, T, h, w], either way."""
+    """Swap the layouts of SAT, [B, T, C, h, w], and cogfast, [B, C, T, h, w]."""
     return None if video is None else video.transpose(1, 2)
 
 

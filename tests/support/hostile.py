@@ -30,13 +30,27 @@ COMMANDS = frozenset(
 )
 
 _SCRATCH_VARIABLES = (
-    *("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"),
+    "HOME",
+    "TMPDIR",
+    "XDG_CACHE_HOME",
+    "MPLCONFIGDIR",
+    "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
 )
 _STARTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _WRITES = (
-    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
-    *("os.chmod", "os.chown", "os.utime", "shutil.rmtree", "shutil.move"),
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+    "os.chown",
+    "os.utime",
+    "shutil.rmtree",
+    "shutil.move",
 )
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -98,7 +112,7 @@ def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_W
 
 
 def faults(outcome: Outcome, max_bytes: int = MAX_BYTES) -> list[str]:
-    """What a user must never see; empty for a success and for an error of one line."""
+    """List what a user must never see; empty for a success and for an error of one line."""
     found = []
     if "Traceback (most recent call last)" in outcome.output:
         found.append(f"traceback: {outcome.last_line[:200]}")
@@ -124,7 +138,7 @@ def faults(outcome: Outcome, max_bytes: int = MAX_BYTES) -> list[str]:
 
 
 def _be_child(call: Callable[[], int | None], root: Path, output: int, report: int) -> None:
-    """What the forked process does; it never returns."""
+    """Run a case in the forked process; never returns."""
     status = 1
     try:
         os.setsid()

@@ -45,7 +45,7 @@ def draw_kills(seed: int, count: int, last_step: int) -> list[Kill]:
 
 
 def newest_step(save: Path) -> int:
-    """Of the runs below `save`; 0 where none has a checkpoint yet."""
+    """Return the newest step of the runs below `save`; 0 if none has a checkpoint yet."""
     return max((int(path.read_text()) for path in save.glob("*/checkpoints/latest")), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Several runs in one launch: `torchrun ... tests/support/layouts.py '[[BASE, WORD, ...], ...]'`.
+"""Several runs of one launch: `torchrun ... tests/support/layouts.py '[[BASE, WORD, ...], ...]'`.
 
 Each is a run of the YAML file BASE with these overrides. ["copy", SAVE, STEP, RUN] makes a run folder
 that has the checkpoint of STEP of the only run below SAVE, and no other.

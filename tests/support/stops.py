@@ -1,4 +1,4 @@
-"""Runs that are asked to stop on their way, by signals, and go on from what they saved."""
+"""Runs that are stopped by signals and resume from what they saved."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run_with_stops(
 
 
 def is_early_end(output: str, stop: Stop) -> bool:
-    """One line of ours; none where the signal came before Python had read our first file."""
+    """One line of cogfast; none if the signal came before Python had read its first file."""
     lines = [line for line in output.splitlines() if line.startswith("cogfast: ")]
     wanted = f"cogfast: ended by {stop.number.name} before training began"
     return len(lines) <= 1 and all(line.startswith(wanted) for line in lines)

@@ -77,7 +77,7 @@ CASES |= {
 
 
 def case_inputs(name: str, number: int) -> dict[str, Tensor]:
-    """Of the group of this number."""
+    """Return the inputs of the group with this number."""
     given = inputs(CASES[name].family, seed=1 + number)
     generator = torch.Generator().manual_seed(number)
     given["text"] = torch.randn(2, CASES[name].text_length, 32, generator=generator)
@@ -85,7 +85,7 @@ def case_inputs(name: str, number: int) -> dict[str, Tensor]:
 
 
 def kept_bytes(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> int:
-    """What a forward pass keeps for backward beside parameters."""
+    """Return the bytes that a forward pass keeps for backward, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in transformer.parameters()}
     storages = {}
 
@@ -100,7 +100,7 @@ def kept_bytes(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> i
 
 
 def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tensor]) -> dict:
-    """Of the mean square of the output: output, loss, {name: gradient}, those of latents and text
+    """Return output, loss (its mean square) and {name: gradient}, those of latents and text
     included."""
     leaves = {name: given[name].clone().requires_grad_() for name in ("latents", "text")}
     output = transformer(**{**given, **leaves})

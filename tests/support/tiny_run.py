@@ -218,7 +218,10 @@ def torchrun(processes: int) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={processes}",
         f"--master_port={port}",
     ]
 

@@ -84,7 +84,7 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", FAMILY)
 def test_round_trips_keep_every_bit(name: str, count: int, sat_folders, tmp_path: Path) -> None:
-    """SAT -> diffusers -> SAT and SAT -> ours -> SAT, through `count` model-parallel files."""
+    """SAT -> diffusers -> SAT and SAT -> cogfast -> SAT, through `count` model-parallel files."""
     before = sat_state(sat_folders[name])
     convert(sat_folders[name], tmp_path / "cut", "sat", model_parallel_size=count)
     cut = [sat_state(tmp_path / "cut", i) for i in range(count)]
@@ -396,7 +396,7 @@ def test_verify_needs_memory(sat_folders, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
-    """What we write, read by torch in its three ways, by zip, and by safetensors."""
+    """Written files are readable by torch (in three ways), by zip and by safetensors."""
     state = {
         "matrix": torch.randn(5, 7).bfloat16(),
         "number": torch.tensor(3.0),
@@ -421,7 +421,7 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
 
 
 def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
-    """It stays as it is, whatever dtype is asked for; diffusers computes its own, which is told."""
+    """2B's table is unchanged by --dtype; diffusers computes its own, and the log says so."""
     state = sat_state(sat_folders["2b"])
     table = f"{PREFIX}mixins.pos_embed.pos_embedding"
     convert(sat_folders["2b"], tmp_path / "half", "sat", dtype="float16")

@@ -1,4 +1,4 @@
-"""What `cogfast convert` says of weights that it cannot convert, and what it leaves behind: nothing."""
+"""Errors of `cogfast convert` for weights that it cannot convert; it leaves no files behind."""
 
 from __future__ import annotations
 

@@ -33,10 +33,18 @@ NUM_SOAKED = 1000  # of each format
 SMALL = {"hidden_size": 64, "num_attention_heads": 1, "num_layers": 1}
 # What commands import when they need it: imported once, before the cases are forked.
 IMPORTED_LATE = (
-    *("cogfast.cli.options", "cogfast.config", "cogfast.schema.config", "encodings.cp437"),
-    *("cogfast.train.sampling.pipeline_defaults", "cogfast.train.sampling.lora_overlay"),
-    *("cogfast.train.preflight.precision", "cogfast.data.datasets", "cogfast.diffusion.loss"),
-    *("cogfast.diffusion.sampler", "cogfast.model.text_encoder", "transformers"),
+    "cogfast.cli.options",
+    "cogfast.config",
+    "cogfast.schema.config",
+    "encodings.cp437",
+    "cogfast.train.sampling.pipeline_defaults",
+    "cogfast.train.sampling.lora_overlay",
+    "cogfast.train.preflight.precision",
+    "cogfast.data.datasets",
+    "cogfast.diffusion.loss",
+    "cogfast.diffusion.sampler",
+    "cogfast.model.text_encoder",
+    "transformers",
     "omegaconf.vendor.antlr4.LL1Analyzer",
 )
 
@@ -50,7 +58,7 @@ class Format:
 
 
 def run(read: tuple[str, ...] | Callable[[], object]) -> int:
-    """As the command line runs a verb, with its one line for an error."""
+    """Run a verb as the command line does, with one line for an error."""
     if isinstance(read, tuple):
         return main(list(read))
     with patch.dict(_VERBS, {"read": lambda words: read()}):
@@ -226,19 +234,40 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 # ---------------------------------------------------------------- damage
 
 ODD = [
-    *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**30, -(10**18), 0.5, 1e300, -0.0),
-    *(
-        "",
-        "x",
-        "NaN",
-        "../../etc/passwd",
-        "/etc/passwd",
-        "a" * 5000,
-        "\x1b[2J\n",
-        "\0",
-        "os.system",
-    ),
-    *([], {}, [1], [[]], {"a": 1}, [None], [1] * 1000, {"target": "os.system"}, "${oc.env:HOME}"),
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    2**31,
+    2**63,
+    10**30,
+    -(10**18),
+    0.5,
+    1e300,
+    -0.0,
+    "",
+    "x",
+    "NaN",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "a" * 5000,
+    "\x1b[2J\n",
+    "\0",
+    "os.system",
+    [],
+    {},
+    [1],
+    [[]],
+    {"a": 1},
+    [None],
+    [1] * 1000,
+    {"target": "os.system"},
+    "${oc.env:HOME}",
 ]
 DEEP = "[" * 50_000 + "]" * 50_000
 TEXT = [b"", b"{", b"[]", b"null", b"1e999", b"\xff\xfe", b'{"a": NaN}', DEEP.encode(), b"\0" * 50]
@@ -330,7 +359,8 @@ def _header(file: Path) -> tuple[dict, bytes]:
 
 
 def damage_header(folder: Path, draw: random.Random) -> str | None:
-    """Of a safetensors file: names, dtypes, shapes, offsets, metadata; nesting; its length."""
+    """Damage the header of a safetensors file: names, dtypes, shapes, offsets, metadata, nesting or
+    length."""
     files = _files(folder, ".safetensors")
     if not files:
         return None
@@ -496,8 +526,17 @@ def damage_names(folder: Path, draw: random.Random) -> str | None:
 
 
 DAMAGES = (
-    *(damage_json, damage_json, damage_bits, damage_size, damage_kind, damage_header),
-    *(damage_header, damage_tensors, damage_tensors, damage_pickle, damage_names),
+    damage_json,
+    damage_json,
+    damage_bits,
+    damage_size,
+    damage_kind,
+    damage_header,
+    damage_header,
+    damage_tensors,
+    damage_tensors,
+    damage_pickle,
+    damage_names,
 )
 
 

@@ -1,4 +1,4 @@
-"""PEFT's LoRA files: those we write in the real library, and the ones it and others write with us."""
+"""PEFT's LoRA files: cogfast's files in the real library, and files of PEFT and other tools in cogfast."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_pipeline_takes_our_file_at_its_strength(name: str, alpha: float, tmp_
 
 
 def test_the_library_writes_and_we_read(tmp_path: Path) -> None:
-    """As the diffusers trainer: alpha 64 of 128 in small, and its file, with and without PEFT's
+    """A small copy of the diffusers trainer's LoRA (alpha 64 of rank 128), with and without PEFT's
     settings in the header; without them diffusers itself takes strength 1."""
     from diffusers import CogVideoXPipeline
     from peft import LoraConfig, get_peft_model_state_dict

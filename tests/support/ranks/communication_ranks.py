@@ -1,4 +1,4 @@
-"""What collectives move in a training step: `torchrun ... tests/support/ranks/communication_ranks.py BASE FOLDER`
+"""Bytes that collectives move in a training step: `torchrun ... tests/support/ranks/communication_ranks.py BASE FOLDER`
 of two processes, or of four that hold two copies of a model. FOLDER/<rank>.json gets {case:
 {collective: bytes that this process sends}}."""
 
@@ -80,8 +80,8 @@ SHARED = {
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Within `with`: bytes that this process sends, as a ring would, by the collective's name,
-    behind that of its group where `names` has one, {PyTorch's name: ours}.
+    """Counts the bytes that this process sends (as a ring would), by the collective's name,
+    after the group's name if `names`, {PyTorch's name: shown name}, has one.
 
     Every collective of PyTorch is an op of two namespaces, whoever calls it: c10d (DeepSpeed's and
     our own calls, coalesced ones too) and _c10d_functional (tensor parallelism).
@@ -128,7 +128,7 @@ class CountedCollectives(TorchDispatchMode):
 
 
 def _find_group(args: tuple) -> dist.ProcessGroup:
-    """Of a collective's arguments: c10d gets the group itself, _c10d_functional its name, last."""
+    """Return a collective's group from its arguments: c10d gets the group, _c10d_functional its name."""
     if isinstance(args[-1], str):
         return _resolve_process_group(args[-1])
     (group,) = (
@@ -140,7 +140,7 @@ def _find_group(args: tuple) -> dist.ProcessGroup:
 
 
 def training_step(base: str, save: Path, words: list[str]) -> Counter[str]:
-    """Of the third step, in which everything has found its place."""
+    """Count the bytes of the third step; the first two set up buffers."""
     trainer = Trainer(load_config([base], [f"args.save={save}", "args.train_iters=3", *words]))
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
     if groups.tensor is not None:
@@ -160,7 +160,7 @@ def training_step(base: str, save: Path, words: list[str]) -> Counter[str]:
 
 
 def shared_step(name: str, group: TensorParallelGroup) -> Counter[str]:
-    """Of a model that both processes hold together, forward and backward."""
+    """Count the bytes of a model that both processes share, forward and backward."""
     case, policy, splits_rows = SHARED[name]
     case = CASES[case]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What ReplicaCheck says to each of four processes: `torchrun ... tests/support/ranks/replica_check_ranks.py
+"""Errors of ReplicaCheck on each of four processes: `torchrun ... tests/support/ranks/replica_check_ranks.py
 FOLDER`, in two tensor-parallel groups, (0, 1) and (2, 3). FOLDER/<rank>.json gets {case: its error,
 or "" where it passes}, and what a check sent."""
 
@@ -56,7 +56,7 @@ def swap(values: Tensor, one: int, other: int) -> None:
 
 
 def whole_parameters(name: str, group: TensorParallelGroup, rank: int) -> dict[str, object]:
-    """Of copies that are there as a whole, among which rank 1's change."""
+    """Check parameters that every rank holds whole, of which rank 1's change."""
     found: dict[str, object] = {}
     transformer = build(name, group)
     check = ReplicaCheck(transformer, group, EVERY)

@@ -1,4 +1,4 @@
-"""What each process of a tensor-parallel group computes: `torchrun ... tests/support/ranks/tensor_parallel_ranks.py
+"""Cases that each process of a tensor-parallel group computes: `torchrun ... tests/support/ranks/tensor_parallel_ranks.py
 FOLDER SIZE CASE...`, in groups of SIZE neighbours, each group with other inputs. FOLDER/<case>/ holds
 the whole model's weights as SAT saves them; each process leaves FOLDER/<case>/<group>-<rank>.pt there.
 The case "golden=PATH" is a model of the golden files."""
@@ -55,7 +55,7 @@ def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -
 
 
 def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:
-    """The output of SAT's files of two ranks, read by each of ours for its share."""
+    """Return the output of SAT's files of two ranks, of which each process reads its own shard."""
     with torch.device("meta"):
         transformer = build_transformer(load_config([golden / "t2v_5b" / "config.yaml"]).model)
     share_of(transformer, group, golden / "t2v_5b_mp2")
