@@ -133,7 +133,7 @@ def test_adapters_are_not_dropped_silently(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"set target_modules: \[to_q, to_k, to_v, to_out.0\]"):
         load_transformer(tiny("5b", lora_rank=4, lora_targets=("to_q",)), tmp_path)
     with pytest.raises(
-        ValueError, match=r"is \[4, 128\] .* \[8, 128\] .* set lora_config.params.r"
+        ValueError, match=r"has shape \[4, 128\] .* \[8, 128\] .* set lora_config.params.r"
     ):
         load_transformer(tiny("5b", lora_rank=8), tmp_path)
 

@@ -104,7 +104,7 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
     base: Path, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     cases = {
-        f"{LORA}.r=4": r"args.load_lora: .*rank 2 and alpha 3, .* write r: 2, lora_alpha: 3 in",
+        f"{LORA}.r=4": r"args.load_lora: .*rank 2 and alpha 3, .* set r: 2, lora_alpha: 3 in",
         f"{LORA}.target_modules=[to_q]": r"set target_modules: \[to_q, to_v, to_out.0\]",
         "args.load_lora=nothing": "args.load_lora: nothing: no such file or folder of LoRA",
     }

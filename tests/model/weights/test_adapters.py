@@ -147,7 +147,7 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     ):
         of_5b = replace(five, shapes=real, dtypes=dict.fromkeys(real, torch.float32))
         check_fits(of_5b, blocks | {"patch_embedding.weight": (1920, 64)})
-    with pytest.raises(ValueError, match="it has no LoRA tensors"):
+    with pytest.raises(ValueError, match="has no LoRA tensors"):
         only_adapters(source_of(tiny("5b"), None))
 
 
@@ -158,8 +158,8 @@ def test_an_adapter_of_another_model_is_refused() -> None:
             {"lora_rank": None},
             r"8 LoRA tensors, but .*; add .*lora_config with params r: 2, lora_alpha: 6",
         ),
-        ({"lora_rank": 4}, r"rank 2 and alpha 6, the config has r=4 .* write r: 2, lora_alpha: 6"),
-        ({"lora_alpha": 1.0}, r"lora_alpha=1; write r: 2, lora_alpha: 6 in model.network_config"),
+        ({"lora_rank": 4}, r"rank 2 and alpha 6, the config has r=4 .* set r: 2, lora_alpha: 6"),
+        ({"lora_alpha": 1.0}, r"lora_alpha=1; set r: 2, lora_alpha: 6 in model.network_config"),
         ({"lora_targets": ("to_q",)}, r"set target_modules: \[to_q, to_v\]"),
         ({"lora_layers": (0,)}, r"adapters in layers \[0, 1\], the .* set layer_range: \[0, 1\]"),
         ({"num_layers": 1}, r"8 LoRA tensors belong to 2 layers of width 128: .* the model has 1"),

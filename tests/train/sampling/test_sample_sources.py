@@ -360,7 +360,7 @@ def test_adapters_that_cannot_be_added_are_told(
     for source, lora, wanted in (
         ("5b", tmp_path / "none", "none: no such file or folder"),
         ("5b", f"{adapter}:strong", "nor PATH:SCALE with a number"),
-        ("1.5_5b", pipelines.path("5b"), "transformer: it has no LoRA tensors"),
+        ("1.5_5b", pipelines.path("5b"), "transformer: has no LoRA tensors"),
     ):
         words = ["sample", pipelines.path(source), "--prompt", "a", "--lora", lora]
         assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
