@@ -242,5 +242,5 @@ def test_a_real_limit_on_files_ends_in_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "target: the disk is full" in last and "the source is as it was; make room" in last
+    assert "target: the disk is full" in last and "source is unchanged; free disk space" in last
     assert [path.name for path in tmp_path.iterdir()] == ["sat"]
