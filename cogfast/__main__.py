@@ -34,27 +34,29 @@ usage: cogfast {train,cache,sample,convert} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
-  sample  make videos: cogfast sample FOLDER --prompt TEXT --out DIR
-  convert turn weights into another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
+  sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
+  convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
 
 `cogfast train --help` and so on list the options.
 """
-# What a signal that ends a command leaves of its work.
+# What a command keeps when a signal ends it. The text follows the name of the signal.
 _KEPT = {
     "train": " before training began, so there is nothing to save; give the same command to start again",
-    "cache": "; the shards that are complete are kept, and the same command goes on from there",
+    "cache": "; the shards that are complete are kept, and the same command continues from there",
     "sample": "; the videos that are finished are kept in the output folder",
     "convert": "; the target is not written, and nothing is left of the attempt",
 }
 _LONGEST_CAUSE = 200  # characters of a library's message
-_UNWIND_SECONDS = 5.0  # time that a command has to remove what it wrote by half
-_GRACE_SECONDS = 3  # time that torchrun has to stop this rank after rank 0 failed the same way
+_UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
+# If rank 0 failed the same way, torchrun stops this rank within this time, and one report suffices.
+_GRACE_SECONDS = 3
 
 
-def train(words: Sequence[str]) -> None:
+def train(argv: Sequence[str]) -> None:
+    # Imports stay inside the verbs: torch takes seconds, and `cogfast --help` needs none of it.
     from cogfast.cli.options import parse_train
 
-    request = parse_train(words)
+    request = parse_train(argv)
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
@@ -69,7 +71,7 @@ def train(words: Sequence[str]) -> None:
     from cogfast.train.preflight.check import check_train
 
     check_train(config)
-    _name_unused(config.unused)
+    _log_unused(config.unused)
     from cogfast.train.preflight.dry_build import warn_of_different_schedules
     from cogfast.train.video_size import warn_of_pipeline_positions
 
@@ -81,10 +83,10 @@ def train(words: Sequence[str]) -> None:
     Trainer(config).train()
 
 
-def cache(words: Sequence[str]) -> None:
+def cache(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_cache
 
-    request = parse_cache(words)
+    request = parse_cache(argv)
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
@@ -99,10 +101,10 @@ def cache(words: Sequence[str]) -> None:
     cache_latents(config)
 
 
-def sample(words: Sequence[str]) -> None:
+def sample(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_sample, read_prompts
 
-    request = parse_sample(words)
+    request = parse_sample(argv)
     from cogfast.config import load_config
     from cogfast.train.preflight.precision import infer_precision
     from cogfast.train.sampling.pipeline_defaults import fill_from_pipeline
@@ -116,11 +118,12 @@ def sample(words: Sequence[str]) -> None:
         if _is_first_rank():
             sys.stdout.write(config.describe())
         return
+    # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, images = read_prompts(request, config.args)
     from cogfast.train.preflight.check import check_sample
 
     check_sample(config, request.weights, has_images=any(images))
-    _name_unused(config.unused)
+    _log_unused(config.unused)
     from cogfast.train.preflight.dry_build import warn_of_different_schedules
 
     warn_of_different_schedules(config)
@@ -137,14 +140,14 @@ def sample(words: Sequence[str]) -> None:
         config.args.seed,
         request.weights,
         request.ema,
-        loras=[LoraOverlay.parse(word) for word in request.lora],
+        loras=[LoraOverlay.parse(argument) for argument in request.lora],
     )
 
 
-def convert(words: Sequence[str]) -> None:
+def convert(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_convert
 
-    arguments = parse_convert(words)
+    arguments = parse_convert(argv)
     _start_logging()
     from cogfast.model.weights.convert import convert as convert_weights
 
@@ -154,12 +157,16 @@ def convert(words: Sequence[str]) -> None:
 _VERBS = {"train": train, "cache": cache, "sample": sample, "convert": convert}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run one verb; what the user can mend ends in one line and exit status 2, a run that cannot go
-    on in one line and 1. words: None for those of this process, which then listens to signals."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit status.
+
+    An error that the user can fix prints one line and returns 2; a run that cannot continue prints
+    one line and returns 1. argv: the arguments after `cogfast`; None reads sys.argv and also
+    handles signals and closed standard streams.
+    """
     watch_launcher()
-    if words is not None:
-        return _run(list(words))
+    if argv is not None:
+        return _run(list(argv))
     keep_streams()
     kept = _KEPT.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
     last_line = lambda reason: f"cogfast: {reason}{kept}" if _is_first_rank() else ""
@@ -167,6 +174,7 @@ def main(words: Sequence[str] | None = None) -> int:
     status = 0
     with signals, contextlib.suppress(Interrupted):
         status = _run(sys.argv[1:])
+    # A signal that arrived during the last lines of a command still decides the exit status.
     if status == 0 and signals.received and not signals.is_done:
         number = signals.received[0]
         reason = f"ended by {name_of(number)}"
@@ -181,20 +189,20 @@ def _interrupt(number: int) -> None:
     raise Interrupted
 
 
-def _run(words: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     _adopt_mpi_ranks()
-    if not words or words[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
-        return 0 if words else 2
+        return 0 if argv else 2
     try:
-        if words[0] not in _VERBS:
-            raise ValueError(f"no verb {words[0]!r}; use one of {', '.join(_VERBS)}")
-        _VERBS[words[0]]([word for word in words[1:] if word != "--traceback"])
+        if argv[0] not in _VERBS:
+            raise ValueError(f"no verb {argv[0]!r}; use one of {', '.join(_VERBS)}")
+        _VERBS[argv[0]]([argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
-        is_ours = isinstance(error, (ValueError, RuntimeError)) and _is_ours(error)
+        is_known = isinstance(error, (ValueError, RuntimeError)) and _is_raised_by_cogfast(error)
         is_lost = is_of_another_rank(error)
-        is_line = (is_ours or is_lost) and "--traceback" not in words
-        if is_lost:
+        is_line = (is_known or is_lost) and "--traceback" not in argv
+        if is_lost:  # let the rank that failed report first
             time.sleep(_GRACE_SECONDS)
         tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
         if not is_line:
@@ -209,7 +217,7 @@ def _is_first_rank() -> bool:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what sys.stderr is at that moment: a progress bar puts its own there."""
+    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, or a closed pipe
@@ -217,8 +225,11 @@ class _ToStderr(logging.Handler):
 
 
 class _PlainText(logging.Formatter):
-    """Names and captions come from data: they can neither command the terminal nor begin a line.
-    Messages of several lines are logged without arguments."""
+    """Escapes control characters and line breaks in log arguments.
+
+    File names and captions come from data and could otherwise send commands to the terminal or
+    fake a log line. A message of several lines is therefore logged without arguments.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record.args, tuple):
@@ -229,13 +240,13 @@ class _PlainText(logging.Formatter):
 
 
 def _start_logging() -> None:
-    """Show what cogfast logs, rank 0's progress and every rank's warnings, on stderr."""
+    """Log to stderr: everything from INFO on rank 0, warnings on the other ranks."""
     logger = logging.getLogger("cogfast")
     handler = _ToStderr()
     handler.setFormatter(_PlainText())
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
-    # torch 2.13 warns on every rank of a collective that DeepSpeed calls by its older name.
+    # DeepSpeed calls a collective by its old name, and torch 2.13 warns about it on every rank.
     warnings.filterwarnings(
         "ignore",
         message=r"`torch\.distributed\.\w+` is deprecated",
@@ -244,15 +255,16 @@ def _start_logging() -> None:
     )
 
 
-def _name_unused(unused: Mapping[str, str]) -> None:
+def _log_unused(unused: Mapping[str, str]) -> None:
+    """Name the configuration keys that are accepted for compatibility but not used."""
     names = dict.fromkeys(key.rpartition("params.")[2] for key in unused)
     if names:
         text = "accepted and not used (--dry-run says why): %s"
         logging.getLogger("cogfast").info(text, ", ".join(names))
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether cogfast itself raised the error: then it is worded for the user."""
+def _is_raised_by_cogfast(error: BaseException) -> bool:
+    """Whether cogfast raised the error itself, so that its message is written for the user."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -262,13 +274,13 @@ def _is_ours(error: BaseException) -> bool:
 
 def _line(error: Exception) -> str:
     line = printable(one_line(str(error)))
-    if _is_ours(error):
+    if _is_raised_by_cogfast(error):
         return line
     return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]})"
 
 
 def _report(error: ValueError | RuntimeError) -> None:
-    """Print the error once: from rank 0, or from the only rank that has it."""
+    """Print the error once: from rank 0, or from the only rank that failed."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(_GRACE_SECONDS)
@@ -278,11 +290,11 @@ def _report(error: ValueError | RuntimeError) -> None:
 
 
 def _adopt_mpi_ranks() -> None:
-    """Under mpirun, give its ranks the names that torch reads (as upstream's scripts do)."""
-    for theirs, ours in (("LOCAL_RANK", "LOCAL_RANK"), ("SIZE", "WORLD_SIZE"), ("RANK", "RANK")):
-        value = os.environ.get(f"OMPI_COMM_WORLD_{theirs}")
+    """Copy mpirun's rank variables to the names that torch reads, as upstream's scripts do."""
+    for mpi_name, name in (("LOCAL_RANK", "LOCAL_RANK"), ("SIZE", "WORLD_SIZE"), ("RANK", "RANK")):
+        value = os.environ.get(f"OMPI_COMM_WORLD_{mpi_name}")
         if value is not None:
-            os.environ[ours] = value
+            os.environ[name] = value
 
 
 if __name__ == "__main__":

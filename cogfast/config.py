@@ -1,7 +1,8 @@
 """Configuration: load, merge, override, check every key, build objects from target/params.
 
-The files are SAT's YAML: sections `model`, `data`, `args` and `deepspeed`; of several files the
-later wins, and `key=value` words of the command line win over all. Every value keeps its origin.
+The files are SAT's YAML with sections `model`, `data`, `args` and `deepspeed`. A later file
+overrides an earlier one, and `key=value` arguments of the command line override all files. The
+file that each value came from is kept for error messages.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cogfast.schema.yaml_files import check_interpolations, check_nesting, check
 
 __all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
 
+# OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (
     OmegaConfBaseException,
     ValueError,
@@ -41,8 +43,9 @@ def load_config(
 ) -> Config:
     """Merge the YAML files and the `key=value` overrides, and check every key of the result.
 
-    Targets are those of schema/places.py, and classes that a package of `allow_import` defines.
-    is_of_run: the files are a run's own, perhaps downloaded: interpolations are refused in them.
+    A `target` may name the classes listed in schema/places.py and classes that a package in
+    `allow_import` defines. is_of_run: the files belong to a run, perhaps downloaded; interpolations
+    in them are refused. Raises ValueError with file, key, value and fix.
     """
     origins: dict[str, str] = {}
     merged = OmegaConf.create({})
@@ -58,8 +61,8 @@ def load_config(
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
-    for word in overrides:
-        _override(merged, word, origins)
+    for override in overrides:
+        _override(merged, override, origins)
     try:
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???)")
@@ -81,18 +84,21 @@ def load_config(
 
 
 def data_arguments(config: Config) -> dict[str, object]:
-    """The arguments of the data set, in our names whoever's the section has; {} without one."""
+    """Return the data set's arguments under cogfast's names, also if the section uses SAT's names.
+
+    {} without a data section.
+    """
     return resolve(config.data, config.allow_import)[1] if config.data else {}
 
 
 def _file_names(paths: Sequence[str | Path]) -> list[str]:
-    """Short names of the files; the whole path where two files are called the same."""
+    """File names for messages; the whole path if two files have the same name."""
     short = [Path(path).name for path in paths]
     return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
 
 
 def _leaf_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of all values; a list counts as one value since merging replaces it whole."""
+    """Yield the dotted keys of all values. A list is one value, since merging replaces it whole."""
     for key in node:
         child = node._get_node(key)  # the node, not its value: interpolations stay unresolved
         if isinstance(child, DictConfig) and not child._is_none() and len(child):
@@ -102,20 +108,20 @@ def _leaf_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _forget_replaced(origins: dict[str, str], loaded: DictConfig) -> None:
-    """Drop origins of values inside what `loaded` replaces by a plain value or a list."""
+    """Drop the origins of values inside a mapping that `loaded` replaces by a value or a list."""
     for key in _leaf_keys(loaded):
         for old in [name for name in origins if name.startswith(key + ".")]:
             if OmegaConf.select(loaded, key) != {}:
                 del origins[old]
 
 
-def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
-    """Apply one `key=value` word; the value is read as YAML, or as text where it is none."""
-    key, equals, text = word.partition("=")
+def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> None:
+    """Apply one `key=value` argument. The value is parsed as YAML; if that fails, it is text."""
+    key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"command line: {cut(word)!r} is not key=value")
+        raise ValueError(f"command line: {cut(override)!r} is not key=value")
     try:
-        # a comment or a second line would get lost
+        # YAML would drop a comment and everything after the first line; keep such a value as text.
         is_text = not text or text.startswith("#") or " #" in text or "\n" in text
         check_nesting("" if is_text else text)
         value = text if is_text else OmegaConf.create(f"value: {text}")._get_node("value")
@@ -126,7 +132,7 @@ def _override(merged: DictConfig, word: str, origins: dict[str, str]) -> None:
     try:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
         check_interpolations(merged)
-    except _OMEGACONF_ERRORS as error:  # what OmegaConf raises for keys that it cannot read
+    except _OMEGACONF_ERRORS as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {what}")) from None
     dotted = key.replace("[", ".").replace("]", "")

@@ -1,4 +1,4 @@
-"""Reads the words of `cogfast train` and `cogfast sample`, SAT's own flags included."""
+"""Parses the command lines of the four verbs, including SAT's own flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import nearest
 
-# SAT's flags that take no value, besides those of TrainArguments' true-or-false fields.
+# SAT's flags without a value, in addition to the boolean fields of TrainArguments.
 _SWITCHES = (
     "no_load_rng",
     "no_save_rng",
@@ -33,13 +33,14 @@ _SWITCHES = (
     "force_train",
     "force_inference",
 )
+# SAT's flags that have a legal value here but no field in TrainArguments.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 _RUN_CONFIG = "training_config.yaml"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the command line asks for, before any file is read."""
+    """The parsed command line, before any file is read."""
 
     base: list[str]
     overrides: list[str]
@@ -49,24 +50,24 @@ class Request:
     prompt_file: str | None = None
     images: list[str] | None = None
     out: str | None = None
-    weights: str | None = None  # the run folder to sample from; none: args.load
+    weights: str | None = None  # run folder to sample from; None: use args.load
     lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
     ema: bool = False
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors as the one line that all our errors are."""
+    """An ArgumentParser whose errors are one-line ValueErrors, as all of cogfast's errors are."""
 
     def error(self, message: str) -> NoReturn:
         text = message
         if message.startswith("unrecognized arguments: -"):
-            word = message.split()[2].partition("=")[0]
+            flag_given = message.split()[2].partition("=")[0]
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            text = f"{self.prog} has no option {word}{nearest(word, known)}"
+            text = f"{self.prog} has no option {flag_given}{nearest(flag_given, known)}"
         raise ValueError(text)
 
 
-def parse_train(words: Sequence[str]) -> Request:
+def parse_train(argv: Sequence[str]) -> Request:
     parser = _parser("train", "Train a CogVideoX transformer.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
@@ -75,21 +76,23 @@ def parse_train(words: Sequence[str]) -> Request:
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="resume though the configuration is not the checkpoint's (as args.accept_changes=true)",
+        help="resume even if training-relevant keys changed (as args.accept_changes=true)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.train_iters=100")
-    found = _parse(parser, words, visible=("seed", "resume", "accept_changes"))
+    found = _parse(parser, argv, visible=("seed", "resume", "accept_changes"))
     return dataclasses.replace(_whole_request(found), dry_run=found.dry_run)
 
 
 def _whole_request(found: argparse.Namespace) -> Request:
-    """Of a verb that takes --base and key=value words."""
+    """Build the request of a verb that takes --base and key=value arguments."""
     if not found.base:
         raise ValueError("--base is missing; give model.yaml and sft.yaml")
     base, moved = _split_overrides(found.base)
-    for word in found.overrides:
-        if "=" not in word:
-            raise ValueError(f"{word!r} is neither an option nor key=value; files go after --base")
+    for override in found.overrides:
+        if "=" not in override:
+            raise ValueError(
+                f"{override!r} is neither an option nor key=value; files go after --base"
+            )
     return Request(
         base=base,
         overrides=[*_flag_overrides(found), *moved, *found.overrides],
@@ -97,42 +100,49 @@ def _whole_request(found: argparse.Namespace) -> Request:
     )
 
 
-def parse_cache(words: Sequence[str]) -> Request:
+def parse_cache(argv: Sequence[str]) -> Request:
     parser = _parser("cache", "Encode a run's videos and captions once, into args.latent_cache.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.latent_cache=PATH")
-    found = _parse(parser, words, visible=("seed",))
+    found = _parse(parser, argv, visible=("seed",))
     return _whole_request(found)
 
 
-def parse_sample(words: Sequence[str]) -> Request:
+def parse_sample(argv: Sequence[str]) -> Request:
     parser = _parser(
         "sample",
-        "Make videos with a run, a model's folder (diffusers pipeline), or what args.load names.",
+        "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load.",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt per line")
-    parser.add_argument("--image", action="append", metavar="PNG", help="first frame, per prompt")
-    parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help="averaged weights")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="PNG",
+        help="first frame; one for all prompts or one per prompt",
+    )
+    parser.add_argument(
+        "--ema", action=argparse.BooleanOptionalAction, help="use the averaged (EMA) weights"
+    )
     parser.add_argument(
         "--lora",
         action="append",
         metavar="PATH[:SCALE]",
-        help="adapters on top: a LoRA file, a SAT folder or a run; may be repeated",
+        help="add adapters: a LoRA file, a SAT folder or a run; may be repeated",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
-    parser.add_argument("--out", metavar="DIR", help="where the videos go; else args.output_dir")
-    parser.add_argument("words", nargs="*", metavar="FOLDER | key=value")
-    found = _parse(parser, words, visible=("seed",))
+    parser.add_argument("--out", metavar="DIR", help="output folder; default: args.output_dir")
+    parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value")
+    found = _parse(parser, argv, visible=("seed",))
     base, moved = _split_overrides(found.base or [])
-    sources, overrides = _split_overrides(found.words)
+    sources, overrides = _split_overrides(found.sources)
     if len(sources) + bool(base) != 1:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     run_config = _run_config(Path(sources[0])) if sources else None
-    # How ranks shared the model of a run says nothing of those that make its videos.
+    # Sampling need not use the tensor-parallel layout that the run was trained with.
     fitting = ["args.model_parallel_size=1", "args.sequence_parallel=false"] if run_config else []
     if sources and run_config is None:
         from cogfast.train.sampling.pipeline_defaults import find_config
@@ -154,9 +164,9 @@ def parse_sample(words: Sequence[str]) -> Request:
 
 
 def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Path | None]]:
-    """Prompts and first frames from the command line, or from args.input_file as SAT has it.
+    """Return prompts and first frames from the command line, standard input or args.input_file.
 
-    A line of a file may be prompt@@image.
+    A line of a file may be prompt@@image, as in SAT.
     """
     if request.prompts is not None:
         key, lines = "--prompt", request.prompts
@@ -172,7 +182,7 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     if not pairs:
         raise ValueError("there is no prompt; give --prompt TEXT")
     prompts = [prompt.strip() for prompt, _ in pairs]
-    for prompt in prompts:  # a shell hands on bytes that are no UTF-8 as surrogates
+    for prompt in prompts:  # Python decodes argument bytes that are not UTF-8 as surrogates
         if "\0" in prompt or any("\ud800" <= c <= "\udfff" for c in prompt):
             raise ValueError(f"{key}: {prompt[:80]!r} holds bytes that are no text; give UTF-8")
     names = request.images if request.images is not None else [image.strip() for _, image in pairs]
@@ -196,22 +206,26 @@ def _utf8_lines(data: bytes, name: str) -> list[str]:
 def _parser(verb: str, what: str) -> Parser:
     parser = Parser(prog=f"cogfast {verb}", description=what, allow_abbrev=False)
     parser.add_argument(
-        "--base", nargs="+", action="extend", metavar="YAML", help="files; the later wins"
+        "--base",
+        nargs="+",
+        action="extend",
+        metavar="YAML",
+        help="configuration files; a later one overrides",
     )
-    parser.add_argument("--seed", metavar="N", help="as args.seed=N")
+    parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
     parser.add_argument(
         "--allow-import",
         action="append",
         default=[],
         metavar="PKG",
-        help="a package whose own classes a target may name, besides the listed ones",
+        help="allow `target` to name classes that this package defines; may be repeated",
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 
-def _parse(parser: Parser, words: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
-    """Add every key of `args` as a flag, as SAT has them (not shown in the help), and parse."""
+def _parse(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
+    """Add every key of `args` as a flag, as SAT does (hidden in the help), and parse."""
     hints = typing.get_type_hints(TrainArguments)
     unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]
     for name in [f.name for f in fields(TrainArguments)] + unused + list(_OTHER_FLAGS):
@@ -227,11 +241,14 @@ def _parse(parser: Parser, words: Sequence[str], visible: Sequence[str]) -> argp
         ):
             options["nargs"] = "*"
         parser.add_argument(*flags, **options)
-    return parser.parse_intermixed_args(list(words))
+    return parser.parse_intermixed_args(list(argv))
 
 
 def _flag_overrides(found: argparse.Namespace) -> list[str]:
-    """SAT's flags as key=value words; key=value words that a list swallowed follow theirs."""
+    """Return SAT's flags as key=value overrides.
+
+    A flag with a list value also takes the key=value arguments behind it; they follow its override.
+    """
     hints = typing.get_type_hints(TrainArguments)
     values = vars(found)
     overrides = [] if found.seed is None else [f"args.seed={found.seed}"]
@@ -255,15 +272,16 @@ def _flag_overrides(found: argparse.Namespace) -> list[str]:
     return overrides
 
 
-def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of files and folders, and key=value words, which argparse puts into one list."""
-    is_override = [("=" in word and not os.path.exists(word)) for word in words]
-    names = [word for word, is_one in zip(words, is_override, strict=True) if not is_one]
-    return names, [word for word, is_one in zip(words, is_override, strict=True) if is_one]
+def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a list from argparse into names of files or folders, and key=value overrides."""
+    # A file name may contain "=".
+    is_override = [("=" in item and not os.path.exists(item)) for item in items]
+    names = [item for item, is_one in zip(items, is_override, strict=True) if not is_one]
+    return names, [item for item, is_one in zip(items, is_override, strict=True) if is_one]
 
 
 def _run_config(folder: Path) -> Path | None:
-    """The configuration that a run, or the run of a checkpoint, was trained with; None: no run."""
+    """Find the configuration of a run or of a checkpoint's run; None if `folder` is neither."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     places = (folder / _RUN_CONFIG, folder.parent.parent / _RUN_CONFIG)
@@ -271,73 +289,75 @@ def _run_config(folder: Path) -> Path | None:
 
 
 _WHAT = """\
-Turn weights of one format into another. What SRC is, is read from its content: a SAT folder or .pt
+Convert weights from one format to another. The format of SRC is detected: a SAT folder or .pt
 file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its
-checkpoints, a folder that --to cogfast wrote; or a VAE, SAT's 3d-vae.pt or diffusers' vae folder."""
+checkpoints, a folder written by --to cogfast, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."""
 
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # either name will do
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
 
-def parse_convert(words: Sequence[str]) -> dict[str, Any]:
-    """The arguments of cogfast.model.weights.convert.convert."""
+def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
+    """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
     parser = Parser(prog="cogfast convert", description=_WHAT, allow_abbrev=False)
     parser.add_argument("src", metavar="SRC")
     parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
     parser.add_argument("--to", required=True, choices=("sat", "diffusers", "peft", "cogfast"))
-    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument("--ema", action="store_true", help="convert the averaged (EMA) weights")
     parser.add_argument(
         "--merge-lora",
         nargs="?",
         const="",
         metavar="LORA",
-        help="add these adapters to the weights, or SRC's own where no LORA is named",
+        help="merge these adapters into the weights; without LORA: the adapters that SRC holds",
     )
     parser.add_argument(
         "--add-lora",
         metavar="LORA",
-        help="write these adapters beside SRC's weights, as LoRA checkpoints of SAT have them",
+        help="keep these adapters separate beside SRC's weights, as in SAT's LoRA checkpoints",
     )
     parser.add_argument(
         "--lora-alpha",
         type=float,
         metavar="X",
-        help="that adapters were trained with, where their files do not say it: those of SAT (1, if "
-        "its config names no lora_alpha) and of CogVideo's diffusers trainer (64)",
+        help="alpha used in training, for files that do not store it (SAT: 1 unless configured; "
+        "CogVideo's diffusers trainer: 64)",
     )
     parser.add_argument(
         "--extract-lora",
         metavar="BASE",
-        help="adapters that come nearest to what SRC changed in the weights of BASE",
+        help="compute the adapters that best approximate the difference between SRC and BASE",
     )
-    parser.add_argument("--rank", type=int, metavar="R", help="of the adapters to extract")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank of the extracted adapters")
     parser.add_argument(
         "--model-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="files that a SAT target is cut over",
+        help="number of mp_rank files to write (--to sat)",
     )
     parser.add_argument(
         "--dtype",
-        type=lambda word: _SHORT.get(word, word),
+        type=lambda name: _SHORT.get(name, name),
         choices=tuple(_SHORT.values()),
         metavar="{fp32,fp16,bf16}",
-        help="of the target's weights; default: the source's",
+        help="dtype of the written weights; default: that of the source",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="reload the target and compare one forward pass"
+        "--verify",
+        action="store_true",
+        help="reload the written weights and compare one forward pass",
     )
     parser.add_argument(
-        "--allow-unexpected", action="store_true", help="leave out tensors of unknown names"
+        "--allow-unexpected", action="store_true", help="leave out tensors with unknown names"
     )
     parser.add_argument(
         "--scaling-factor",
         type=float,
         default=None,
         metavar="X",
-        help="of a VAE in diffusers' config: 1.15258426 for 2B, 0.7 (the default) for the others",
+        help="scaling_factor in the diffusers config of a VAE: 1.15258426 for 2B, 0.7 (default) else",
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    found = vars(parser.parse_args(list(words)))
+    found = vars(parser.parse_args(list(argv)))
     del found["traceback"]
     return found

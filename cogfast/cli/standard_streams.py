@@ -1,5 +1,7 @@
-"""Standard input, output and error that a command can lose: a terminal that was closed, or a pipe
-whose reader ended (`cogfast train | head`), ends no run."""
+"""Keeps a command running when its standard streams break.
+
+Examples are a terminal that was closed and a pipe whose reader has ended (`cogfast train | head`).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import sys
 
 
 class _Stream(io.FileIO):
-    """A standard stream's file descriptor. What cannot be written is dropped."""
+    """A standard stream's file descriptor. Output that cannot be written is dropped."""
 
     def write(self, data: bytes | memoryview) -> int:
         try:
-            while (written := super().write(data)) is None:  # of a terminal that does not block
+            # None: the terminal is non-blocking and its buffer is full.
+            while (written := super().write(data)) is None:
                 select.select([], [self], [])
         except OSError:
             return memoryview(data).nbytes
@@ -23,17 +26,16 @@ class _Stream(io.FileIO):
 
 
 def keep_streams() -> None:
-    """Make stdout and stderr of this process drop what they cannot write, and open those of the
-    three streams that were closed at the start.
+    """Make stdout and stderr drop what they cannot write, and reopen closed standard streams.
 
-    Files that are opened later would take the place of a closed stream, and C++ libraries would
-    write their messages into them.
+    Otherwise a file opened later would get the descriptor of a closed stream, and C++ libraries
+    would write their messages into it.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 - until the process ends
     sys.stdout = _kept(sys.stdout, 1)

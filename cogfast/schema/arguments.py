@@ -1,4 +1,4 @@
-"""The `args` and `model` sections as dataclasses: SAT's names and defaults, then ours."""
+"""The `args` and `model` sections as dataclasses. Names and defaults that SAT has are SAT's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cogfast.schema.json_files import Range
 
 Precision = Literal["bf16", "fp16", "fp32"]
 PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
-Count = Annotated[int, Range(1, 10**9)]  # of steps or the like
+Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
 
@@ -21,125 +21,163 @@ Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
 class TrainArguments:
     """The `args` section. Intervals and iterations count optimizer steps."""
 
-    # what runs, from what, into what
+    # --- run and weights ---
     experiment_name: str = "cogfast"
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
-    load: str | None = None  # folder of the weights to start from
-    load_lora: str | None = None  # adapters to start from: a LoRA file, a SAT folder or a run
-    save: str | None = None  # folder that run folders are made in; none: runs
-    resume: str | None = None  # auto, latest, or a run or checkpoint folder
-    accept_changes: bool = False  # resume though keys that decide what is trained are other ones
+    # folder of the weights to start from
+    load: str | None = None
+    # adapters to start from: a LoRA file, a SAT folder or a run
+    load_lora: str | None = None
+    # folder in which run folders are created; None: runs
+    save: str | None = None
+    # auto, latest, or a run or checkpoint folder
+    resume: str | None = None
+    # resume even if training-relevant keys changed
+    accept_changes: bool = False
     seed: Annotated[int, Range(-(2**62), 2**62)] = 1234
     train_iters: Count | None = None
     epochs: Count | None = None
-    exit_interval: Count | None = None  # stop at a multiple of this many steps
-    max_hours: float | None = None  # since the process began: save at the next step, and end
-    save_interval: Count | None = 5000  # null: only at the end
-    verify_checkpoints: bool = True  # compare the checksums of a checkpoint that is resumed from
-    keep_last: Annotated[int, Range(0, 10**6)] = 2  # newest checkpoints that are kept; 0 keeps all
+    # stop at a multiple of this many steps
+    exit_interval: Count | None = None
+    # hours since the process started: then save at the next step and stop
+    max_hours: float | None = None
+    # None: save only at the end
+    save_interval: Count | None = 5000
+    # compare the checksums of a checkpoint when resuming
+    verify_checkpoints: bool = True
+    # number of latest checkpoints to keep; 0 keeps all
+    keep_last: Annotated[int, Range(0, 10**6)] = 2
     log_interval: Count = 20
-    summary_dir: str | None = None  # TensorBoard's, a folder per run in it; none: the run's own
+    # parent of the TensorBoard folders, one per run; None: inside the run folder
+    summary_dir: str | None = None
     wandb: bool = False
     wandb_project_name: str = "default_project"
-    deterministic: bool = False  # bitwise repeatable on a GPU, slower
-    profiling: Annotated[int, Range(-1, 10**9)] | None = (
-        None  # steps done when a profile begins (SAT's key); none or -1: never
-    )
-    profiling_steps: Annotated[int, Range(1, 1000)] = 3  # how many steps it covers
-    profiling_blocks: bool = False  # a range for every block, too
+    # bitwise reproducible on a GPU, slower
+    deterministic: bool = False
+    # profile after this many steps (SAT's key); None or -1: never
+    profiling: Annotated[int, Range(-1, 10**9)] | None = None
+    # number of steps to profile
+    profiling_steps: Annotated[int, Range(1, 1000)] = 3
+    # also record a range for every block
+    profiling_blocks: bool = False
 
-    # data
+    # --- data ---
     train_data: list[str] = field(default_factory=list)
     valid_data: list[str] = field(default_factory=list)
-    train_data_weights: list[float] | None = None  # how often an epoch reads each of train_data
-    split: str = "1,0,0"  # shares for training, validation and test where valid_data is empty
-    latent_cache: str | None = None  # folder that `cogfast cache` fills, to train from
-    # of image-to-video: noised first frames that it holds encoded, per clip, of which each step draws
-    # one; 0: the frame itself, which each step noises anew and encodes
+    # how often an epoch reads each source of train_data
+    train_data_weights: list[float] | None = None
+    # shares for training, validation and test if valid_data is empty
+    split: str = "1,0,0"
+    # cache folder that `cogfast cache` filled; training reads it instead of the videos
+    latent_cache: str | None = None
+    # image-to-video: number of noised first frames cached per clip; each step draws one.
+    # 0: cache the frame itself; each step noises and encodes it
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0
     num_workers: Annotated[int, Range(0, 256)] = 1
-    prefetch_factor: Annotated[int, Range(1, 1024)] = 4  # batches that each worker decodes ahead
-    device_prefetch: Annotated[int, Range(0, 64)] = (
-        1  # batches copied to a GPU while it works on another
-    )
-    decode_timeout: Annotated[float, Range(0, 10**6)] = (
-        120.0  # seconds that reading one sample may take, 0 for ever
-    )
-    check_videos: bool = True  # read the headers of all videos before training
-    max_bad_fraction: float = 0.05  # share of unreadable samples at which the run ends
+    # batches that each worker decodes ahead
+    prefetch_factor: Annotated[int, Range(1, 1024)] = 4
+    # batches copied to the GPU ahead of the one in use
+    device_prefetch: Annotated[int, Range(0, 64)] = 1
+    # seconds to read one sample; 0: no limit
+    decode_timeout: Annotated[float, Range(0, 10**6)] = 120.0
+    # read the headers of all videos before training
+    check_videos: bool = True
+    # fraction of unreadable samples at which the run stops
+    max_bad_fraction: float = 0.05
 
-    # the step
-    batch_size: Batch = 1  # samples per rank and micro-batch, or videos per prompt
+    # --- training step ---
+    # samples per rank and micro-batch; videos per prompt when sampling
+    batch_size: Batch = 1
     gradient_accumulation_steps: Batch = 1
-    model_parallel_size: Annotated[int, Range(0, 1024)] = (
-        1  # ranks that share a model (tensor parallelism)
-    )
-    sequence_parallel: bool = False  # each of them has rows of its own between the linears
-    replica_check_interval: Count | None = (
-        1000  # steps between looks whether they drift; null: never
-    )
-    kernels: Literal["triton", "torch"] = "triton"  # torch: plain PyTorch in their place
-    compile: bool = False  # each block by torch.compile
-    # auto: on a GPU the fastest at the run's shape, measured once and kept in the checkpoint
+    # number of ranks that share a model (tensor parallelism)
+    model_parallel_size: Annotated[int, Range(0, 1024)] = 1
+    # shard activations by rows between the tensor-parallel linears
+    sequence_parallel: bool = False
+    # steps between checks that replicas are still equal; None: never
+    replica_check_interval: Count | None = 1000
+    # torch: plain PyTorch instead of Triton kernels
+    kernels: Literal["triton", "torch"] = "triton"
+    # torch.compile for each block
+    compile: bool = False
+    # auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint
     attention_backend: Literal[
         "auto", "fa4", "fa3", "fa2", "cudnn", "flash", "efficient", "math"
     ] = "auto"
-    # none: transformer_args' checkpoint_activations decides, true is auto and false is "none"
+    # None: follow transformer_args.checkpoint_activations (true: auto, false: "none")
     activation_checkpointing: PolicyChoice | None = None
-    checkpoint_activations: bool | None = None  # set, it replaces transformer_args' own
-    force_train: bool = False  # train even where the weights of args.load lack some
-    bf16: bool = False  # bf16, fp16 and zero_stage count where the deepspeed section has none
+    # if set, replaces transformer_args.checkpoint_activations
+    checkpoint_activations: bool | None = None
+    # train even if the weights of args.load are incomplete
+    force_train: bool = False
+    # bf16, fp16 and zero_stage apply only if the deepspeed section does not set them
+    bf16: bool = False
     fp16: bool = False
     zero_stage: Annotated[int, Range(0, 3)] = 2
-    max_nonfinite_steps: Count = 20  # steps in a row that may be skipped for a non-finite loss
+    # consecutive steps that may be skipped because of non-finite gradients
+    max_nonfinite_steps: Count = 20
 
-    # learning rate
-    lr: Annotated[float, Range(0, 1000)] = (
-        1.0e-4  # lr and weight_decay count where deepspeed.optimizer has none
-    )
+    # --- learning rate ---
+    # lr and weight_decay apply only if deepspeed.optimizer does not set them
+    lr: Annotated[float, Range(0, 1000)] = 1.0e-4
     weight_decay: float = 0.01
     lr_schedule: Literal["sat", "constant", "cosine", "linear"] = "sat"
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
     lr_decay_iters: Count | None = None
     lr_decay_ratio: float = 0.1
-    warmup: float = 0.01  # share of all steps
-    warmup_steps: Annotated[int, Range(0, 10**9)] | None = None  # set, it replaces warmup
-    min_lr_ratio: float = 0.0  # the schedule's end over its peak, for lr_schedule other than sat
+    # fraction of all steps
+    warmup: float = 0.01
+    # if set, replaces warmup
+    warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
+    # final over peak learning rate; not used by lr_schedule=sat
+    min_lr_ratio: float = 0.0
 
-    # evaluation
-    eval_interval: Count | None = None  # none: no evaluation
-    eval_iters: Count = 1  # batches per evaluation
-    eval_batch_size: Batch | None = None  # none: batch_size
-    strict_eval: bool = False  # all of valid_data instead of eval_iters batches
-    only_log_video_latents: bool = False  # sample latents, do not decode them
-    eval_prompts: list[str] = field(default_factory=list)  # none: captions of valid_data
-    eval_num_samples: Annotated[int, Range(0, 10**4)] = (
-        1  # videos that are sampled at an evaluation
-    )
-    eval_sampling_steps: Count | None = None  # none: the sampler's own
+    # --- evaluation ---
+    # None: no evaluation
+    eval_interval: Count | None = None
+    # batches per evaluation
+    eval_iters: Count = 1
+    # None: batch_size
+    eval_batch_size: Batch | None = None
+    # evaluate all of valid_data instead of eval_iters batches
+    strict_eval: bool = False
+    # save sampled latents without decoding them
+    only_log_video_latents: bool = False
+    # empty: captions of valid_data
+    eval_prompts: list[str] = field(default_factory=list)
+    # videos to sample at each evaluation
+    eval_num_samples: Annotated[int, Range(0, 10**4)] = 1
+    # None: the sampler's own number
+    eval_sampling_steps: Count | None = None
     eval_with_ema: bool = True
-    eval_timestep_bands: Annotated[int, Range(1, 1000)] = (
-        4  # parts of the schedule with a held-out loss of their own
-    )
+    # number of timestep bands with a separate held-out loss
+    eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
 
-    # sampling
-    force_inference: bool = False  # sample even where the weights lack some, or there are none
+    # --- sampling ---
+    # sample even if the weights are incomplete or missing
+    force_inference: bool = False
     input_type: Literal["cli", "txt"] = "cli"
-    input_file: str = "input.txt"  # a prompt, or prompt@@image, per line
+    # one prompt or prompt@@image per line
+    input_file: str = "input.txt"
     output_dir: str = "samples"
-    latent_channels: Size | None = None  # none: the network's out_channels
-    sampling_image_size: list[Size] | None = None  # rows, columns; none: as trained
-    sampling_num_frames: Size | None = None  # latent frames; none: as trained
-    sampling_fps: Annotated[int, Range(1, 1000)] | None = (
-        None  # none: the training data's, or SAT's 8
-    )
+    # None: the network's out_channels
+    latent_channels: Size | None = None
+    # rows, columns in pixels; None: the training size
+    sampling_image_size: list[Size] | None = None
+    # in latent frames; None: the training length
+    sampling_num_frames: Size | None = None
+    # None: that of the training data, or SAT's 8
+    sampling_fps: Annotated[int, Range(1, 1000)] | None = None
     only_save_latents: bool = False
-    vae_memory_gib: float | None = None  # that decoding may take; none: what is free
+    # memory limit of decoding; None: the free memory
+    vae_memory_gib: float | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> TrainArguments:
-        """The checked `args`; batch size, accumulation, precision, ZeRO stage, learning rate and
-        weight decay come from the deepspeed section where it says them, as in SAT."""
+        """Build the arguments from a checked configuration.
+
+        As in SAT, the deepspeed section takes precedence for batch size, accumulation, precision,
+        ZeRO stage, learning rate and weight decay.
+        """
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in _plain(config.args).items() if k in known}
         deepspeed = _plain(config.deepspeed)
@@ -160,12 +198,12 @@ class TrainArguments:
         if values.get("activation_checkpointing") is None:
             values["activation_checkpointing"] = "auto" if _asks_to_recompute(config) else "none"
         if values.get("train_iters") is None and values.get("epochs") is None:
-            values["train_iters"] = 10000  # SAT's
+            values["train_iters"] = 10000  # SAT's default
         return cls(**values)
 
     @property
     def precision(self) -> Precision:
-        """The dtype of weights and activations."""
+        """dtype of weights and activations."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
@@ -173,17 +211,19 @@ class TrainArguments:
 class ModelArguments:
     """The `model` section without its components."""
 
-    input_key: str = "mp4"  # the batch's key of the videos
-    scale_factor: float = 1.0  # latents = scale_factor * the first stage's
-    latent_input: bool = False  # the batch holds latents of the first stage instead of pixels
-    en_and_decode_n_samples_a_time: int | None = None  # samples per first-stage call; none: all
+    input_key: str = "mp4"  # key of the videos in a batch
+    scale_factor: float = 1.0  # latents = scale_factor * output of the first stage
+    latent_input: bool = False  # batches hold first-stage latents instead of pixels
+    en_and_decode_n_samples_a_time: int | None = None  # samples per first-stage call; None: all
     noised_image_input: bool = False  # image-to-video
-    noised_image_all_concat: bool = False  # the image's latents beside every frame, not the first
-    noised_image_dropout: float = 0.0  # share of samples that see no image
+    noised_image_all_concat: bool = (
+        False  # concatenate the image latents to every frame, not only the first
+    )
+    noised_image_dropout: float = 0.0  # fraction of samples trained without the image
     not_trainable_prefixes: list[str] = field(
         default_factory=lambda: ["first_stage_model", "conditioner"]
-    )  # of SAT's parameter names; "all" leaves LoRA matrices to be trained
-    lora_train: bool = False  # train only what is called lora_layer in SAT
+    )  # prefixes of SAT's parameter names; "all" trains only LoRA matrices
+    lora_train: bool = False  # train only the parameters that SAT calls lora_layer
 
     @classmethod
     def from_config(cls, config: Config) -> ModelArguments:
@@ -192,7 +232,7 @@ class ModelArguments:
 
 
 def _asks_to_recompute(config: Config) -> bool:
-    """SAT's key of the network, which args.checkpoint_activations has replaced where it is set."""
+    """Read SAT's key of the network, which args.checkpoint_activations overwrites if it is set."""
     key = "network_config.params.transformer_args.checkpoint_activations"
     return bool(OmegaConf.select(config.model, key, default=False))
 

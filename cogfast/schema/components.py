@@ -1,8 +1,7 @@
-"""Builds objects from `{target: class path, params: {...}}`, SAT's way of naming components.
+"""Builds objects from `{target: class path, params: {...}}` nodes, the components of SAT's YAML.
 
-One rule: a param `foo` or `foo_config` that is itself a component supplies the argument `foo` and
-is built first. Keys and values are checked against the constructor's signature before anything
-runs, so a misspelt key never reaches a constructor.
+A param `foo` or `foo_config` that is itself a component is built first and passed as the argument
+`foo`. Keys and values are checked against the constructor's signature before anything is built.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cogfast.schema.places import describe_place, our_path, place_of
+from cogfast.schema.places import allowed_path, describe_place, place_of
 from cogfast.schema.sat_classes import REFUSED, TARGETS, SatClass
 from cogfast.schema.values import (
     KeyProblem,
@@ -34,20 +33,20 @@ from cogfast.schema.values import (
 
 _KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
-# What stands beside target and params in an entry of conditioner_config's emb_models.
+# Additional keys of the entries of conditioner_config.params.emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Argument:
-    """A constructor argument: its value, or the component that makes it, and its dotted key."""
+    """A constructor argument: its value (possibly a component node) and its dotted key."""
 
     value: object
     key: str
 
 
 def instantiate(node: Mapping, allow_import: Sequence[str] = (), **given: object) -> Any:
-    """Build the object that a `{target, params}` node describes, `given` arguments added."""
+    """Build the object that a `{target, params}` node describes. `given`: additional arguments."""
     return _instantiate(node, "", allow_import, given)
 
 
@@ -58,7 +57,7 @@ def _instantiate(node: Mapping, where: str, allow_import: Sequence[str], given: 
 
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
-    """The callable and its checked arguments; nested components are still nodes."""
+    """Return a node's callable and its checked arguments. Nested components stay nodes."""
     target, arguments = _arguments(node, "", allow_import, None, {})
     return target, {name: argument.value for name, argument in arguments.items()}
 
@@ -70,10 +69,10 @@ def check_component(
     unused: dict[str, str],
     given: Collection[str] | None = (),
 ) -> None:
-    """Check a component and all components inside it; `where` is its dotted key.
+    """Check a component and all components inside it.
 
-    given: arguments that the caller will add (None: do not ask for missing ones); keys that are
-    accepted and not used are added to `unused` with the reason.
+    where: its dotted key. given: arguments that the caller will add; None allows missing arguments.
+    unused: receives keys that are accepted but not used, with the reasons.
     """
     _, arguments = _arguments(node, where, allow_import, given, unused)
     for argument in arguments.values():
@@ -88,13 +87,14 @@ def is_component(node: object) -> bool:
 def import_target(
     path: str, key: str, allow_import: Sequence[str] = (), place: str = ""
 ) -> Callable:
-    """The class or function that a dotted path names; nothing is imported before it is judged.
+    """Import the class or function of a dotted path if it is allowed.
 
-    place: where it stands (component_places.py); "": any place, for nodes that were checked before.
+    place: the place of the component (schema/places.py); "": any place, for nodes that were checked
+    before. The path is checked first: importing a module runs its code.
     """
-    ours = our_path(path, place)
-    if ours is not None:
-        module, _, name = ours.rpartition(".")
+    allowed = allowed_path(path, place)
+    if allowed is not None:
+        module, _, name = allowed.rpartition(".")
         return getattr(importlib.import_module(module), name)
     for package in allow_import:
         if path.startswith(f"{package}."):
@@ -107,7 +107,7 @@ def import_target(
 
 
 def _import_allowed(path: str, key: str, package: str) -> Callable:
-    """A class or function that `package` defines: what it imports from elsewhere does not count."""
+    """Import a class or function that `package` itself defines, not one that it only imports."""
     if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
         raise KeyProblem(key, f"{key}={cut(path)} is no dotted name of a class or function")
     module_name, _, name = path.rpartition(".")
@@ -134,7 +134,7 @@ def _arguments(
     given: Collection[str] | None,
     unused: dict[str, str],
 ) -> tuple[Callable, dict[str, Argument]]:
-    """A node's callable, and its arguments by name after SAT's names became ours."""
+    """Return a node's callable and its arguments, with SAT's names translated to cogfast's."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
     if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
@@ -148,7 +148,7 @@ def _arguments(
     sat = TARGETS.get(path)
     target = import_target(path, key, allow_import, place_of(where))
     if sat:
-        params = _to_ours(sat, params, where_params, path, unused)
+        params = _translate(sat, params, where_params, path, unused)
     parameters = _parameters(target)
     hints = _hints(target)
     arguments: dict[str, Argument] = {}
@@ -176,23 +176,23 @@ def _arguments(
     return target, arguments
 
 
-def _to_ours(sat: SatClass, params: Mapping, where: str, path: str, unused: dict) -> dict:
+def _translate(sat: SatClass, params: Mapping, where: str, path: str, unused: dict) -> dict:
     try:
-        return sat.to_ours(params, where, path, unused)
+        return sat.translate(params, where, path, unused)
     except KeyProblem:
         raise
-    except ValueError as error:  # of a constructor, which knows no key
+    except ValueError as error:  # raised without a key
         raise KeyProblem(where, f"{where}: {error}") from None
 
 
 def _fit(value: object, annotation: object, key: str) -> object:
-    """The value, checked; a mapping for a dataclass becomes the dataclass."""
+    """Check a value. A mapping for a dataclass argument is converted to the dataclass."""
     is_union = get_origin(annotation) in (typing.Union, types.UnionType)
     options = get_args(annotation) if is_union else (annotation,)
     if any(
         option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
     ):
-        return value  # the constructor reads the mapping itself, with or without a target in it
+        return value  # the constructor takes the mapping as it is, even if it has a target
     if _components(value, key) and not all(_is_plain(option) for option in options):
         return value
     check_type(key, value, annotation)
@@ -203,8 +203,8 @@ def _fit(value: object, annotation: object, key: str) -> object:
             fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
             try:
                 return option(**fields)
-            except ValueError as error:  # about fields that do not fit together
-                # SAT's network_config has the fields of our argument `config` as its own params.
+            except ValueError as error:  # about a combination of fields
+                # In SAT's network_config the fields of the argument `config` are params themselves.
                 where = key.removesuffix(".config")
                 raise KeyProblem(where, f"{where}: {error}") from None
     return tuple(value) if get_origin(annotation) is tuple else value
@@ -224,7 +224,7 @@ def _require(target: Callable, parameters: Mapping, have: set[str], where: str) 
 
 
 def _build(value: object, name: str, allow_import: Sequence[str]) -> object:
-    """The object of a component, or those of a list of them, that stands for argument `name`."""
+    """Build the value of argument `name` if it is a component or a list of components."""
     if is_component(value):
         return _instantiate(value, name, allow_import, {})
     if isinstance(value, list) and _components(value, ""):
@@ -233,7 +233,7 @@ def _build(value: object, name: str, allow_import: Sequence[str]) -> object:
 
 
 def _components(value: object, key: str) -> list[tuple[object, str]]:
-    """The components that a value is or lists, with their dotted keys."""
+    """Return the components that a value is or lists, with their dotted keys."""
     if is_component(value):
         return [(value, key)]
     if isinstance(value, list | ListConfig) and value and all(is_component(v) for v in value):
@@ -244,7 +244,7 @@ def _components(value: object, key: str) -> list[tuple[object, str]]:
 def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(target).parameters)
-    except ValueError:  # a function of C without a signature takes what it takes
+    except ValueError:  # a C function without a signature: allow any arguments
         return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 
 
@@ -252,12 +252,12 @@ def _hints(target: Callable) -> dict[str, object]:
     try:
         call = target.__init__ if inspect.isclass(target) else target
         return typing.get_type_hints(call, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # names that only a type checker imports
+    except (NameError, TypeError, AttributeError):  # annotations imported under TYPE_CHECKING only
         return {}
 
 
 def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
-    """Keys to suggest: SAT's spelling `foo_config` where a component is expected."""
+    """Return the keys to suggest, as `foo_config` (SAT's spelling) where a component is expected."""
     names = []
     for name in parameters:
         is_built = takes_component(hints.get(name)) and name not in params

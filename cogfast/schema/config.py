@@ -1,4 +1,4 @@
-"""The merged configuration, and where each of its values came from."""
+"""The merged configuration and the origin of each of its values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A merged and checked configuration; a section that no file has is empty."""
+    """A merged and checked configuration. A section that no file contains is empty."""
 
     model: DictConfig
     data: DictConfig
     args: DictConfig
     deepspeed: DictConfig
-    origins: dict[str, str]  # dotted key of a leaf -> file name, "command line" or "default"
-    unused: dict[str, str] = field(default_factory=dict)  # accepted key that nothing reads -> why
-    allow_import: tuple[str, ...] = ()  # packages whose own classes a target may name
+    origins: dict[str, str]  # dotted key of a value -> file name, "command line" or "default"
+    unused: dict[str, str] = field(default_factory=dict)  # accepted key without effect -> reason
+    allow_import: tuple[str, ...] = ()  # packages whose classes a target may name
 
     def sections(self) -> dict[str, DictConfig]:
         """The sections by name, in the order in which they are printed."""
@@ -37,11 +37,11 @@ class Config:
         }
 
     def to_yaml(self) -> str:
-        """All sections as YAML without interpolations; it loads again to the same values."""
+        """Return all sections as YAML with interpolations resolved; loading it gives the same values."""
         return OmegaConf.to_yaml(OmegaConf.create(self.sections()), resolve=True)
 
     def describe(self) -> str:
-        """The merged configuration as YAML with each value's origin as comment (`--dry-run`)."""
+        """Return the configuration as YAML with the origin of each value as a comment (`--dry-run`)."""
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
@@ -53,7 +53,7 @@ class Config:
         return "\n".join(lines) + "\n"
 
     def _rows(self, node: Mapping, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        """Lines of YAML for a mapping, each with its value's origin."""
+        """Yield the YAML lines of a mapping, each with the origin of its value."""
         for key, value in node.items():
             here = (*path, str(key))
             if isinstance(value, dict) and value:
@@ -70,23 +70,24 @@ class Config:
 
 
 def refuse(config: Config, key: str, text: str) -> NoReturn:
-    """Raise the ValueError `text` about `key`, with the file that the key's value is from."""
+    """Raise ValueError with `text`, preceded by the file that set `key`."""
     raise ValueError(f"{find_origin(config.origins, key)}: {text}")
 
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:
-    """Where the value of `key` came from; a part of a list came from where the list did."""
+    """Return the origin of the value of `key`. An item of a list has the origin of the list."""
     path = key.replace("[", ".").replace("]", "")
     while path:
         if path in origins:
             return origins[path]
         path = path.rpartition(".")[0]
+    # A mapping has no origin of its own: use that of one of its values.
     below = [origin for name, origin in origins.items() if name.startswith(key + ".")]
     return below[-1] if below else DEFAULT
 
 
 def _flow(value: object) -> str:
-    """One line of YAML for a value."""
+    """Format a value as one line of YAML."""
     if isinstance(value, str):
         plain = yaml.safe_dump(value, width=10**6).removesuffix("\n").removesuffix("\n...")
         return plain if "\n" not in plain else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's configuration that are passed on to it, with the types they take."""
+"""The keys of DeepSpeed's configuration that cogfast passes on, with their types."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _OFFLOAD: dict[str, Any] = {
     "pin_memory": bool,
 }
 
-# Dotted key of a section -> its keys and their types; a section that is missing here is not checked
+# Dotted key of a section -> its keys and their types. Sections that are not listed are not checked
 # further. Source: deepspeed/runtime/zero/{config,offload_config,leaf_module_config}.py,
 # runtime/{precision_config,zenflow/zenflow_config,activation_checkpointing/config}.py,
 # runtime/swap_tensor/constants.py, profiling/constants.py, comm/config.py, utils/config.py.
@@ -193,6 +193,7 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
     "timers.throughput": dict.fromkeys(("enabled", "synchronized"), bool),
 }
 
+# Top-level keys that DeepSpeed knows but cogfast does not support, with what to do instead.
 REFUSED_DEEPSPEED: dict[str, str] = {
     "scheduler": "the learning rate is set by args.lr_schedule, lr_decay_style and warmup; remove it",
     "amp": "apex mixed precision is not used; enable bf16 or fp16",

@@ -1,12 +1,12 @@
-"""Reads JSON that comes from outside: downloaded folders, other tools, files that may be damaged.
+"""Reads JSON from untrusted sources: downloaded folders, other tools, damaged files.
 
-Text is checked against a schema before anything uses it, and every failure is a ValueError of one
-line: where, key, value, rule, fix. A schema is a type:
+The content is checked against a schema before use. Every failure is a ValueError of one line:
+file, key, value, rule, fix. A schema is a type:
 
     bool, int, float, str, None, Any, Literal[...], X | Y, list[X], tuple[X, Y], dict[X, Y]
-    Annotated[X, rule]    with a further rule: Range(low, high), or Inside() for names of files
-    a dataclass           for a mapping -> an instance; unknown keys are ignored
-    {key: type}           for a mapping -> a dict that keeps unknown keys; NotRequired[type] for a
+    Annotated[X, rule]    with an additional rule: Range(low, high), or Inside() for file names
+    a dataclass           a mapping -> an instance; unknown keys are ignored
+    {key: type}           a mapping -> a dict that keeps unknown keys; NotRequired[type] marks a
                           key that may be absent
 """
 
@@ -29,17 +29,18 @@ from typing import Annotated, Any, NotRequired, Union, get_args, get_origin
 
 from cogfast.schema.values import describe_type, fits, join, show
 
-MOST_BYTES = 64 << 20  # of a file; the index of a model with a million tensors has fewer
+# Limits. The index of a model with a million tensors is smaller than 64 MiB.
+MOST_BYTES = 64 << 20  # of a file
 MOST_NESTED = 32  # levels of lists and mappings
-_MOST_NAME = 1024  # bytes of a file's name, with its folders
-_MOST_PART = 240  # bytes of a part of a path; file systems take 255, and we append to some
+_MOST_NAME = 1024  # bytes of a relative path
+_MOST_PART = 240  # bytes of one path component; file systems allow 255, and suffixes are added
 _MOST_SHOWN = 100  # characters of a value or a key in a message
 _AGAIN = "copy it again"
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number from `low` to `high`, both included."""
+    """A number from `low` to `high`, inclusive."""
 
     low: float
     high: float
@@ -53,8 +54,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The name of a file below the folder that names it: no absolute path, no `..`, and no part that
-    file systems refuse for its length."""
+    """A relative path that stays inside the folder: not absolute, no `..`, no component that is too
+    long for file systems."""
 
     def allows(self, value: str) -> bool:
         parts = (PurePosixPath(value), PureWindowsPath(value))
@@ -76,7 +77,7 @@ InsideName = Annotated[str, Inside()]
 
 
 class _Mismatch(Exception):
-    """What is wrong with the value of a dotted key. is_near: its basic type is right."""
+    """A value that does not fit its schema. is_near: its basic type fits, but not its rules."""
 
     def __init__(self, key: str, text: str, is_near: bool) -> None:
         super().__init__(text)
@@ -86,12 +87,15 @@ class _Mismatch(Exception):
 def read_json(
     path: str | Path, schema: Any = dict[str, Any], fix: str = _AGAIN, most_bytes: int = MOST_BYTES
 ) -> Any:
-    """The content of the file at `path` as `schema` has it. fix: what the user can do."""
+    """Read the file at `path` and return its content as `schema` describes.
+
+    fix: the end of error messages, what the user can do.
+    """
     return parse_json(read_limited(path, most_bytes, fix), schema, str(path), fix)
 
 
 def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) -> Any:
-    """As read_json, of text that came with something else. where: for messages."""
+    """Parse JSON text that is part of another file, as read_json does. where: names it in errors."""
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_number)
@@ -101,13 +105,15 @@ def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) ->
         raise _error(where, text, fix) from None
     except UnicodeDecodeError as error:
         raise _error(where, f"damaged, its byte {error.start} is no UTF-8 text", fix) from None
-    except ValueError as error:  # JSONDecodeError, numbers of too many digits, and those below
+    except (
+        ValueError
+    ) as error:  # JSONDecodeError, integers of too many digits, and the errors of the hooks below
         raise _error(where, f"damaged JSON ({brief(str(error))})", fix) from None
     return check(value, schema, where, fix)
 
 
 def check(value: object, schema: Any, where: str, fix: str = _AGAIN) -> Any:
-    """`value`, which json gave, as `schema` has it. where: for messages."""
+    """Check a parsed JSON value against `schema` and convert it. where: names it in errors."""
     try:
         return _checked(value, schema, "")
     except _Mismatch as error:
@@ -115,8 +121,10 @@ def check(value: object, schema: Any, where: str, fix: str = _AGAIN) -> Any:
 
 
 def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
-    """The bytes of a regular file of at most `most_bytes`. ValueError for anything else: a folder,
-    a pipe (which would block), a larger file."""
+    """Read a regular file of at most `most_bytes`.
+
+    ValueError for a larger file, a folder, or a pipe (which is opened without blocking).
+    """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -130,7 +138,7 @@ def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
 
 
 def read_name(path: str | Path, fix: str = _AGAIN) -> str:
-    """The name, of a file or folder beside it, that is all the text of a file such as `latest`."""
+    """Read a file such as `latest`, whose only text is the name of a file or folder beside it."""
     try:
         name = read_limited(path, _MOST_NAME, fix).decode("utf-8").strip()
     except UnicodeDecodeError:
@@ -139,7 +147,7 @@ def read_name(path: str | Path, fix: str = _AGAIN) -> str:
 
 
 def brief(text: str) -> str:
-    """The first characters of a value or a message, on one line that a terminal can show."""
+    """Shorten a value or message to one printable line."""
     text = " ".join(text[: 4 * _MOST_SHOWN].split())
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
@@ -162,7 +170,8 @@ def _no_number(text: str) -> None:
 
 
 def _walk(value: object) -> None:
-    """Refuse what json lets through: deep nesting, 1e999, halves of surrogate pairs."""
+    """Refuse what json accepts: deep nesting, infinite numbers (1e999), unpaired surrogates."""
+    # Breadth first with a list per level: recursion would overflow on the nesting it looks for.
     level: list[Any] = [value]
     for depth in itertools.count():
         below: list[Any] = []
@@ -214,7 +223,7 @@ def _checked(value: Any, schema: Any, key: str) -> Any:
 
 
 def _checked_union(value: Any, schema: Any, key: str) -> Any:
-    """As the first that fits; where none does, the message of one whose basic type fits."""
+    """Check against the first schema that fits. If none does, report one whose basic type fits."""
     near = None
     for kind in get_args(schema):
         try:

@@ -1,9 +1,9 @@
-"""Which classes a `target` may name, by the place where it stands. The lists are complete.
+"""Lists the classes that a `target` may name at each place of a configuration.
 
 A place is the last part of a component's key without `_config`: model.denoiser_config is a
-`denoiser`, and scaling_config in its params a `scaling`. SAT's class paths (sat_names.TARGETS) may
-stand for ours. Any other class must be defined in a package that --allow-import names on the
-command line of the same call.
+`denoiser`, and scaling_config in its params is a `scaling`. SAT's class paths (TARGETS in
+sat_classes.py) are also accepted. Any other class must be defined in a package that --allow-import
+names on the same command line.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from cogfast.schema.sat_classes import TARGETS
 from cogfast.schema.values import nearest
 
-NONE = "torch.nn.Identity"  # a part that is left out, in upstream's files
+NONE = "torch.nn.Identity"  # upstream's files use it for a component that is left out
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """what: its name in messages; module: where its `names` are; others: dotted paths besides."""
+    """what: name in messages. names: classes in `module`. others: further dotted paths."""
 
     what: str
     module: str
@@ -99,23 +99,26 @@ PLACES: dict[str, Place] = {
 
 
 def place_of(key: str) -> str:
-    """The place of a component with that dotted key: `a.emb_models[0]` is in emb_models."""
+    """Return the place of a component by its dotted key: `emb_models` for `a.emb_models[0]`."""
     return re.sub(r"\[\d+\]$", "", key).rpartition(".")[2].removesuffix("_config")
 
 
-def our_path(path: str, place: str) -> str | None:
-    """Our class path for a target, where its place lists it; place "": any place."""
-    ours = TARGETS[path].path if path in TARGETS else path
+def allowed_path(path: str, place: str) -> str | None:
+    """Return cogfast's class path for a target that its place lists, else None.
+
+    place: "" searches all places.
+    """
+    found = TARGETS[path].path if path in TARGETS else path
     places = [PLACES[place]] if place in PLACES else [] if place else PLACES.values()
-    return ours if any(ours in one.paths for one in places) else None
+    return found if any(found in one.paths for one in places) else None
 
 
 def describe_place(path: str, place: str) -> str:
-    """What may stand at a place, for the error about `path`: the nearest name, or all of them."""
+    """Describe what a place allows, for the error about `path`: the most similar name, or all."""
     if place and place not in PLACES:
         return f"no class of cogfast goes to {place}"
     known = PLACES[place].paths if place else [p for one in PLACES.values() for p in one.paths]
-    names = {*known, *(sat for sat, ours in TARGETS.items() if ours.path in known)}
+    names = {*known, *(name for name, sat in TARGETS.items() if sat.path in known)}
     hint = nearest(path, names).removeprefix("; ")
     if not place:
         return hint or "it is in no list of cogfast/schema/places.py"

@@ -1,8 +1,8 @@
-"""SAT's class paths and keys, and ours: the only place that knows both.
+"""Maps SAT's class paths and keys to cogfast's.
 
-TARGETS maps class paths, REFUSED holds those that cannot run here and what to use; UNUSED, in its
-own file, the keys that are accepted and read by nothing. Source: CogVideo's sat/ folder (tag v1.0 and main), and
-SwissArmyTransformer's sat/arguments.py.
+TARGETS maps class paths. REFUSED lists classes that are not supported and what to use instead.
+UNUSED (sat_unused.py) lists keys that are accepted without effect. Source: CogVideo's sat/ folder
+(tag v1.0 and main) and SwissArmyTransformer's sat/arguments.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _GUIDERS = "cogfast.diffusion.guidance"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SatClass:
-    """What a class of SAT's is here: our path, and its params that have one legal value.
+    """How a class of SAT translates to cogfast.
 
-    defaults: SAT's defaults where ours differ.
-    arguments: a function that makes our constructor's arguments of SAT's params, where the nesting
-    differs; it takes (params, dotted key of params, dict that receives unused keys and reasons).
+    path: cogfast's class. only: params with one legal value. defaults: SAT's defaults where they
+    differ from cogfast's. arguments: translates the params where their nesting differs; called with
+    (params, dotted key of params, dict that receives unused keys and reasons).
     """
 
     path: str
@@ -44,10 +44,10 @@ class SatClass:
     defaults: Mapping[str, object] = field(default_factory=dict)
     arguments: Callable[[Mapping, str, dict], dict] | None = None
 
-    def to_ours(
+    def translate(
         self, params: Mapping, where: str, sat_path: str, unused: dict[str, str]
     ) -> dict[str, object]:
-        """Our constructor's params; a `foo_config` may still stand for `foo`."""
+        """Return the params of cogfast's constructor. A key may still be `foo_config` for `foo`."""
         if self.arguments:
             return self.arguments(params, where, unused)
         class_name, kept = sat_path.rpartition(".")[2], dict(self.defaults)
@@ -65,11 +65,11 @@ class SatClass:
 
 
 _VIDEO_SCALING = SatClass(path="cogfast.diffusion.denoiser.VideoScaling")
-_TABLE = {"do_append_zero": False, "flip": True}  # the table that idx points into
+_TABLE = {"do_append_zero": False, "flip": True}  # the table that idx indexes
 _DENOISER = SatClass(
     path="cogfast.diffusion.denoiser.DiscreteDenoiser", only={**_TABLE, "quantize_c_noise": False}
 )
-# Either name of the network takes SAT's params.
+# Both names of the network take SAT's params.
 NETWORKS = (
     "dit_video_concat.DiffusionTransformer",
     "cogfast.model.transformer.DiffusionTransformer",
@@ -79,8 +79,10 @@ _AUTOENCODER = SatClass(
 )
 _FUSED_EMA_ADAM = SatClass(path="cogfast.kernels.fused_ema_adam.FusedEmaAdam")
 
-_OURS = {"image_size": "video_size", "num_frames": "max_num_frames", "txt_key": "caption_key"}
-_OF_A_STREAM = {
+# SAT's data params -> cogfast's
+_RENAMED = {"image_size": "video_size", "num_frames": "max_num_frames", "txt_key": "caption_key"}
+# Params of SAT's streaming data set that have no effect when samples are read by index.
+_STREAM_ONLY = {
     "seed": "args.seed decides the order",
     "shuffle_buffer": "the whole data set is shuffled, by index",
     "nshards": "an epoch reads every sample",
@@ -89,21 +91,21 @@ _OF_A_STREAM = {
 
 
 def _shard_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, object]:
-    """SAT's VideoDataset streams shards, ours reads them by index; the folders are args.train_data."""
+    """Translate the params of SAT's VideoDataset, which streams shards; cogfast reads them by index."""
     kept: dict[str, object] = {}
     for name, value in params.items():
         key = join(where, name)
         if name in ("path", "include_dirs"):
             text = f"{key}={show(value)}: args.train_data names shards; put it there"
             raise KeyProblem(key, text)
-        if name in _OF_A_STREAM:
-            unused[key] = _OF_A_STREAM[name]
-        elif _OURS.get(name, name) in kept:
+        if name in _STREAM_ONLY:
+            unused[key] = _STREAM_ONLY[name]
+        elif _RENAMED.get(name, name) in kept:
             raise KeyProblem(
-                key, f"{key}: {_OURS.get(name, name)} says the same; remove one of them"
+                key, f"{key}: {_RENAMED.get(name, name)} means the same; remove one of them"
             )
         else:
-            kept[_OURS.get(name, name)] = value
+            kept[_RENAMED.get(name, name)] = value
     return kept
 
 
@@ -117,7 +119,7 @@ TARGETS: dict[str, SatClass] = {
     f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,
     "cogfast.diffusion.denoiser.DiscreteDenoiser": _DENOISER,
     f"{_DIFFUSION}.denoiser_scaling.VideoScaling": _VIDEO_SCALING,
-    "cogfast.diffusion.denoiser_scaling.VideoScaling": _VIDEO_SCALING,  # of earlier versions
+    "cogfast.diffusion.denoiser_scaling.VideoScaling": _VIDEO_SCALING,  # path of earlier versions
     f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization": SatClass(
         path=f"{_SCHEDULES}.ZeroSNRDDPMDiscretization"
     ),
@@ -160,7 +162,7 @@ TARGETS: dict[str, SatClass] = {
     "data_video.VideoDataset": SatClass(
         path="cogfast.data.datasets.VideoShards", arguments=_shard_arguments
     ),
-    # of earlier versions
+    # paths of earlier versions of cogfast
     "cogfast.data.video_shards.VideoShards": SatClass(path="cogfast.data.datasets.VideoShards"),
     "sat.ops.FusedEmaAdam": _FUSED_EMA_ADAM,
     "sat.ops.fused_ema_adam.FusedEmaAdam": _FUSED_EMA_ADAM,
@@ -170,9 +172,10 @@ _USE_VIDEO_SAMPLER = (
     "upstream's does not run with a CogVideoX schedule; use "
     f"{_DIFFUSION}.sampling.VPSDEDPMPP2MSampler, VPODEDPMPP2MSampler or VideoDDIMSampler"
 )
-_INSIDE_NETWORK = "stands in network_config.params.modules only; move it there"
+_INSIDE_NETWORK = "is allowed in network_config.params.modules only; move it there"
 _USE_KL_VAE = "only the 3D VAE of CogVideoX is read; use vae_modules.autoencoder.VideoAutoencoderInferenceWrapper"
 
+# class path -> why it is refused and what to use instead
 REFUSED: dict[str, str] = {
     **{
         f"{home}.{name}": (

@@ -1,4 +1,4 @@
-"""SAT's nested network_config and first_stage_config turned into our constructors' arguments."""
+"""Translates SAT's nested network_config and first_stage_config to constructor arguments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ FINAL_LAYER = "dit_video_concat.FinalLayerMixin"
 LORA = "sat.model.finetune.lora2.LoraMixin"
 REGULARIZER = "vae_modules.regularizers.DiagonalGaussianRegularizer"
 
-_NORM_GROUPS = 32  # SAT's Normalize
+_NORM_GROUPS = 32  # groups of GroupNorm in SAT's Normalize
 
-_Width = Annotated[int, Range(1, 2**16)]  # of embeddings
+# The ranges refuse a mistyped size before memory is allocated for it.
+_Width = Annotated[int, Range(1, 2**16)]  # embedding width
 _Side = Annotated[int, Range(1, 4096)]
 _Length = Annotated[int, Range(1, 10**5)]
 _TextLength = Annotated[int, Range(0, 4096)]  # tokens
@@ -30,7 +31,7 @@ _Scale = Annotated[float, Range(1e-3, 1000)]
 _Interpolation = {f"{axis}_interpolation": _Scale for axis in ("height", "width", "time")}
 _Patch = Annotated[int, Range(1, 64)]
 _PatchSize = _Patch | tuple[_Patch, _Patch, _Patch]
-# Key -> type of what SAT's DiffusionTransformer takes and we read.
+# Params of SAT's DiffusionTransformer that are read -> type
 _NETWORK_KEYS: dict[str, Any] = {
     "num_frames": _Length,
     "time_compressed_rate": Annotated[int, Range(1, 64)],
@@ -60,7 +61,7 @@ _REQUIRED = (
     "patch_size",
     "elementwise_affine",
 )
-# Key -> the one value with which SAT's class is the network of CogVideoX.
+# Params of SAT's class that have one legal value, that of CogVideoX
 _NETWORK_ONLY = {
     "num_classes": None,
     "input_time": "adaln",
@@ -103,13 +104,13 @@ _LORA: dict[str, Any] = {
     "layer_range": list[int] | None,
     "target_modules": list[str],  # ours
 }
-# Names of the linears that have adapters, SAT's and diffusers' -> diffusers'
+# Linears that can have adapters: SAT's or diffusers' name -> diffusers' names
 _LORA_TARGETS = {
     "query_key_value": ("to_q", "to_k", "to_v"),
     "dense": ("to_out.0",),
     **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0")},
 }
-# What both halves of SAT's autoencoder take; z_channels, ch and so on are read by ours.
+# Params of the encoder and of the decoder of SAT's autoencoder -> type
 _CODER: dict[str, Any] = {
     **dict.fromkeys(("z_channels", "in_channels", "out_ch", "ch"), Annotated[int, Range(1, 1024)]),
     "num_res_blocks": Annotated[int, Range(1, 16)],
@@ -130,10 +131,10 @@ _CODER_ONLY = {
 def transformer_arguments(
     params: Mapping, where: str = _NETWORK, unused: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The fields of TransformerConfig for SAT's network_config.params, every key checked.
+    """Return the fields of TransformerConfig for SAT's network_config.params, after checking all keys.
 
-    Both forms are read: CogVideoX 1.0 (patch_size: 2) and 1.5 ([2, 2, 2]); the interpolations may
-    stand beside num_frames or in pos_embed_config. `unused` receives accepted keys nobody reads.
+    patch_size may be an integer (CogVideoX 1.0) or [t, h, w] (1.5). The interpolations may be set
+    beside num_frames or in pos_embed_config. unused: receives accepted keys without effect.
     """
     from cogfast.shapes import PatchSize  # here, since it imports torch
 
@@ -177,13 +178,15 @@ def transformer_arguments(
 
 
 def network_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    """The argument of assemble_transformer for SAT's network_config.params: its fields, of which the
-    factory makes a TransformerConfig."""
+    """Return the argument of assemble_transformer for SAT's network_config.params.
+
+    components.py converts its fields to a TransformerConfig.
+    """
     return {"config": transformer_arguments(params, where, unused)}
 
 
 def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    """Fields about positions; interpolations at the network's level are already in `fields`."""
+    """Return the position fields. `fields` already holds interpolations set beside num_frames."""
     key = join(where, "pos_embed_config")
     targets = (POSITION_SINCOS, POSITION_ROTARY)
     params = _module({"pos_embed_config": node}, "pos_embed_config", targets, where)
@@ -244,7 +247,10 @@ def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any
 
 
 def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
-    """Arguments of video_autoencoder_from_sat for the params of SAT's wrapper, ours allowed too."""
+    """Return the arguments of video_autoencoder_from_sat for the params of SAT's wrapper.
+
+    The params may also hold cogfast's own keys, such as encode_chunks.
+    """
     kinds: dict[str, Any] = {
         "ckpt_path": str | None,
         "ignore_keys": list[str],
@@ -282,11 +288,14 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
 
 
 def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of diffusers' class for SAT's two sections, which must describe one autoencoder."""
+    """Return the arguments of diffusers' class for SAT's encoder and decoder sections.
+
+    ValueError if the two sections do not describe one autoencoder.
+    """
     from cogfast.shapes import TEMPORAL_COMPRESSION  # here, since it imports torch
 
     encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
-    # Key -> what the CogVideoX autoencoder has and diffusers' class is written for.
+    # Fixed values of the CogVideoX autoencoder, which diffusers' class assumes
     fixed = {
         "attn_resolutions": [],
         "resamp_with_conv": True,
@@ -328,7 +337,7 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
 
 
 def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -> Mapping[str, Any]:
-    """The params of one `{target, params}` node whose target must be one of `targets`."""
+    """Return the params of a `{target, params}` node whose target must be one of `targets`."""
     node, key = modules[name], join(where, name)
     if not isinstance(node, Mapping) or "target" not in node:
         raise KeyProblem(key, f"{key}={show(node)} must be a mapping with target and params")
@@ -349,7 +358,7 @@ def _read(
     sat_class: str = "",
     only: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
-    """The params that are read, after checking names and types of all of them."""
+    """Check the names and types of all params and return those that are read."""
     only, found = only or {}, {}
     for name, value in params.items():
         key = join(where, name)

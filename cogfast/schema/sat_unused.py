@@ -1,4 +1,4 @@
-"""Keys of SAT that are accepted and read by nothing here, with the reason of each."""
+"""SAT's keys that are accepted but have no effect, with the reason for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SAMPLERS = ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
 _VAE_FROZEN = "the autoencoder is frozen"
 _TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
 
-# Keys that are accepted and read by nothing, with the reason: "section.key" or "SatClass.param".
+# "section.key" or "SatClass.param" -> reason
 UNUSED: dict[str, str] = {
     "args.no_load_rng": _RNG,
     "args.no_save_rng": _RNG,

@@ -31,7 +31,7 @@ _COMPONENTS = (
     "first_stage_config",
     "conditioner_config",
 )
-# Keys with one legal value, and what to do instead of another.
+# key -> (legal values, what to do instead of setting another)
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
     "model.use_pd": ((False, None), "progressive distillation is not in this version; use false"),
@@ -44,17 +44,17 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }
-# sft.yaml has these at the top of the section, where DeepSpeed never reads them.
+# SAT's sft.yaml puts these at the top of the deepspeed section, but DeepSpeed reads them in fp16.
 _LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 _CONDITIONER = "sgm.modules.GeneralConditioner"
-# DeepSpeed's names, and params of theirs that torch's AdamW does not have.
+# DeepSpeed's optimizer names, and those of their params that torch's AdamW does not have.
 _DEEPSPEED_ADAM = ("adam", "adamw")
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
 _DEEPSPEED_ADAM_KEYS = ("adam_w_mode", "bias_correction", "torch_adam", "set_grad_none")
 
 
 def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
-    """Move keys to where they are read, and fill in defaults; `origins` follows."""
+    """Move keys to the place where they are read and fill in defaults. Updates both arguments."""
     for name, section in config.items():
         if name not in SECTIONS:
             raise _unknown_section(name)
@@ -75,7 +75,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool):
         origin = origins.pop("deepspeed.zero_optimization.cpu_offload", DEFAULT)
         if zero.pop("cpu_offload") and "offload_optimizer" not in zero:
-            zero["offload_optimizer"] = {"device": "cpu"}  # what DeepSpeed replaced the key by
+            zero["offload_optimizer"] = {"device": "cpu"}  # DeepSpeed's replacement of the key
             origins["deepspeed.zero_optimization.offload_optimizer.device"] = origin
     for name, schema in (("model", ModelArguments), ("args", TrainArguments)):
         section = config.setdefault(name, {})
@@ -95,7 +95,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
 def check_sections(
     config: dict[str, Any], origins: Mapping[str, str], allow_import: tuple[str, ...]
 ) -> dict[str, str]:
-    """Check every key and value; returns accepted keys that nothing reads, with the reasons."""
+    """Check every key and value. Return accepted keys without effect, with the reasons."""
     unused: dict[str, str] = {}
     _check_section(config["args"], TrainArguments, "args", unused, (), origins)
     _check_section(config["model"], ModelArguments, "model", unused, _COMPONENTS, origins)
@@ -118,7 +118,7 @@ def check_sections(
 
 
 def _require_text_keys(node: object, where: str) -> None:
-    """YAML reads `7:` and `on:` as a number and a truth value; no key of ours is one."""
+    """Refuse keys that are not text: YAML parses `7:` as a number and `on:` as a boolean."""
     children = node.items() if isinstance(node, dict) else ()
     if isinstance(node, list):
         children = ((str(i), item) for i, item in enumerate(node))
@@ -130,7 +130,7 @@ def _require_text_keys(node: object, where: str) -> None:
 
 
 def vars_of(schema: type) -> list[object]:
-    """The defaults of a dataclass, in the order of its fields."""
+    """Return the default values of a dataclass, in the order of its fields."""
     instance = schema()
     return [getattr(instance, f.name) for f in fields(schema)]
 
@@ -144,7 +144,7 @@ def _unknown_section(name: str) -> KeyProblem:
 
 
 def _spread_checkpointing(config: dict[str, Any], origins: dict[str, str]) -> None:
-    """Let args.checkpoint_activations, where it is set, replace the network's own value."""
+    """Copy args.checkpoint_activations, if set, over the network's own value."""
     value = config["args"]["checkpoint_activations"]
     network = config["model"].get("network_config")
     params = network.get("params") if isinstance(network, dict) else None
@@ -172,6 +172,7 @@ def _check_section(
     for name, value in section.items():
         key = join(where, name)
         if name in names:
+            # Defaults need no check.
             if origins.get(key) != DEFAULT:
                 check_type(key, value, hints[name])
         elif key in _ONLY:
@@ -187,7 +188,7 @@ def _check_section(
 def _check_conditioner(
     node: object, where: str, allow_import: tuple[str, ...], unused: dict[str, str]
 ) -> None:
-    """SAT's GeneralConditioner: one frozen text encoder, or none."""
+    """Check SAT's GeneralConditioner, which may hold one frozen text encoder or none."""
     node = check_mapping(where, node)
     check_keys(node, ("target", "params"), where)
     if node.get("target") != _CONDITIONER:
@@ -244,7 +245,7 @@ def _check_deepspeed(
 
 
 def _check_deepspeed_section(name: str, section: object, unused: dict[str, str]) -> None:
-    """Check what DeepSpeed would refuse by a traceback of its own, or read as something else."""
+    """Check what DeepSpeed would refuse with a traceback or silently misread."""
     known = SECTION_KEYS.get(name)
     if known is None or not isinstance(section, Mapping):
         return
@@ -266,7 +267,7 @@ def _check_optimizer(
     if not isinstance(kind, str):
         raise KeyProblem(f"{where}.type", f"{where}.type={show(kind)} must name an optimizer")
     params = check_mapping(f"{where}.params", section.get("params"))
-    for name in _NUMBERS:  # torch's classes would take a text and fail later
+    for name in _NUMBERS:  # torch accepts text here and fails later
         if name in params:
             check_type(f"{where}.params.{name}", params[name], float)
     if kind.lower() in _DEEPSPEED_ADAM:

@@ -1,4 +1,4 @@
-"""Checks of single keys and values: unknown keys with the nearest known one, types by annotation."""
+"""Checks single keys and values: unknown keys (with a suggestion), and types by annotation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _KINDS = {
     type(None): "null",
 }
 _SEQUENCES = (list, tuple, set, frozenset, Sequence, Collection, Iterable)
-_MOST_LISTED = 12  # a message that lists more known keys than this is no longer one line
+_MOST_LISTED = 12  # known keys or list items in a message, which must stay one line
 _MOST_SHOWN = 100  # characters of a key or a value in a message
-_MOST_COMPARED = 200  # characters of a name that is compared with the known ones
+_MOST_COMPARED = 200  # characters of a name; difflib takes quadratic time
 _MOST_IN_LINE = 380  # characters of a message
-_MOST_BITS = 256  # of a whole number that is written out
-_brief = reprlib.Repr()  # at most six levels, and four keys or six items of each
+_MOST_BITS = 256  # of an integer that is printed in full
+_brief = reprlib.Repr()  # prints at most six levels with four keys or six items each
 
 
 class KeyProblem(ValueError):
-    """What is wrong with one dotted `key`; load_config puts the key's file in front."""
+    """A problem with one dotted `key`. load_config adds the file that set the key."""
 
     def __init__(self, key: str, text: str):
         super().__init__(text.replace(key, cut(key)) if len(key) > _MOST_SHOWN else text)
@@ -39,27 +39,27 @@ class KeyProblem(ValueError):
 
 
 class Problems(ValueError):
-    """Several problems that are reported together, a line each."""
+    """Several problems, reported together with one line each."""
 
 
 def cut(text: str, most: int = _MOST_SHOWN) -> str:
-    """`text` without its middle where it is longer than `most` characters."""
+    """Replace the middle of `text` by `...` if it has more than `most` characters."""
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def one_line(text: str) -> str:
-    """A message as one line; of a long one the middle is cut, where the user's value stands."""
+    """Join a message to one line. A long one loses its middle, where the user's value is quoted."""
     return cut(" ".join(text.split()), _MOST_IN_LINE)
 
 
 def join(where: str, key: str) -> str:
-    """The dotted key of `key` inside `where`."""
+    """Return the dotted key of `key` inside `where`."""
     return f"{where}.{key}" if where else key
 
 
 def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
-    """The error for a key that nothing reads, naming the nearest known one."""
+    """Return the error for an unknown key, with the most similar known key as a suggestion."""
     known = sorted(set(known))
     text = f"unknown key {join(where, key)}"
     hint = nearest(key, known)
@@ -71,34 +71,34 @@ def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or nothing."""
+    """Return `; did you mean X?` for the most similar known name, or an empty string."""
     known = list(known) if len(name) <= _MOST_COMPARED else []
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def check_keys(section: Mapping, known: Collection[str], where: str) -> None:
-    """Refuse the first key of `section` that is not in `known`."""
+    """Raise KeyProblem for the first key of `section` that is not in `known`."""
     for key in section:
         if key not in known:
             raise unknown_key(where, str(key), known)
 
 
 def check_type(key: str, value: object, annotation: object) -> None:
-    """Refuse a YAML value that does not fit the annotation of what it configures."""
+    """Raise KeyProblem if a YAML value does not fit the type annotation."""
     if not fits(value, annotation):
         raise KeyProblem(key, f"{key}={show(value)} must be {describe_type(annotation)}")
 
 
 def check_mapping(key: str, value: object) -> Mapping:
-    """`value`, which must be a mapping; null counts as an empty one."""
+    """Return `value`, which must be a mapping. null counts as an empty mapping."""
     if value is not None and not isinstance(value, Mapping):
         raise KeyProblem(key, f"{key}={show(value)} must be a mapping")
     return {} if value is None else value
 
 
 def check_fields(section: Mapping, schema: type, where: str) -> None:
-    """Check keys and types of a section against a dataclass."""
+    """Check the keys and types of a section against a dataclass."""
     hints = typing.get_type_hints(schema, include_extras=True)
     known = [f.name for f in dataclasses.fields(schema)]
     check_keys(section, known, where)
@@ -107,7 +107,7 @@ def check_fields(section: Mapping, schema: type, where: str) -> None:
 
 
 def show(value: object) -> str:
-    """A value as the user would have written it in YAML."""
+    """Format a value as the user would have written it in YAML, shortened if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -119,13 +119,15 @@ def show(value: object) -> str:
         return repr(cut(value))
     try:
         return cut(repr(value) if isinstance(value, int | float) else _brief.repr(value))
-    except ValueError:  # a number of thousands of digits inside
+    except ValueError:  # Python refuses to print an integer of thousands of digits
         return f"a {type(value).__name__}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with what a terminal would obey (control characters, changes of direction) as escapes,
-    those in `keep` aside."""
+    """Escape the characters that a terminal would interpret (control and direction characters).
+
+    keep: characters that are left as they are.
+    """
     if text.isprintable():
         return text
     escaped = (c.encode("unicode_escape").decode() for c in text)
@@ -135,9 +137,9 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def describe_type(annotation: object) -> str:
-    """What an annotation allows, in words."""
+    """Describe the allowed values of a type annotation for an error message."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, Mapping):  # a schema of json_files
+    if isinstance(annotation, Mapping):  # a schema as in json_files
         return "a mapping"
     if origin is None and annotation in _KINDS:
         return _KINDS[annotation]
@@ -161,15 +163,15 @@ def describe_type(annotation: object) -> str:
 
 
 def takes_component(annotation: object) -> bool:
-    """Whether what is annotated so is built from target and params."""
+    """Whether a value of this annotation is built from target and params."""
     if get_origin(annotation) in (Union, types.UnionType):
         return any(map(takes_component, get_args(annotation)))
-    is_ours = isinstance(annotation, type) and annotation.__module__.startswith("cogfast")
-    return is_ours or get_origin(annotation) is Callable
+    is_cogfast = isinstance(annotation, type) and annotation.__module__.startswith("cogfast")
+    return is_cogfast or get_origin(annotation) is Callable
 
 
 def fits(value: object, annotation: object) -> bool:
-    """Whether a value of YAML or JSON is what an annotation allows."""
+    """Whether a value from YAML or JSON fits a type annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -194,9 +196,9 @@ def fits(value: object, annotation: object) -> bool:
         return isinstance(value, Mapping)
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, Mapping | annotation)
-    if takes_component(annotation):  # which is not checked here
+    if takes_component(annotation):  # a component is checked by components.py
         return not isinstance(value, str | int | float | list | dict | None)
-    return True  # Any, and other packages' classes: their constructor judges
+    return True  # Any, and classes of other packages, whose constructors check their arguments
 
 
 def _items_fit(value: Sequence, origin: Any, args: tuple) -> bool:

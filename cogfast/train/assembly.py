@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config: transformer, frozen encoders, data, diffusion."""
+"""Builds the parts of a run from its configuration: transformer, encoders, data, diffusion."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from cogfast.train.encode import Encoder
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders
+_IDENTITY = "torch.nn.Identity"  # upstream's way to leave a component out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diffusion:
-    """The formulas around the network; sampler: None where the config has none."""
+    """Denoiser, loss and sampler. A part that the configuration leaves out is None."""
 
     denoiser: DiscreteDenoiser
     loss: VideoDiffusionLoss | None
@@ -69,13 +69,14 @@ def assemble_transformer(
     ema: bool = False,
     allow_missing: bool = False,
 ) -> DiffusionTransformer:
-    """The transformer on the device in its dtype, our share of it where ranks share one, with the
-    weights of `args.load` or `weights`, and its blocks as args.kernels and args.compile ask.
+    """Build the transformer on the device and load its weights.
 
-    Nothing is in memory twice, and nothing whole of which we keep a share, but for a parameter at a
-    time. args.load_lora comes on top. `weights`, where given, come instead of both, or on top of
-    args.load where they are a part (a LoRA run's on its base); ema: their averaged kind.
-    allow_missing: accept `args.load` where it lacks tensors.
+    With tensor parallelism this rank holds its shard only. Weights are read one parameter at a time,
+    so that no more than one full parameter is in memory beside the model.
+
+    weights: read these instead of args.load and args.load_lora. If they are only a part of the model
+    (a LoRA run), args.load supplies the rest. ema: read the averaged copy of `weights`.
+    allow_missing: accept an `args.load` that lacks tensors; these are initialized.
     """
     with torch.device("meta"):
         transformer = build_transformer(config.model)
@@ -93,6 +94,7 @@ def assemble_transformer(
         fresh.intersection_update(report.missing)
         return report
 
+    # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
         base = load(args.load, allow_missing=allow_missing)
@@ -118,7 +120,7 @@ def assemble_transformer(
 
 
 def _refuse_part(what: str, report: LoadReport) -> NoReturn:
-    """A LoRA run's checkpoint holds its adapters alone; the rest would stay random."""
+    """Refuse weights that are only a part of the model, such as the checkpoint of a LoRA run."""
     raise ValueError(
         f"{what} holds {report.num_loaded} tensors and lacks {len(report.lacking)}, first "
         f"{report.lacking[0]}: a LoRA run keeps its adapters alone; set args.load to the base "
@@ -137,8 +139,8 @@ def assemble_encoder(
         if _is_none(node):
             return None
         target, _ = resolve(node, config.allow_import)
-        # Large ones take a dtype, so that they are never in memory as float32, and may keep some
-        # weights apart: T5 overflows in fp16 unless its second feed-forward matrix is float32.
+        # Large modules take a dtype, so that they are never in memory in float32. They may keep some
+        # weights in float32: in fp16, T5 overflows in its second feed-forward matrix.
         if "dtype" in inspect.signature(target).parameters:
             module = instantiate(node, config.allow_import, dtype=dtype).to(device)
         else:
@@ -148,7 +150,7 @@ def assemble_encoder(
     return Encoder(
         partial(build_frozen, config.model.get("first_stage_config")),
         partial(build_frozen, text_node),
-        same_in_model=groups.broadcast_tensor_in_model,
+        broadcast_within_model=groups.broadcast_tensor_in_model,
         scale_factor=model.scale_factor,
         patch=transformer.patch_size,
         latent_input=model.latent_input,
@@ -161,7 +163,7 @@ def assemble_encoder(
 
 
 def _text_entry(config: Config) -> tuple[dict | None, float]:
-    """The text encoder of conditioner_config's emb_models, and the share of captions dropped."""
+    """Return the node of the text encoder and the fraction of captions to drop."""
     conditioner = config.model.get("conditioner_config")
     entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
     for entry in entries:
@@ -186,9 +188,11 @@ class Datasets:
 
 
 def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
-    """The data sets of args.train_data and args.valid_data; where there is none of the latter, the
-    rows that a manifest marks as valid, or a share of `args.split`. With args.latent_cache their
-    samples come from there."""
+    """Build the training and validation data sets.
+
+    Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
+    the training data (args.split). With args.latent_cache, samples are read from the cache.
+    """
     datasets = _video_datasets(config, args)
     if args.latent_cache is None:
         return datasets
@@ -217,6 +221,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
     if num_valid == 0:
         return Datasets(train, None)
+    # A hash of the index decides, so the parts do not depend on torch's random state.
     shuffled = sorted(range(len(train)), key=lambda i: random_bits(args.seed, "split", i))
     parts = sorted(shuffled[num_valid:]), sorted(shuffled[:num_valid])
     return Datasets(*(_part(train, part) for part in parts))
@@ -233,7 +238,7 @@ def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
 def specs_of(
     config: Config, args: TrainArguments, settings: ClipSettings, sources: Sources
 ) -> dict[str, Spec]:
-    """What the entries of a latent cache must be made with: {"video", "text"}."""
+    """Return the specs, by "video" and "text", that the entries of a latent cache must match."""
     return cache_specs(config, args, settings, _text_entry(config)[0], sources)
 
 
@@ -253,7 +258,7 @@ def _part(dataset: Dataset, indices: Sequence[int]) -> Dataset:
 
 
 def assemble_order(dataset: Dataset, seed: int, global_batch: int) -> GlobalOrder:
-    """In which the samples of a data set are read."""
+    """Return the reading order of a data set's samples."""
     if isinstance(dataset, CaptionedVideos):
         return dataset.order(seed, global_batch)
     return GlobalOrder(len(dataset), seed, global_batch)
@@ -262,7 +267,7 @@ def assemble_order(dataset: Dataset, seed: int, global_batch: int) -> GlobalOrde
 def assemble_batches(
     dataset: Dataset, args: TrainArguments, groups: ProcessGroups, folder: Path, start_step: int
 ) -> ModelBatches:
-    """The training micro-batches of this rank from `start_step` on."""
+    """Return the training micro-batches of this rank, starting at `start_step`."""
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
     if not groups.is_first_of_model:
@@ -285,5 +290,8 @@ def assemble_batches(
 
 
 def reading_timeout(args: TrainArguments) -> float:
-    """Seconds that reading one sample may take. A cache's shard may take as long as its writer."""
+    """Return the time limit for reading one sample, in seconds; 0 is no limit.
+
+    Reading from a latent cache has none: it may wait for a shard that is still being written.
+    """
     return args.decode_timeout if args.latent_cache is None else 0.0

@@ -1,4 +1,4 @@
-"""What cached latents and embeddings depend on: first stage, text encoder, clips and precision."""
+"""Computes the specs of a latent cache: all settings that its latents and embeddings depend on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cogfast.data.video.settings import ClipSettings
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import resolve
 
-# Arguments of frozen parts that change no number of what they encode.
+# Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("decode_chunks", "use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
-# The parts of a diffusers model's folder that frozen parts read.
+# Sub-folders of a diffusers model folder that each encoder reads.
 _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 
 
@@ -30,17 +30,19 @@ def cache_specs(
     text_node: Mapping | None,
     sources: Sources,
 ) -> dict[str, Spec]:
-    """{"video", "text"}: what the entries of a latent cache are made with; `sources` knows, or
-    reads, the content of weight files. text_node: {target, params} of the text encoder."""
+    """Return the specs of cache entries by "video" and "text".
+
+    text_node: {target, params} of the text encoder. sources: hashes the weight files.
+    """
     clip = {
         f"data.params.{f.name}": getattr(settings, f.name) for f in dataclasses.fields(settings)
     }
     clip["data.params.video_size"] = list(settings.video_size)
-    # What a bucket makes of a clip is in its key; what evaluations sample then counts for nothing.
+    # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
     for name in ("keep_decoded_mib", "buckets", *of_buckets):
         del clip[f"data.params.{name}"]
-    # DALI's frames are PyAV's but for the rounding of colours; decord takes others in some formats.
+    # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
     has_image = ModelArguments.from_config(config).noised_image_input
@@ -67,7 +69,7 @@ def _max_length(node: Mapping, config: Config) -> int | None:
 
 
 def _identity(part: str, node: Mapping | None, config: Config, sources: Sources) -> str:
-    """A hash of class, arguments and weights; where the files lie does not count."""
+    """Hash class, arguments and weights of an encoder. The location of its files does not matter."""
     if node is None:
         return "none"
     target, arguments = resolve(node, config.allow_import)
@@ -81,7 +83,7 @@ def _identity(part: str, node: Mapping | None, config: Config, sources: Sources)
 
 
 def _described(part: str, value: object, sources: Sources) -> object:
-    """The value as JSON has it; the content of files and folders in place of their names."""
+    """Convert a value to JSON, with names of files and folders replaced by their content hashes."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping | DictConfig):
@@ -96,7 +98,7 @@ def _described(part: str, value: object, sources: Sources) -> object:
 
 
 def _folder(part: str, folder: str, sources: Sources) -> list[list[str]]:
-    """[name, content hash] of the files that a frozen part may read."""
+    """Return [name, content hash] of the files that an encoder may read."""
     inner = [os.path.join(folder, name) for name in _FOLDERS[part]]
     found = []
     for place in [path for path in inner if os.path.isdir(path)] or [folder]:

@@ -1,7 +1,7 @@
-"""From a batch to what the transformer learns from: latents, text and image latents.
+"""Encodes a batch to the inputs of the transformer: latents, text embeddings, image latents.
 
-The frozen first stage (video autoencoder) and text encoder are built when a batch first needs
-them: batches that bring latents and embeddings never load them.
+The frozen first stage (video autoencoder) and text encoder are built on first use, so batches that
+already hold latents and embeddings never load them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ IMAGE_NOISE_MEAN, IMAGE_NOISE_STD = -3.0, 0.5
 
 
 class Encoder:
-    """Frozen encoders around one transformer.
+    """The frozen encoders of one transformer.
 
-    build_first_stage, build_text_encoder: make the frozen modules on the device, when needed.
-    scale_factor: latents = scale_factor * sample of the first stage. patch: pads latent frames.
-    latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w] already.
-    image_input: image-to-video; the first frame becomes image latents: alone, zeros behind it, or
-    repeated over all frames (image_on_all_frames). *_dropout: the share of samples whose image
-    latents or text embedding become zeros. same_in_model: makes what the encoders return the same,
-    bit for bit, wherever a share of the transformer gets it.
+    build_first_stage, build_text_encoder: build the frozen modules on the device; called on first use.
+    scale_factor: latents = scale_factor * sample of the first stage. patch: latent frames are padded
+    to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
+    image_input: image-to-video; the first frame is encoded to image latents, followed by zeros or,
+    with image_on_all_frames, repeated. *_dropout: fraction of samples whose image latents or text
+    embeddings are replaced by zeros. broadcast_within_model: makes the encoders' outputs bitwise
+    equal on all ranks of a tensor-parallel group.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Encoder:
         image_dropout: float = 0.0,
         text_dropout: float = 0.0,
         samples_at_a_time: int | None = None,
-        same_in_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        broadcast_within_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
         self._first_stage: nn.Module | None = None
@@ -57,7 +57,7 @@ class Encoder:
         self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
         self.image_dropout, self.text_dropout = image_dropout, text_dropout
         self.samples_at_a_time = samples_at_a_time
-        self._same_in_model = same_in_model
+        self._broadcast_within_model = broadcast_within_model
 
     @property
     def first_stage(self) -> nn.Module:
@@ -85,9 +85,9 @@ class Encoder:
     def __call__(
         self, batch: dict, rng: SlotRandom, has_dropout: bool = True
     ) -> tuple[Tensor, Conditioning]:
-        """A batch on the device -> latents [B, C, T, h, w] in float32, and its conditioning.
+        """Encode a batch on the device to latents [B, C, T, h, w] in float32 and conditioning.
 
-        has_dropout: whether captions and images are dropped at their rates, as in training.
+        has_dropout: drop captions and images at their rates, as in training.
         """
         pixels, latents = self._latents(batch, rng)
         text = self._text(batch)
@@ -99,7 +99,7 @@ class Encoder:
         return latents, Conditioning(text=text, image_latents=image)
 
     def num_frames(self, batch: dict) -> int:
-        """Pixel frames of the batch's clips, also where it holds latents."""
+        """Return the number of pixel frames of the batch's clips, even if it holds latents."""
         for key in ("encoded_videos", "latent_mean"):
             if key in batch:
                 return num_pixel_frames(batch[key].shape[2])
@@ -116,27 +116,29 @@ class Encoder:
         elif self.latent_input:
             pixels, latents = None, batch["mp4"].transpose(1, 2).float() * self.scale_factor
         else:
-            pixels = batch["mp4"].transpose(1, 2)  # [B, 3, F, H, W]: the one permute of the way
+            pixels = batch["mp4"].transpose(
+                1, 2
+            )  # [B, 3, F, H, W]: the only permute from file to network
             latents = self.encode_video(pixels, rng, "first_stage")
         return pixels, pad_latent_frames(latents, self.patch)
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
-        """Pixels [B, 3, F, H, W] in [-1, 1] -> scaled latents [B, C, T, h, w] in float32."""
+        """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
         return self._sample(self.encode_moments(pixels), rng, purpose)
 
     @torch.no_grad()
     def encode_moments(self, pixels: Tensor) -> Moments:
-        """Pixels [B, 3, F, H, W] in [-1, 1] -> what latents are drawn from, not scaled."""
+        """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
         dtype = _dtype(self.first_stage)
         parts = pixels.split(self.samples_at_a_time or len(pixels))
         return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
 
     @torch.no_grad()
     def encode_noised(self, images: Tensor, keys: Sequence[str], number: int) -> Moments:
-        """`number` noised variants of each image [B, 3, H, W], as bytes or in [-1, 1] -> what their
-        latents are drawn from, [B, N, C, 1, h, w], not scaled.
+        """Encode `number` noised variants of each image to unscaled moments [B, N, C, 1, h, w].
 
-        The noise of a variant follows from the image's key and the variant's number alone.
+        images: [B, 3, H, W], uint8 or in [-1, 1]. The noise of a variant depends only on the key of
+        the image and the index of the variant.
         """
         frames, variants = in_unit_range(images)[:, :, None], []  # [B, 3, 1, H, W]
         for number_of_variant in range(number):
@@ -146,24 +148,24 @@ class Encoder:
         return _joined(variants, partial(torch.stack, dim=1))
 
     def _sample(self, moments: Moments, rng: SlotRandom, purpose: str) -> Tensor:
-        """Scaled latents [B, C, T, h, w] in float32, drawn anew for each slot and step."""
+        """Sample scaled latents [B, C, T, h, w] in float32, with new noise for each slot and step."""
         noise = None if moments.logvar is None else rng.normal(purpose, moments.mean.shape)
-        return self._same_in_model(moments.sample(noise) * self.scale_factor)
+        return self._broadcast_within_model(moments.sample(noise) * self.scale_factor)
 
     @torch.no_grad()
     def encode_text(self, captions: Sequence[str]) -> Tensor:
-        """[B, L, E]."""
-        return self._same_in_model(self.text_encoder(captions))
+        """Encode captions to embeddings [B, L, E]."""
+        return self._broadcast_within_model(self.text_encoder(captions))
 
     def _text(self, batch: dict) -> Tensor:
-        """[B, L, E]: the batch's embeddings, or its captions through the text encoder."""
+        """Return the batch's text embeddings [B, L, E], encoding its captions if it holds none."""
         text = batch.get("prompt_embedding")
         return self.encode_text(batch["txt"]) if text is None else text
 
     def _image_latents(
         self, batch: dict, pixels: Tensor | None, latents: Tensor, rng: SlotRandom
     ) -> Tensor:
-        """[B, C, T, h, w]: the noised first frame's latents, zeros (or the same) behind it."""
+        """Return the latents of the noised first frame, padded to all frames: [B, C, T, h, w]."""
         if "image_latents" in batch:
             image = batch["image_latents"].float()  # [B, C, 1, h, w], scaled
         elif "noised_image_mean" in batch:
@@ -179,10 +181,10 @@ class Encoder:
                     "nor image_latents; give one of them beside encoded_videos"
                 )
             image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")
-        return self.beside_frames(image, latents.shape[2])
+        return self.pad_to_frames(image, latents.shape[2])
 
-    def beside_frames(self, image: Tensor, num_frames: int) -> Tensor:
-        """An image's latents [B, C, 1, h, w] beside `num_frames` latent frames [B, C, T, h, w]."""
+    def pad_to_frames(self, image: Tensor, num_frames: int) -> Tensor:
+        """Extend image latents [B, C, 1, h, w] to `num_frames` latent frames [B, C, T, h, w]."""
         if self.image_on_all_frames:
             return image.expand(-1, -1, num_frames, -1, -1)
         out = image.new_zeros(*image.shape[:2], num_frames, *image.shape[3:])
@@ -190,7 +192,7 @@ class Encoder:
         return out
 
     def _noised(self, frame: Tensor, rng: SlotRandom) -> Tensor:
-        """The frame [B, 3, 1, H, W] with Gaussian noise of one random strength per sample."""
+        """Add Gaussian noise of one random strength per sample to the frame [B, 3, 1, H, W]."""
         draw = rng.normal("image_noise_strength", (len(frame), 1, 1, 1, 1))
         sigma = torch.exp(IMAGE_NOISE_MEAN + IMAGE_NOISE_STD * draw)
         return frame + sigma * rng.normal("image_noise", frame.shape)
@@ -198,14 +200,14 @@ class Encoder:
     def limit_decode_memory(
         self, num_bytes: int, num_frames: int, height: int, width: int
     ) -> DecodePlan:
-        """Decode in tiles if whole frames of height x width pixels need more than `num_bytes`."""
+        """Decode in tiles if full frames of height x width pixels need more than `num_bytes`."""
         return self.first_stage.limit_decode_memory(num_bytes, num_frames, height, width)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, num_frames: int) -> Tensor:
-        """Scaled latents [B, C, T, h, w] -> pixels [B, 3, num_frames, H, W] in about [-1, 1].
+        """Decode scaled latents [B, C, T, h, w] to pixels [B, 3, num_frames, H, W] in about [-1, 1].
 
-        Frames that padding put in front (CogVideoX 1.5) are dropped before decoding.
+        The leading padding frames of CogVideoX 1.5 are dropped before decoding.
         """
         surplus = latents.shape[2] - num_latent_frames(num_frames)
         latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
@@ -219,7 +221,7 @@ def _joined(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) ->
 
 
 def _one_variant(batch: dict, rng: SlotRandom) -> Moments:
-    """[B, C, 1, h, w]: of each sample one of its N noised images, drawn by its slot."""
+    """Draw one of the N noised images of each sample by its slot: [B, C, 1, h, w]."""
     means, logvars = batch["noised_image_mean"], batch.get("noised_image_logvar")
     drawn = (rng.uniform("noised_image") * means.shape[1]).long()
     numbers = drawn.tolist()  # sync: none, drawn on the CPU
@@ -231,16 +233,16 @@ def _one_variant(batch: dict, rng: SlotRandom) -> Moments:
 
 
 def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
-    """`values` [B, ...] with zeros for the samples in is_dropped [B]."""
+    """Replace the samples of `values` [B, ...] that is_dropped [B] marks by zeros."""
     is_dropped = is_dropped.to(values.device, non_blocking=True)
     return values.masked_fill(is_dropped.view(-1, *[1] * (values.ndim - 1)), 0)
 
 
 def in_unit_range(pixels: Tensor) -> Tensor:
-    """Pixels in [-1, 1], from bytes (bit for bit as data/batches.to_device) or from that."""
+    """Convert uint8 pixels to [-1, 1], bitwise as data/batches.to_device does; keep floats as is."""
     return (pixels.float() - 127.5) / 127.5 if pixels.dtype == torch.uint8 else pixels
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
-    """What the module takes: its parameters' dtype; one without any (the wavelet) casts itself."""
+    """Return the input dtype of a module: its parameters' dtype, or float32 if it has none."""
     return next((p.dtype for p in module.parameters()), torch.float32)

@@ -1,7 +1,7 @@
-"""Evaluation during training: held-out loss by timestep band, and sampled videos.
+"""Evaluates during training: held-out loss by timestep band, and sampled videos.
 
-Both use the same noise every time, so that two evaluations differ by the weights alone. A failure
-is logged and training goes on.
+Both use the same noise every time, so two evaluations differ only in the weights. A failure is
+logged, and training continues.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
 
-_SEED = 0  # of held-out noise and samples: the same in every run, so that runs can be compared
+_SEED = 0  # of held-out noise and samples; the same in every run, so that runs are comparable
 
 T = TypeVar("T")
 
 
 class Evaluator:
-    """Held-out loss and samples of one run; `dataset` is the held-out data or None.
+    """Computes the held-out loss and samples videos. dataset: the held-out data or None.
 
-    Under ZeRO-3 the ranks call the network together, so each step of an evaluation begins by
-    asking whether all are well.
+    Under ZeRO-3 all ranks must call the network together. Each step of an evaluation therefore first
+    agrees on whether any rank has failed.
     """
 
     def __init__(
@@ -74,8 +74,11 @@ class Evaluator:
     def __call__(
         self, step: int, size: LatentSize, stop: StopRequest | None = None
     ) -> dict[str, float]:
-        """Evaluate after `step`; returns the held-out losses. size: of the videos to sample. stop:
-        cuts the evaluation short after the batch or video that it is at."""
+        """Evaluate after `step` and return the held-out losses.
+
+        size: size of the sampled videos. stop: a request ends the evaluation after the current batch
+        or video.
+        """
         self.is_asked_to_stop = lambda: stop is not None and stop.is_asked
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
@@ -89,30 +92,32 @@ class Evaluator:
         return losses or {}
 
     def _attempt(self, what: str, step: int, action: Callable[[], T]) -> T | None:
-        """Do it; a failure, which `action` makes all ranks share, is logged."""
+        """Run `action` and log a failure. All ranks fail together, since `action` shares errors."""
         result = None
         try:
             result = action()
         except EvaluationStopped as error:
-            logger.info("%s at step %d is cut short, since the run ends: %s", what, step, error)
+            logger.info(
+                "%s at step %d stopped early, since the run is ending: %s", what, step, error
+            )
         except OtherRankError as error:
-            logger.info("%s at step %d: %s; training goes on", what, step, error)
+            logger.info("%s at step %d: %s; training continues", what, step, error)
         except (OSError, WriteError) as error:  # a full disk
             logger.warning("%s at step %d failed (%s); training continues", what, step, error)
         except Exception as error:
-            if is_of_another_rank(error):  # a rank is gone: no other can go on
+            if is_of_another_rank(error):  # a rank is lost, so no other can continue
                 raise
-            logger.exception("%s at step %d failed; training goes on", what, step)
+            logger.exception("%s at step %d failed; training continues", what, step)
         if self.groups.device.type == "cuda":
             gc.collect()  # sync: once per evaluation
-            torch.cuda.empty_cache()  # sync: what decoding took is the training step's again
+            torch.cuda.empty_cache()  # sync: return the memory of decoding to the training step
         return result
 
     @torch.no_grad()
     def _held_out_loss(self) -> dict[str, float]:
-        """Mean loss over the first held-out batches, at the middle of each timestep band."""
+        """Return the mean loss of the held-out batches, at the middle of each timestep band."""
         num_bands = self.args.eval_timestep_bands
-        # Per band, and the number of samples. In float64 the sum does not feel its order.
+        # Sum of losses per band, and number of samples. float64 makes the order negligible.
         sums = torch.zeros(num_bands + 1, dtype=torch.float64, device=self.groups.device)
         order = self._order()
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
@@ -163,9 +168,10 @@ class Evaluator:
     def _encoded(
         self, batch: dict, order: GlobalOrder
     ) -> tuple[Tensor, Conditioning, SlotRandom, Tensor]:
-        """Latents, conditioning, draws, and which samples [B] count: with strict_eval each once.
+        """Return latents, conditioning, random draws, and a mask [B] of the samples to count.
 
-        Draws are keyed by a sample's place in the order, so they are the same on any layout.
+        With strict_eval each sample counts once. Draws are keyed by the position of a sample in the
+        order, so they do not depend on the number of ranks.
         """
         places = [batch["step"] * order.global_batch + slot for slot in batch["slots"]]
         rng = SlotRandom(_SEED, 0, places, 0, self.groups.device)
@@ -177,7 +183,7 @@ class Evaluator:
     def _band_losses(
         self, latents: Tensor, conditioning: Conditioning, rng: SlotRandom, is_counted: Tensor
     ) -> Tensor:
-        """The samples' summed loss in each band, and their number: [bands + 1] float64."""
+        """Return the summed loss per band and the number of samples, [bands + 1] float64."""
         num_bands, loss_fn = self.args.eval_timestep_bands, self.diffusion.loss
         noise = rng.normal("held-out noise", latents.shape)
         offset_noise = rng.normal("held-out offset noise", latents.shape[:1])
@@ -216,12 +222,14 @@ class Evaluator:
         return has_texts or (self.dataset is not None and self.args.eval_num_samples > 0)
 
     def _prompts(self, size: LatentSize) -> list[Prompt]:
-        """args.eval_prompts, or held-out captions; with held-out first frames for I2V."""
+        """Return args.eval_prompts or held-out captions, with held-out first frames for I2V."""
         texts: Sequence[str] = self.args.eval_prompts
         if texts and not self.encoder.image_input:
             return [Prompt(i, text, _SEED + i) for i, text in enumerate(texts)]
         number = len(texts) or min(self.args.eval_num_samples, len(self.dataset))
-        chosen = [i * len(self.dataset) // number for i in range(number)]  # spread over the data
+        chosen = [
+            i * len(self.dataset) // number for i in range(number)
+        ]  # evenly spaced over the data
         captions = None if self.encoder.image_input else _captions(self.dataset)
         if captions is not None:
             return [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
@@ -231,19 +239,19 @@ class Evaluator:
         ]
 
     def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
-        """From a sample of the data set; `text` replaces its caption."""
+        """Build a prompt from a sample of the data set. text: replaces its caption."""
         item, image, image_latents = self.dataset[sample], None, None
         if self.encoder.image_input and "image_latents" in item:
             image_latents = item["image_latents"]
         elif self.encoder.image_input:
-            if "noised_image_mean" in item:  # of a cache that has no other
+            if "noised_image_mean" in item:  # a cache of noised images holds no clean frame
                 pixels = self.dataset.first_frame(sample)
             else:
                 pixels = item["images"] if "images" in item else item["video"][0]
-            # What DALI read lies in the readers' memory, and bytes are scaled on the CPU alone.
+            # DALI's frames are on the GPU in the reader's memory; uint8 pixels are scaled on the CPU.
             pixels = pixels.cpu()  # sync: a picture of an evaluation
             size = (video.height * SPATIAL_COMPRESSION, video.width * SPATIAL_COMPRESSION)
-            if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # of another bucket
+            if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # from a different bucket
                 pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]
             image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")
@@ -252,7 +260,7 @@ class Evaluator:
 
 
 def _captions(dataset: Dataset) -> Sequence[str] | None:
-    """The captions where the data set lists them without decoding, and has no embeddings."""
+    """Return the captions if the data set lists them without decoding and has no embeddings."""
     if isinstance(dataset, Subset):
         inner = _captions(dataset.dataset)
         return None if inner is None else [inner[i] for i in dataset.indices]

@@ -1,4 +1,4 @@
-"""The optimizer that a DeepSpeed section names, and which parameters decay."""
+"""Builds the optimizer of the deepspeed section, its parameter groups and the learning rate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py N
 
 
 def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> list[dict]:
-    """The trainable parameters in one group that decays and one that does not, as SAT has them.
+    """Split the trainable parameters into a group with weight decay and one without, as SAT does.
 
-    weight_decay: of the group that decays; None: the optimizer's own.
-
-    No decay for LayerNorms and for parameters named `bias`; LoRA matrices and learned position
-    tables decay. An empty group is left out. The order is that of module.modules().
+    LayerNorms and parameters named `bias` do not decay; LoRA matrices and learned position tables
+    do. An empty group is left out. The order is that of module.modules().
+    weight_decay: for the group with decay; None: the optimizer's default.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -46,12 +45,11 @@ def build_optimizer(
     kernels: KernelChoice = "triton",
     allow_import: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `deepspeed.optimizer` {type, params} over parameter groups.
+    """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
 
-    type: SAT's or our FusedEmaAdam; DeepSpeed's "Adam" (which decouples its weight decay unless
-    adam_w_mode is false) and "AdamW"; or torch.optim.X with that class's own arguments, or a class
-    of a package in allow_import.
-    kernels: which of its own FusedEmaAdam takes on a GPU.
+    type: FusedEmaAdam under SAT's or cogfast's path; DeepSpeed's "Adam" (decoupled weight decay
+    unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
+    kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
     params = OmegaConf.to_container(OmegaConf.create(dict(section.get("params") or {})))
@@ -62,9 +60,12 @@ def build_optimizer(
                 f"{kind}; use type sat.ops.FusedEmaAdam"
             )
         is_decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
-        for key in ("torch_adam", "set_grad_none"):  # which kernel runs, and torch's own default
+        for key in (
+            "torch_adam",
+            "set_grad_none",
+        ):  # choice of kernel, and torch's default behaviour
             params.pop(key, None)
-        params.setdefault("fused", True)  # one pass, and it can skip a step on the device
+        params.setdefault("fused", True)  # one pass over memory; can skip a step without a sync
         kind = "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"
     optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)
     if isinstance(optimizer, FusedEmaAdam):
@@ -73,7 +74,7 @@ def build_optimizer(
 
 
 _SAT_AUTO_WARMUP_STEPS = 100  # sat/training/deepspeed_training.py get_learning_rate_scheduler
-_SAT_AUTO_WARMUP_RATE = 0.05
+_SAT_AUTO_WARMUP_RATE = 0.05  # fraction of lr
 SCHEDULES = ("sat", "constant", "cosine", "linear")
 SAT_DECAY_STYLES = ("linear", "cosine", "exponential", "constant", "none")
 
@@ -92,11 +93,11 @@ def build_learning_rate(
     lr_decay_ratio: float = 0.1,
     iteration: int = 0,
 ) -> Callable[[int], float]:
-    """step (0 for the first) -> learning rate; the arguments are the fields of args.
+    """Return a function from step (starting at 0) to learning rate.
 
-    `warmup` is a share of the steps; `warmup_steps`, where given, counts them instead. SAT's
-    schedule reads mode, lr_decay_* and `iteration` (the step that a SAT pre-training goes on from;
-    a resumed run of ours keeps the 0 it started with); the others read min_lr_ratio.
+    The arguments are fields of args. warmup: fraction of the steps; warmup_steps replaces it if
+    given. Only schedule "sat" reads mode, lr_decay_* and iteration (the step at which a SAT
+    pre-training resumes; always 0 for cogfast's runs). Only the others read min_lr_ratio.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"args.lr_schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
@@ -137,12 +138,12 @@ def sat_learning_rate(
     is_pretraining: bool = False,
     iteration: int = 0,
 ) -> Callable[[int], float]:
-    """SAT's AnnealingLR (sat/training/learning_rates.py) as its trainer builds it.
+    """Return SAT's AnnealingLR (sat/training/learning_rates.py) as SAT's trainer builds it.
 
-    Unless a pre-training starts from 0, the first 100 steps run at 0.05 lr or the warm-up,
-    whichever is less, and then jump to the schedule. "linear" reaches 0 at num_iters +
-    warmup_iters, where SAT's would turn negative; "cosine" ends at decay_ratio * lr;
-    "exponential" is constant. Steps are counted from 1, and from 100 before `iteration`.
+    Unless pre-training starts from 0, the first 100 steps use the lower of 0.05 lr and the warm-up;
+    then the rate jumps to the schedule. "linear" reaches 0 at num_iters + warmup_iters and stays
+    there (SAT's turns negative). "cosine" ends at decay_ratio * lr. "exponential" is constant.
+    Steps are counted from 1, and from 100 before `iteration`.
     """
     style = (decay_style or "none").lower()
     if style not in SAT_DECAY_STYLES:
@@ -177,9 +178,9 @@ def decayed_learning_rate(
     warmup_steps: int,
     min_lr_ratio: float,
 ) -> Callable[[int], float]:
-    """A linear ramp that reaches lr at step warmup_steps - 1, then down to min_lr_ratio * lr.
+    """Return a linear warm-up to lr at step warmup_steps - 1, then a decay to min_lr_ratio * lr.
 
-    The last step, num_steps - 1, runs just above the end of the decay; "constant" has none.
+    The decay would reach its end at step num_steps, one after the last. "constant" does not decay.
     """
 
     def rate(step: int) -> float:

@@ -1,4 +1,4 @@
-"""The training loop. Read `Trainer.train` first: batch, loss, backward, step, log, evaluate, save."""
+"""The training loop. Start with `Trainer.train`: batch, loss, backward, step, log, evaluate, save."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One training run. Subclass it to override `compute_loss`; nothing else is meant for that."""
+    """One training run. Subclasses may override `compute_loss` and nothing else."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -195,17 +195,17 @@ class Trainer:
             engine.wait_for_weights()
             if self.step > self.writer.saved_step:
                 raise RuntimeError(
-                    f"step {self.step} could not be saved (the error stands above); "
+                    f"step {self.step} could not be saved (see the error above); "
                     f"{self._how_to_resume()}"
                 )
-            self._say_end(stop)
+            self._log_end(stop)
             self.groups.close()
 
-    def _say_end(self, stop: StopRequest) -> None:
-        """The last line: why the run ended, where it is, and what comes next."""
+    def _log_end(self, stop: StopRequest) -> None:
+        """Log why the run ended, where its checkpoint is, and how to continue."""
         if self.step >= self.num_steps:
             logger.info(
-                "finished at step %d; checkpoint: %s; to make videos: cogfast sample %s --prompt TEXT --out DIR",
+                "finished at step %d; checkpoint: %s; to generate videos: cogfast sample %s --prompt TEXT --out DIR",
                 self.step,
                 self.writer.path(self.step),
                 shlex.quote(str(self.folder)),
@@ -223,7 +223,7 @@ class Trainer:
         )
 
     def _how_to_resume(self) -> str:
-        """What the last checkpoint is, and the words that go on from it."""
+        """Describe the last checkpoint and the command that resumes from it."""
         step = self.writer.saved_step
         if step == 0:
             return f"nothing is saved in {self.folder}; give the same command to start again"
@@ -232,12 +232,12 @@ class Trainer:
         return f"the last checkpoint is {path}; give the same command with {resume} to resume"
 
     def compute_loss(self, batch: dict) -> Tensor:
-        """The mean loss, a float32 scalar, of a micro-batch on the device.
+        """Return the mean loss, a float32 scalar, of a micro-batch on the device.
 
         batch: {"mp4": [B, F, 3, H, W] in [-1, 1], "txt": [str], "fps", "num_frames"} or
-        {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]}; "slots" [int] are the
-        samples' places in the global batch, by default this rank's first ones. To read weights before
-        the network has run, call `self.engine.wait_for_weights()` first.
+        {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]}. "slots": [int], positions
+        of the samples in the global batch; by default this rank's first ones. Call
+        `self.engine.wait_for_weights()` before reading weights that the network has not used yet.
         """
         rng = self._random(batch)
         with self.profiler.range("encode"):
@@ -257,7 +257,7 @@ class Trainer:
         return SlotRandom(self.args.seed, self.step, slots, self.global_batch, self.groups.device)
 
     def _note_size(self, batch: dict, latents: Tensor, conditioning: Conditioning) -> None:
-        """Remember what a sample is made of: for throughput, and for sampling the same size."""
+        """Record the size of the samples, for throughput and for sampling at the same size."""
         grid = TokenGrid.from_latents(latents, self.engine.transformer.patch_size)
         self.num_tokens = grid.num_tokens + conditioning.text.shape[1]
         if not self.is_size_known:
@@ -343,7 +343,7 @@ class Trainer:
             )
 
     def _save(self, metrics: Metrics) -> None:
-        """Start to write a checkpoint; where that fails, the run goes on without it."""
+        """Start writing a checkpoint. If that fails, training continues without it."""
         state = {
             "global_batch": self.global_batch,
             "seed": self.args.seed,
@@ -357,12 +357,12 @@ class Trainer:
         metrics.restart_clock()
 
     def _video_sizes(self) -> list[list[int]]:
-        """Of what is trained on: frames in pixels, rows and columns in latents."""
+        """Return the training sizes: [pixel frames, latent rows, latent columns]."""
         sizes = bucket_sizes(self.config, self.engine.transformer.config) or [self.latent_size]
         return [[s.num_frames, s.height, s.width] for s in sizes]
 
     def _choose_attention(self, transformer: DiffusionTransformer) -> str | None:
-        """The name of a backend, or None; a run that goes on keeps the one that it had."""
+        """Return the name of the attention backend, or None. A resumed run keeps its backend."""
         stored = self.manifest.get("attention_backend")
         return choose_for_training(self.config, self.args, transformer.config, self.groups, stored)
 
@@ -374,10 +374,10 @@ class Trainer:
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)
         if before != (num_samples, order):
             logger.warning(
-                "the data set has %d samples, it had %d%s: from here on they come in another order",
+                "the data set has %d samples, it had %d%s: from this step on, their order is different",
                 num_samples,
                 before[0],
-                "" if before[0] != num_samples else ", with other weights or buckets",
+                "" if before[0] != num_samples else ", with different weights or buckets",
             )
         self.step = self.writer.saved_step = manifest["step"]
         logger.info("resumed %s at step %d", self.checkpoint, self.step)

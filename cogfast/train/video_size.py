@@ -1,4 +1,4 @@
-"""How large and how long videos are: what is asked for, and what the members of the family take."""
+"""Determines the size of videos: what the configuration asks for and what the model supports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cogfast.shapes import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FPS = 8  # CogVideoX 1.0's
+DEFAULT_FPS = 8  # of CogVideoX 1.0
 _POSITION = "model.network_config.params.modules.pos_embed_config.params"
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSize:
-    """Latents [C, T, h, w] that the network samples, and the frames and fps of the video."""
+    """The shape of latents [C, T, h, w], with the frame count and frame rate of the video."""
 
     channels: int
     frames: int  # T, padding included
@@ -38,33 +38,36 @@ class LatentSize:
     def of_video(
         cls, channels: int, num_frames: int, height: int, width: int, patch_t: int, fps: float
     ) -> LatentSize:
-        """For a video of `num_frames`, latent rows and columns; T is padded to whole patches."""
+        """Build from the number of video frames and latent rows and columns.
+
+        T is padded to whole patches.
+        """
         frames = num_latent_frames(num_frames)
         frames += -frames % patch_t
         return cls(channels, frames, height, width, num_frames, fps)
 
     @classmethod
     def of_model(cls, model: TransformerConfig) -> LatentSize:
-        """The largest that the model's position tables hold."""
+        """Return the largest size that the model's position tables hold."""
         size = (model.num_frames, model.latent_height, model.latent_width)
         return cls.of_video(model.out_channels, *size, model.patch_size.t, DEFAULT_FPS)
 
     def num_tokens(self, model: TransformerConfig) -> int:
-        """Tokens of one sample, text included."""
+        """Return the number of tokens of one sample, including text."""
         patch = model.patch_size
         rows, columns = self.height // patch.h, self.width // patch.w
         return self.frames // patch.t * rows * columns + model.text_length
 
 
 def bucket_sizes(config: Config, model: TransformerConfig) -> list[LatentSize]:
-    """The sizes of data.params.buckets; [] where all clips have one."""
+    """Return the sizes of data.params.buckets; [] without buckets."""
     data = data_arguments(config)
     buckets = checked_buckets(data.get("buckets")) or ()
     return [_size_of(data, model, *bucket) for bucket in buckets]
 
 
 def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
-    """The size of data.params where it has one, else the largest that the model takes."""
+    """Return the size set in data.params, else the largest that the model supports."""
     data = data_arguments(config)
     if "max_num_frames" not in data or "video_size" not in data:
         return LatentSize.of_model(model)
@@ -72,13 +75,13 @@ def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
 
 
 def largest_size(config: Config, model: TransformerConfig) -> LatentSize:
-    """Of what is trained on, the size of the most tokens."""
+    """Return the training size with the most tokens."""
     sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
     return max(sizes, key=lambda size: size.num_tokens(model))
 
 
 def warn_of_pipeline_positions(config: Config) -> None:
-    """Say what diffusers' pipelines will do otherwise with the sizes that are trained on."""
+    """Warn if diffusers' pipelines will use different positions for the training sizes."""
     model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
     sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
     if model.learnable_position:
@@ -109,7 +112,7 @@ def warn_of_pipeline_positions(config: Config) -> None:
 def warn_of_other_positions(
     model: TransformerConfig, sizes: Sequence[LatentSize], manifest: dict[str, Any]
 ) -> None:
-    """Say so where videos of these sizes have other positions than the run of `manifest` had."""
+    """Warn if videos of these sizes have different positions than in the run of `manifest`."""
     trained: Any = manifest.get("config")
     for part in (*_POSITION.split("."), "positions"):
         trained = trained.get(part) if isinstance(trained, dict) else None
@@ -127,8 +130,10 @@ def warn_of_other_positions(
 
 
 def has_pipeline_positions(model: TransformerConfig, sizes: Sequence[LatentSize]) -> bool:
-    """Whether the model sees videos of these sizes where diffusers' pipelines put them, whose own
-    size is the model's."""
+    """Whether videos of these sizes have the positions that diffusers' pipelines would give them.
+
+    Pipelines rescale every size except the model's own.
+    """
     is_rescaled = model.position == "rotary" and model.patch_size.t == 1
     own = (model.latent_height, model.latent_width)
     is_own = all((size.height, size.width) == own for size in sizes)

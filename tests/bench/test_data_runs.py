@@ -58,7 +58,7 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
     assert (
         "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
     )
-    assert "5 of 5 held-out clips are trained on, too, such as" in caplog.text
+    assert "5 of 5 held-out clips are also training clips, such as" in caplog.text
     pattern = r"1 of 5 held-out videos cannot be used, first: .*broken.mp4: not a readable video"
     assert re.search(pattern, caplog.text)
     folder = run_folder(tmp_path / "a/runs")
@@ -69,7 +69,7 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
     part = run_folder(tmp_path / "b/runs")
     make(tmp_path / "b", data, "args.train_iters=9", f"args.resume={part}").train()
     assert losses(part) == losses(folder) and len(losses(part)) == 9
-    assert "another order" not in caplog.text
+    assert "their order is different" not in caplog.text
 
     # Tokens and FLOPs of a line are those of the bucket of its step.
     order, model = straight.order, straight.engine.transformer.config
@@ -87,7 +87,8 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
     make(tmp_path / "b", data, "args.train_iters=9", f"args.resume={part}",
          "args.train_data_weights=[2]", "args.accept_changes=true")  # fmt: skip
     assert (
-        "17 samples, with other weights" in caplog.text or "other weights or buckets" in caplog.text
+        "17 samples, with different weights" in caplog.text
+        or "different weights or buckets" in caplog.text
     )
 
 

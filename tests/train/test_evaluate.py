@@ -250,7 +250,7 @@ def test_a_failure_is_logged_and_training_goes_on(
     trainer = make(tmp_path, data, train_iters=4, eval_sampling_steps=2)
     trainer.train()
     assert trainer.step == 4
-    assert f"{what} at step 2 failed; training goes on" in caplog.text
+    assert f"{what} at step 2 failed; training continues" in caplog.text
     assert "out of memory" in caplog.text
     has_loss = any("valid_loss" in line for line in lines(tmp_path))
     assert has_loss == (what == "sampling")

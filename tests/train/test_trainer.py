@@ -226,7 +226,7 @@ def test_a_tensor_without_gradient_is_named(tmp_path: Path, data: Path) -> None:
 
 def test_nothing_trainable_is_refused(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data)
-    with pytest.raises(ValueError, match="args.load is missing: LoRA adapts weights that exist"):
+    with pytest.raises(ValueError, match="args.load is missing: LoRA adapts trained weights"):
         make(write_config(tmp_path / "lora.yaml", data, lora_rank=2))
     with pytest.raises(ValueError, match="nothing is trainable: model.not_trainable_prefixes"):
         make(base, "model.not_trainable_prefixes=[all]")

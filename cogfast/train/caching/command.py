@@ -1,7 +1,7 @@
-"""`cogfast cache`: encodes the clips and captions of a run's data once, on any number of ranks.
+"""`cogfast cache`: encodes all clips and captions of a data set once, on any number of ranks.
 
-Rank 0 plans which shard holds what, in the order in which training will ask for it; the missing
-shards are dealt out to the ranks, which write each for itself.
+Rank 0 assigns samples to shards in the order in which training reads them. The missing shards are
+divided among the ranks, each of which writes its own.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from cogfast.train.preflight.header_scan import survey_datasets
 logger = logging.getLogger(__name__)
 
 _CAPTIONS_AT_ONCE = 8
-_HASHED_AT_ONCE = 256  # files, by each rank
-_SECONDS_PER_WRITE = 30.0  # of hashes: what a kill costs
+_HASHED_AT_ONCE = 256  # files per rank
+_SECONDS_PER_WRITE = 30.0  # between saves of the hashes; a kill loses this much work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clip:
-    """One sample to encode: where its data set has it, and the key of its caption."""
+    """A sample to encode: its data set and index, and the key of its caption."""
 
     dataset: CaptionedVideos
     index: int
@@ -70,7 +70,7 @@ class Clip:
 
 
 def cache_latents(config: Config) -> None:
-    """Make args.latent_cache hold all samples of args.train_data and args.valid_data."""
+    """Encode all samples of args.train_data and args.valid_data into args.latent_cache."""
     args = TrainArguments.from_config(config)
     groups = start_processes()
     folder = Path(args.latent_cache)
@@ -78,11 +78,11 @@ def cache_latents(config: Config) -> None:
         with ExitStack() as stack:
             groups.on_main(lambda: _own(stack, folder))
             _CacheRun(config, args, groups, folder).run()
-            groups.gather(None)  # nobody needs the writer any more
+            groups.gather(None)  # all ranks are done before rank 0 releases the cache
     except WriteError as error:
         raise RuntimeError(
-            f"args.latent_cache: {error}; what is in the cache stays valid: make room and run "
-            "`cogfast cache` again, it goes on from there"
+            f"args.latent_cache: {error}; the cache stays valid: free disk space and run "
+            "`cogfast cache` again; it continues from there"
         ) from None
     groups.close()
 
@@ -93,7 +93,7 @@ def _own(stack: ExitStack, folder: Path) -> None:
 
 
 class _CacheRun:
-    """One call of the command, on one rank."""
+    """One run of the command on one rank."""
 
     def __init__(
         self, config: Config, args: TrainArguments, groups: ProcessGroups, folder: Path
@@ -129,7 +129,7 @@ class _CacheRun:
         self.groups.on_main(lambda: self._finish(plan, by_text, by_video))
 
     def _hash_sources(self) -> Sources:
-        """The content hashes of all videos; each rank reads a share of what may have changed."""
+        """Hash all videos. Each rank reads a part of the files that may have changed."""
         sources = Sources(self.folder)
         before = dict(sources.known)
         files: dict[str, tuple[int, ...]] = {}
@@ -137,16 +137,17 @@ class _CacheRun:
             files |= source_files(clip.dataset, [clip.index])
         stale = sources.changed(files)
         if stale:
-            logger.info("reading %d videos to know them again", len(stale))
+            logger.info("hashing %d new or changed videos", len(stale))
         at_once, last = _HASHED_AT_ONCE * self.groups.world_size, time.monotonic()
         for start in range(0, len(stale), at_once):
             mine = stale[start : start + at_once][self.groups.rank :: self.groups.world_size]
             for found in self.groups.gather(sources.hash(mine, files)):
                 sources.known |= found
+            # Rank 0 decides: the clocks of ranks differ, and all must take the same branch.
             if self.groups.broadcast(time.monotonic() - last > _SECONDS_PER_WRITE):
                 last = time.monotonic()
                 self.groups.on_main(sources.write)
-                logger.info("read %d of %d videos", min(start + at_once, len(stale)), len(stale))
+                logger.info("hashed %d of %d videos", min(start + at_once, len(stale)), len(stale))
         changed = sum(before[n][-1] != now[-1] for n, now in sources.known.items() if n in before)
         if changed:
             logger.info("%d sources changed since caching; re-encoding %d", changed, changed)
@@ -157,7 +158,9 @@ class _CacheRun:
         for kind, spec in specs.items():
             difference = index.difference(kind, spec)
             if difference is not None:
-                logger.warning("%s: encoding anew; what is there stays beside it", difference)
+                logger.warning(
+                    "%s: encoding again; the old entries are kept beside the new ones", difference
+                )
         texts = [clip.text_key for clip in self.clips]
         plan = index.plan("text", specs["text"], texts, self.folder)
         plan += index.plan("video", specs["video"], keys, self.folder)
@@ -173,7 +176,7 @@ class _CacheRun:
         by_text: dict[str, Clip],
         by_video: dict[str, Clip],
     ) -> None:
-        """Write this rank's share of the missing shards of a kind."""
+        """Encode and write this rank's part of the missing shards of a kind."""
         of_kind = [shard for shard in missing if shard.kind == kind]
         size = self.groups.world_size
         dealt = [of_kind[rank::size] for rank in range(size)]
@@ -238,7 +241,7 @@ class _CacheRun:
                 yield shard, tensors, rows
 
     def _encoder(self) -> Encoder:
-        """Frozen parts that are built when they are first used."""
+        """Return the frozen encoders, which are built on first use."""
         with torch.device("meta"):
             transformer = build_transformer(self.config.model)
         return assemble_encoder(self.config, self.args, transformer, self.groups)
@@ -258,7 +261,7 @@ class _CacheRun:
     def _finish(
         self, plan: list[Shard], by_text: dict[str, Clip], by_video: dict[str, Clip]
     ) -> None:
-        """Write the list of bad samples anew, in the order of the plan, and say how it went."""
+        """Rewrite the list of bad samples in the order of the plan, and log a summary."""
         lines, num_bytes = {}, 0
         for shard in plan:
             clips = by_text if shard.kind == "text" else by_video
@@ -285,10 +288,10 @@ class _CacheRun:
 
 
 def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
-    """The samples in the order in which training first asks for them, then those of no epoch yet.
+    """Yield the samples in the order in which training first reads them, then the unused ones.
 
-    How buckets take turns depends on the samples of training's steps, which nobody knows here: each
-    has a shard's, so that most shards are of one size.
+    How buckets alternate depends on the global batch of training, which is unknown here. The size of
+    a shard is used instead, so that most shards hold one bucket.
     """
     if videos is None:
         return
@@ -300,7 +303,7 @@ def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
 
 
 class _Clips(Reads):
-    """Micro-batches of samples, those that cannot be read as what is wrong with them."""
+    """Reads micro-batches of samples. An unreadable sample is returned as its BadSample error."""
 
     def __init__(self, batches: list[list[Clip]], timeout: float) -> None:
         self.batches, self.timeout = batches, timeout

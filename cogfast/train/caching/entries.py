@@ -1,4 +1,4 @@
-"""What a latent cache keeps of samples: what they are encoded to, on the CPU."""
+"""Encodes samples to the entries of a latent cache, on the CPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def encode_samples(
     num_noised_images: int,
     device: torch.device,
 ) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-    """(what is said of it, its tensors) of each sample; those of one size are encoded together.
+    """Yield (metadata, tensors) of each sample. Consecutive samples of one size share a batch.
 
-    keys: of their contents, from which the noise of so many noised images follows; with none of
-    these image-to-video keeps the first frame, as bytes.
+    keys: content keys, which seed the noise of the noised images. num_noised_images: 0 stores the
+    first frame as uint8 instead (image-to-video).
     """
     for _, group in groupby(zip(samples, keys, strict=True), key=lambda pair: _size(pair[0])):
         together, their_keys = zip(*group, strict=True)

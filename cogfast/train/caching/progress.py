@@ -1,4 +1,4 @@
-"""How far `cogfast cache` is: a bar on a terminal, else a line now and then."""
+"""Shows the progress of `cogfast cache`: a bar on a terminal, else a log line now and then."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from cogfast.train.run.progress_bar import open_bar
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_PER_LINE = 30.0  # of the log
+_SECONDS_PER_LINE = 30.0  # between log lines
 
 
 class CacheProgress:
-    """What all ranks have encoded, told by rank 0; shards: those of each rank, in the order in which
-    it writes them."""
+    """Counts what all ranks have encoded; rank 0 shows it.
+
+    shards: for each rank, its shards in the order in which it writes them.
+    """
 
     def __init__(
         self, groups: ProcessGroups, folder: Path, what: str, shards: Sequence[Sequence[Shard]]
     ) -> None:
         self.folder, self.what = folder, what
         self.total = sum(len(shard.keys) for of_rank in shards for shard in of_rank)
-        # The next one at the end: who wants to know how far a rank is looks for that file alone.
+        # Reversed, so that the last item is a rank's next shard: only that file has to be polled.
         self.others = [list(reversed(s)) for rank, s in enumerate(shards) if rank != groups.rank]
         self.done = self.done_by_others = 0
         self.is_shown = groups.is_main and self.total > 0

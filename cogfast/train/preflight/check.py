@@ -1,4 +1,4 @@
-"""Refuses a configuration that cannot work, before any GPU work, with what to change."""
+"""Checks a configuration before any GPU work, and says what to change if it cannot work."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
 
 _PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
-_MOST_NAME_BYTES = 200  # of the 255 that a folder's name may have; date and time come behind
+_MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 _NETWORK = "model.network_config.params"
 
 
 def _check_names(config: Config, args: TrainArguments) -> None:
-    """The run's folder and, with args.wandb, its project and run there."""
+    """Check the names of the run folder and, with args.wandb, of the W&B project and run."""
     name, shown = args.experiment_name, brief(repr(args.experiment_name))
     is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
@@ -58,7 +58,7 @@ def _check_names(config: Config, args: TrainArguments) -> None:
 
 
 def check_train(config: Config, world_size: int | None = None) -> None:
-    """What `cogfast train` needs of a configuration, on `world_size` ranks."""
+    """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     if args.mode == "inference":
         refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
@@ -70,7 +70,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_names(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
-        text = f"model.input_key={model.input_key}: batches call their videos mp4; use mp4"
+        text = f"model.input_key={model.input_key}: videos in a batch have the key mp4; use mp4"
         refuse(config, "model.input_key", text)
     if args.wandb and importlib.util.find_spec("wandb") is None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
@@ -84,7 +84,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     if network.get("lora_rank") is not None and args.load is None:
         raise ValueError(
-            "args.load is missing: LoRA adapts weights that exist, random ones give it no gradient; "
+            "args.load is missing: LoRA adapts trained weights and gets no gradient from random ones; "
             "name the folder of the base model"
         )
     _check_image_input(config, model, network)
@@ -94,14 +94,14 @@ def check_train(config: Config, world_size: int | None = None) -> None:
 
 
 def check_cache(config: Config) -> None:
-    """What `cogfast cache` needs."""
+    """Check the configuration of `cogfast cache`."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     _require_sections(config, "network_config")
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     if args.latent_cache is None:
         raise ValueError(
-            "args.latent_cache is missing; name the folder that the latents go into: "
+            "args.latent_cache is missing; name the folder to write the latents to: "
             "args.latent_cache=PATH"
         )
     _check_paths(config, args)
@@ -112,7 +112,7 @@ def check_cache(config: Config) -> None:
 
 
 def check_sample(config: Config, weights: str | None = None, has_images: bool = False) -> None:
-    """What `cogfast sample` needs; `weights`: the run folder that replaces args.load."""
+    """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load."""
     args = TrainArguments.from_config(config)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     if weights is None:
@@ -184,10 +184,11 @@ def _check_placeholders(config: Config) -> None:
 
 
 def _check_paths(config: Config, args: TrainArguments) -> None:
-    """All files and folders that are named and not there, reported together."""
+    """Report all missing files and folders together."""
     missing = list(_missing_load(args))
     target, _ = resolve(config.data, config.allow_import)
     if target in _PIXEL_DATA:
+        # Without evaluation, valid_data is not read and need not exist.
         used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
         for name in used:
             for source in getattr(args, name):
@@ -292,7 +293,7 @@ def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
 
 
 def _network(config: Config) -> dict[str, Any]:
-    """The fields of TransformerConfig."""
+    """Return the fields of TransformerConfig, after checking the number of input channels."""
     network = transformer_arguments(config.model.network_config.params)
     given, made = network["in_channels"], network["out_channels"]
     if given not in (made, 2 * made):
@@ -348,7 +349,7 @@ def _check_noised_images(config: Config, args: TrainArguments, model: ModelArgum
 def _check_pixel_data(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
-    """What training on video files needs."""
+    """Check what training on video files needs: sizes, frame counts and frozen encoders."""
     if model.latent_input:
         refuse(
             config,
@@ -369,7 +370,7 @@ def _check_pixel_data(
 
 
 def _missing_source(target: Callable, source: str, key: str) -> Iterator[tuple[str, str]]:
-    """Of a folder, manifest or shards that args.train_data or args.valid_data name."""
+    """Yield (key, text) if a source of args.train_data or args.valid_data does not exist."""
     if target is VideoShards:
         try:
             local = () if "://" in source or ";" in source else shards_of(source)

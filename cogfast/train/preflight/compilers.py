@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> None:
-    """ValueError where `args.kernels` or `args.compile` need what this machine does not have, or
-    training does not go with them."""
+    """Check that this machine can build what args.kernels and args.compile need.
+
+    Raises ValueError if not, or if training does not support them.
+    """
     has_gpu = torch.cuda.is_available()
     if has_gpu and args.kernels == "triton":
         _check_triton(config, "args.kernels", "args.kernels=triton", "args.kernels=torch")
@@ -34,13 +36,15 @@ def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> 
     if has_gpu:
         _check_triton(config, key, what, instead)
     else:
-        program = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
+        program = (
+            "clang++" if sys.platform == "darwin" else "g++"
+        )  # the compiler that Inductor runs
         _require_program(config, key, f"{what} on a CPU", "CXX", (program,), instead)
         _require_headers(config, key, what, instead)
 
 
 def _check_triton(config: Config, key: str, what: str, instead: str) -> None:
-    """Triton itself, and the C compiler that builds what starts its kernels."""
+    """Check for Triton and for the C compiler that builds its kernel launchers."""
     if not launch.HAS_TRITON:
         text = f"{what} needs Triton, which is not installed; pip install triton, or use {instead}"
         refuse(config, key, text)
@@ -51,7 +55,7 @@ def _check_triton(config: Config, key: str, what: str, instead: str) -> None:
 def _require_program(
     config: Config, key: str, what: str, variable: str, programs: tuple[str, ...], instead: str
 ) -> None:
-    """One of `programs`, or the one that the environment names in their place, must be there."""
+    """Check that one of `programs` exists, or the one that the environment variable names."""
     named = os.environ.get(variable)
     if any(map(shutil.which, [named] if named else programs)):
         return

@@ -1,5 +1,7 @@
-"""Builds the parts of a run that cost nothing, before any that do: what their constructors refuse
-is then told with the file that says it, and schedules that differ are noticed."""
+"""Builds the cheap parts of a run before the expensive ones, to report their errors early.
+
+An error names the configuration file and key. Different noise schedules are reported, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _DIFFUSION = ("denoiser_config", "loss_fn_config", "sampler_config")
 
 
 def try_training_parts(config: Config, args: TrainArguments) -> None:
-    """ValueError for what denoiser, loss, sampler, optimizer or learning rate do not take."""
+    """Build denoiser, loss, sampler, optimizer and learning rate; ValueError if one fails."""
     try_diffusion(config)
     weight = nn.Parameter(torch.zeros(1, 1))
     section = config.deepspeed.get("optimizer") or {}
@@ -35,7 +37,7 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
 
 
 def try_diffusion(config: Config) -> dict[str, Any]:
-    """{key of the model section: object}, for those that the config has."""
+    """Build the configured diffusion components and return them by their key in `model`."""
     return {
         name: _try(
             config,
@@ -48,7 +50,10 @@ def try_diffusion(config: Config) -> dict[str, Any]:
 
 
 def warn_of_different_schedules(config: Config) -> None:
-    """A model that is noised by one table and denoised by another learns or samples nonsense."""
+    """Warn if loss or sampler use a different noise schedule from the denoiser's.
+
+    The model would then learn or sample nonsense.
+    """
     tables = {}
     for name, part in try_diffusion(config).items():
         if name == "denoiser_config":
@@ -69,7 +74,7 @@ def warn_of_different_schedules(config: Config) -> None:
 def _learning_rate(args: TrainArguments) -> None:
     build_learning_rate(
         lr=args.lr,
-        num_steps=args.train_iters or sys.maxsize,  # epochs are counted once the data is there
+        num_steps=args.train_iters or sys.maxsize,  # steps of epochs are known only with the data
         schedule=args.lr_schedule,
         warmup=args.warmup,
         warmup_steps=args.warmup_steps,

@@ -1,4 +1,4 @@
-"""Checks of what a config says of the frozen parts: the first stage and the text encoder."""
+"""Checks the configuration of the frozen encoders: the first stage and the text encoder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cogfast.config import Config, resolve
 from cogfast.schema.config import refuse
 from cogfast.schema.values import cut
 
-_IDENTITY = "torch.nn.Identity"  # stands for "none" in configs without encoders
-# Upstream's files name what the user must put in: "{your CogVideoX SAT folder}/transformer".
+_IDENTITY = "torch.nn.Identity"  # upstream's way to leave a component out
+# Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
 PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _FIRST_STAGE = "model.first_stage_config"
 _ENCODERS = "model.conditioner_config.params.emb_models"
 
 
 def is_none(node: Mapping | None) -> bool:
-    """Whether a component is left out."""
+    """Whether a component is left out of the configuration."""
     return node is None or node["target"] == _IDENTITY
 
 
 def check_frozen_parts(config: Config, text_length: int) -> None:
-    """What video files with captions need: both parts, with weights that are there."""
+    """Check that both encoders are configured, as video files with captions need them."""
     node = config.model.get("first_stage_config")
     if is_none(node):
         raise ValueError(f"{_FIRST_STAGE} is missing; video files need an autoencoder")
@@ -42,7 +42,7 @@ def check_frozen_parts(config: Config, text_length: int) -> None:
 
 
 def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, text) for each file or folder of the frozen parts that is not there."""
+    """Yield (key, text) for each missing file or folder of the frozen encoders."""
     node = config.model.get("first_stage_config")
     params = {} if is_none(node) else node.get("params") or {}
     for name in ("ckpt_path", "path"):
@@ -54,7 +54,7 @@ def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
     for i, entry in enumerate(entry for entry in entries if not is_none(entry)):
         params, key = entry.get("params") or {}, f"{_ENCODERS}.{i}.params.model_dir"
         folder = params.get("model_dir")
-        is_cached = params.get("cache_dir") is not None  # by a hub name
+        is_cached = params.get("cache_dir") is not None  # then model_dir is a hub name
         if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
             yield key, f"{key}={cut(folder, 160)} is no folder; name one that holds T5"
 

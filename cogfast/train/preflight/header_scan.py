@@ -1,4 +1,4 @@
-"""A look at all videos before training: what cannot be read, and which bucket each is in."""
+"""Scans the headers of all videos before training: finds unreadable ones and assigns buckets."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 
-_NUM_TOLD = 20  # bad samples that get a line of their own in the log
+_NUM_LOGGED = 20  # unreadable samples that are logged one by one
 
 
 def survey_datasets(
     datasets: Datasets, args: TrainArguments, groups: ProcessGroups, global_batch: int
 ) -> tuple[Datasets, dict[str, str]]:
-    """The data sets with their clips in buckets, and {name: reason} of what cannot be trained on.
+    """Return the data sets with buckets assigned, and {name: reason} of unusable samples.
 
-    Rank 0 reads the headers. ValueError where more than args.max_bad_fraction cannot be read.
+    Rank 0 reads the headers. ValueError if more than args.max_bad_fraction are unreadable.
     """
     train, valid = datasets.train, datasets.valid
     if groups.is_main:
-        _tell_overlap(train, valid)
-    wanted = [_is_looked_at(dataset, args) for dataset in (train, valid)]
+        _warn_of_overlap(train, valid)
+    wanted = [_needs_scan(dataset, args) for dataset in (train, valid)]
     if not any(wanted):
         return datasets, {}
     found: list[Survey | None] = groups.on_main(
@@ -45,8 +45,8 @@ def survey_datasets(
         log.check()
         if found[0].slow:
             logger.warning(
-                "%d of %d videos have fewer frames per second than asked for (data.params.fps=%g, or a "
-                "manifest's fps); frames of theirs come twice, first of %s",
+                "%d of %d videos have a lower frame rate than asked for (data.params.fps=%g, or a "
+                "manifest's fps); their frames will be duplicated (first: %s)",
                 len(found[0].slow),
                 len(train),
                 train.settings.fps,
@@ -64,17 +64,17 @@ def survey_datasets(
     return Datasets(train, valid), bad
 
 
-def _tell_overlap(train: Dataset, valid: Dataset | None) -> None:
+def _warn_of_overlap(train: Dataset, valid: Dataset | None) -> None:
     if not (isinstance(train, CaptionedVideos) and isinstance(valid, CaptionedVideos)):
         return
     trained = {train.name(i) for i in range(len(train))}
     both = [name for name in map(valid.name, range(len(valid))) if name in trained]
     if both:
-        text = "%d of %d held-out clips are trained on, too, such as %s: their loss says little"
+        text = "%d of %d held-out clips are also training clips, such as %s: their loss is not held out"
         logger.warning(text, len(both), len(valid), both[0])
 
 
-def _is_looked_at(dataset: Dataset | None, args: TrainArguments) -> bool:
+def _needs_scan(dataset: Dataset | None, args: TrainArguments) -> bool:
     if not isinstance(dataset, CaptionedVideos):
         return False
     is_read = args.check_videos and not isinstance(dataset, CachedVideos)
@@ -82,9 +82,9 @@ def _is_looked_at(dataset: Dataset | None, args: TrainArguments) -> bool:
 
 
 def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:
-    """List what the survey found bad with what reading will find."""
+    """Write the unusable samples to the run's bad_samples.jsonl, where training adds its own."""
     log = BadSampleLog(folder / "bad_samples.jsonl", num_samples, max_bad_fraction=1.0)
     for number, (name, reason) in enumerate(bad.items()):
-        log.add(name, reason, is_logged=number < _NUM_TOLD)
-    if len(bad) > _NUM_TOLD:
-        logger.warning("%d videos cannot be used, all in %s", len(bad), log.file)
+        log.add(name, reason, is_logged=number < _NUM_LOGGED)
+    if len(bad) > _NUM_LOGGED:
+        logger.warning("%d videos cannot be used; all are listed in %s", len(bad), log.file)

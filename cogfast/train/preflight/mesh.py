@@ -1,4 +1,4 @@
-"""Refuses numbers of ranks that model, video or batch cannot be dealt out to."""
+"""Checks that the number of ranks fits the model, the videos and the batch size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from cogfast.train.video_size import bucket_sizes, sampled_size
 def check_mesh(
     config: Config, args: TrainArguments, model: TransformerConfig, world_size: int | None = None
 ) -> None:
-    """Heads, tokens and ranks go evenly into args.model_parallel_size; world_size: None for that of
-    this launch."""
+    """Check that args.model_parallel_size divides heads, tokens and ranks.
+
+    world_size: None uses that of this launch.
+    """
     key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
     try:
         check_model_parallel_size(size, model)
@@ -41,7 +43,7 @@ def check_mesh(
 
 
 def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
-    """Sizes of 1 or more, that make up deepspeed.train_batch_size where it is given."""
+    """Check that batch sizes are positive and multiply to deepspeed.train_batch_size if it is set."""
     for name in ("batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")

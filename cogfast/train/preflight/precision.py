@@ -1,4 +1,4 @@
-"""The precision of a run whose configuration leaves it to the weights that it starts from."""
+"""Infers the precision of a run from its weights if the configuration does not set it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def precision_values(source: WeightSource) -> dict[str, bool]:
-    """The checkpoint's dtype; fp16 needs a GPU, and float32 holds the same numbers."""
+    """Return the precision keys for the dtype of a checkpoint.
+
+    fp16 needs a GPU. Without one, fp16 weights run in float32, which represents them exactly.
+    """
     dtype = source.main_dtype
     return {
         "deepspeed.fp16.enabled": dtype == torch.float16 and torch.cuda.is_available(),
@@ -24,13 +27,15 @@ def precision_values(source: WeightSource) -> dict[str, bool]:
 
 
 def infer_precision(config: Config) -> None:
-    """Set bf16 or fp16 as the weights of args.load are, in place, where no file and no word of the
-    command line says either."""
+    """If the config sets neither bf16 nor fp16, use the dtype of args.load's weights.
+
+    Modifies `config`.
+    """
     load = config.args.get("load")
-    is_said = {"bf16", "fp16"} & set(config.deepspeed) or any(
+    is_configured = {"bf16", "fp16"} & set(config.deepspeed) or any(
         config.origins.get(f"args.{name}", "default") != "default" for name in ("bf16", "fp16")
     )
-    if is_said or not load or not Path(load).exists():
+    if is_configured or not load or not Path(load).exists():
         return
     for key, is_on in precision_values(open_source(Path(load))).items():
         if is_on:

@@ -1,4 +1,4 @@
-"""Checks that the model takes the numbers of frames and the sizes that a configuration names."""
+"""Checks that the model supports the configured frame counts and video sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cogfast.shapes import (
 
 
 def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
-    """ValueError for a number of pixel frames that the model cannot take."""
+    """Raise ValueError if the model does not support this number of pixel frames."""
     most = num_pixel_frames(_table_frames(network))
     try:
         check_num_frames(num_frames, network["patch_size"], most, key)
@@ -25,7 +25,10 @@ def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: 
 
 
 def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
-    """SAT counts sampling_num_frames in latent frames, the padding of CogVideoX 1.5 included."""
+    """Check args.sampling_num_frames.
+
+    As in SAT, it counts latent frames, including the padding frames of CogVideoX 1.5.
+    """
     key, most = "args.sampling_num_frames", _table_frames(network)
     if not 1 <= latent_frames <= most:
         refuse(
@@ -53,27 +56,27 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
 
 
 def _table_frames(network: dict[str, Any]) -> int:
-    """Latent frames that the position table holds: it has an entry per token of time."""
+    """Return the latent frames that the position table holds, one entry per temporal patch."""
     rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
     return rows * network["patch_size"].t
 
 
 def check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
-    """ValueError for rows and columns of pixels that the model cannot take."""
+    """Raise ValueError if the model does not support this size in pixels."""
     problem = size_problem(network, height, width, key)
     if problem is not None:
         refuse(config, key, problem)
 
 
 def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
-    """What is wrong with these rows and columns of pixels; None where the model takes them."""
+    """Describe why the model does not support this size in pixels; None if it does."""
     patch: PatchSize = network["patch_size"]
     held = tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
     one_size = "computed" if network["position"] == "sincos" else None
     if network["position"] != "sincos" and network["learnable_position"]:
         one_size = "learned"
     if network.get("rotary_positions") == "pipeline" and patch.t == 1 and one_size is None:
-        held = None  # any size is rescaled to the table's
+        held = None  # positions of any size are rescaled to the table's
     try:
         check_video_size(height, width, patch, key, held, one_size)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`cogfast sample`: videos of prompts from a run folder, a checkpoint or the weights of a config."""
+"""`cogfast sample`: generates videos with a run folder, a checkpoint or the weights of args.load."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ def sample(
     num_steps: int | None = None,
     loras: Sequence[LoraOverlay] = (),
 ) -> list[Path]:
-    """Sample a video of every prompt into `out`; prompts are shared between the models of ranks.
+    """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
 
-    weights: a run or checkpoint folder of ours, read on top of args.load; ema: its averaged
-    weights, or those of args.load. num_steps: instead of the sampler's own. loras: adapters that
-    are added to what was loaded. Writes mp4s, contact_sheet.png, prompts.json
-    and settings.json. The n-th video, counted from 0, has the seed `seed` + n: with it, its prompt
-    alone gives it again.
+    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
+    `seed` + n, which reproduces it from its prompt alone.
+    weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
+    those of args.load. num_steps: replaces the sampler's number of steps. loras: adapters to merge.
     """
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
@@ -77,7 +76,7 @@ def sample(
     transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
     encoder = assemble_encoder(config, args, transformer, groups)
     plan = None if args.only_save_latents else _limit_decoding(encoder, args, groups, sizes)
-    # In SAT's inference.yaml, batch_size is the number of videos per prompt, made one by one.
+    # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
@@ -112,8 +111,8 @@ def sample(
     except (OSError, WriteError) as error:
         kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
         raise RuntimeError(
-            f"{out}: cannot be written ({error}); {kept} files of samples are in it; make room and "
-            "sample again, or name another folder by --out"
+            f"{out}: cannot be written ({error}); {kept} files of samples are in it; free disk space "
+            "and sample again, or name another folder with --out"
         ) from None
     what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
     logger.info("%d %s in %s", len(files), what, out)
@@ -124,8 +123,11 @@ def sample(
 def _limit_decoding(
     encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
 ) -> DecodePlan:
-    """Have the first stage decode in tiles where the largest video needs more than
-    args.vae_memory_gib, or than is free on the fullest device: the same tiles on all."""
+    """Set the first stage to decode in tiles if the largest video needs too much memory.
+
+    The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
+    same tiles.
+    """
     asked = args.vae_memory_gib
     budget = min(groups.gather(_free_bytes(groups.device))) if asked is None else int(asked * _GIB)
     largest = max(sizes, key=lambda size: size.height * size.width)
@@ -142,20 +144,20 @@ def _limit_decoding(
         raise ValueError(
             f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
             f"{_pixels(largest)[0]}x{_pixels(largest)[1]} takes {needed:.2f} GiB in the smallest "
-            "tiles; give it that, or save latents alone (args.only_save_latents=true)"
+            "tiles; raise it, or save only latents (args.only_save_latents=true)"
         )
     if plan.tile is not None:
         logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
     if plan.num_bytes > budget:
-        logger.warning("%.1f GiB are free, decoding takes about %.1f", budget / _GIB, needed)
+        logger.warning("%.1f GiB are free, but decoding needs about %.1f", budget / _GIB, needed)
     return plan
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What this process may take more of."""
+    """Return the memory that this process can still allocate, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # what PyTorch holds and does not use is free to it
+        # PyTorch's caching allocator can reuse what it reserved but does not use.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     import psutil
 
@@ -169,7 +171,7 @@ def _pixels(size: LatentSize) -> tuple[int, int]:
 def _settings(
     config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
 ) -> dict[str, Any]:
-    """Everything that decides the numbers, for all prompts."""
+    """Return all settings that affect the result, for all prompts."""
     plain = OmegaConf.to_container(config.model, resolve=True)
     size = maker.size
     return {
@@ -204,6 +206,6 @@ def _write_settings(out: Path, settings: dict[str, Any]) -> None:
 
 
 def read_image(path: Path, size: tuple[int, int]) -> Tensor:
-    """A picture as [3, H, W] in [-1, 1], scaled to cover `size` and cut around its centre."""
+    """Read an image as [3, H, W] in [-1, 1], scaled to cover `size` and center-cropped."""
     frames = resize_and_center_crop(open_image(path)[None], size)
     return frames[0].float() / 127.5 - 1

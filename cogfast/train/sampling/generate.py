@@ -1,4 +1,4 @@
-"""Videos from prompts: noise, the sampler, the decoder, and files that a person looks at."""
+"""Generates videos from prompts: draws noise, samples latents, decodes, writes files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to sample; `index` is its place among all prompts, `seed` gives the noise.
+    """A video to sample. index: position among all prompts. seed: determines the noise.
 
-    image: [3, H, W] in [-1, 1], or image_latents [C, 1, h, w], scaled, for image-to-video;
-    embedding: [L, E] instead of the text through the encoder. size: where it is not the others'.
+    For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled.
+    embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
     """
 
     index: int
@@ -47,7 +47,10 @@ class Prompt:
 
 
 class VideoMaker:
-    """Prompts to latents to frames, those of a call of one size; a prompt's noise is its own."""
+    """Turns prompts into latents and latents into frames.
+
+    The prompts of one call have one size. The noise of a prompt depends only on its seed.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class VideoMaker:
         device: torch.device,
         num_steps: int | None = None,
     ) -> None:
-        """size: of prompts that bring none; num_steps: instead of the sampler's own."""
+        """size: for prompts without a size. num_steps: replaces the sampler's number of steps."""
         if diffusion.sampler is None:
             raise ValueError("model.sampler_config is missing; sampling needs one")
         self.sampler = diffusion.sampler
@@ -73,7 +76,7 @@ class VideoMaker:
 
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """What the network is told: text [B, L, E], image latents [B, C, T, h, w] or None."""
+        """Encode prompts to text [B, L, E] and image latents [B, C, T, h, w] or None."""
         if prompts[0].embedding is None:
             text = self.encoder.encode_text([p.text for p in prompts])
         else:
@@ -82,9 +85,9 @@ class VideoMaker:
         return Conditioning(text=text, image_latents=image)
 
     def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
-        """Scaled latents [B, C, T, h, w] float32, one per prompt.
+        """Sample scaled latents [B, C, T, h, w] in float32, one per prompt.
 
-        The text of the unconditional half is zeros, as captions are dropped in training.
+        The unconditional half of guidance uses zeros as text, as dropped captions do in training.
         """
         size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
@@ -100,14 +103,14 @@ class VideoMaker:
         )
 
     def frames(self, latents: Tensor, num_frames: int) -> np.ndarray:
-        """uint8 frames [F, H, W, 3] of one video's latents [C, T, h, w]."""
+        """Decode one video's latents [C, T, h, w] to uint8 frames [F, H, W, 3]."""
         return to_frames(self.encoder.decode(latents[None], num_frames)[0])
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
         return SlotRandom(0, 0, [p.seed for p in prompts], 0, self.device)
 
     def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
-        """The prompts' images, without noise: behind the first frame zeros, or all the same."""
+        """Encode the prompts' images without noise and extend them to all latent frames."""
         missing = [p.text for p in prompts if p.image is None and p.image_latents is None]
         if missing:
             raise ValueError(
@@ -119,11 +122,11 @@ class VideoMaker:
         else:
             frames = torch.stack([p.image for p in prompts]).to(self.device)[:, :, None]
             latents = self.encoder.encode_video(frames, self._random(prompts), "image_first_stage")
-        return self.encoder.beside_frames(latents, self.size_of(prompts[0]).frames)
+        return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
 
 
 class _NoiseOfSteps:
-    """Fresh noise at every call of a sampler, keyed by prompt like everything else."""
+    """New noise at every call of a sampler, keyed by the seed of each prompt."""
 
     def __init__(self, rng: SlotRandom) -> None:
         self.rng, self.num_calls = rng, 0
@@ -134,7 +137,10 @@ class _NoiseOfSteps:
 
 
 def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
-    """This model's prompts. is_in_step: every one gets as many, some the last one again."""
+    """Return the prompts of this replica.
+
+    is_in_step: all replicas get the same number; some repeat the last prompt.
+    """
     mine = list(prompts[groups.data_rank :: groups.data_size])
     most = -(-len(prompts) // groups.data_size)
     while is_in_step and len(mine) < most:
@@ -143,7 +149,7 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
 
 
 def file_name(prompt: Prompt) -> str:
-    """A file name that differs for every prompt and that a person can read."""
+    """Return a readable file name that is unique to the prompt."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
     encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML can spell halves of characters
     digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
@@ -151,7 +157,7 @@ def file_name(prompt: Prompt) -> str:
 
 
 class EvaluationStopped(Exception):
-    """The run is asked to stop while it evaluates."""
+    """Raised when the run is asked to stop during an evaluation."""
 
 
 def write_samples(
@@ -165,13 +171,13 @@ def write_samples(
     is_in_step: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
-    """Sample this rank's share and write files; rank 0 adds prompts.json and the contact sheet.
+    """Sample this rank's prompts and write the files; return all ranks' files on every rank.
 
-    is_in_step: all ranks call the network together (ZeRO-3); those that share a model do so in any
-    case, and the first of them decodes and writes. Returns all files on every rank. A prompt that
-    fails is told and costs no other its video; the first error is raised at the end, on every rank.
-    is_asked_to_stop: asked before each video; where it says so, the rest are left out
-    (EvaluationStopped).
+    Rank 0 also writes prompts.json and the contact sheet. With tensor parallelism, the first rank of
+    each group decodes and writes. A prompt that fails is logged and the others continue; the first
+    error is raised at the end on every rank. is_in_step: all ranks call the network together (ZeRO-3;
+    always so with tensor parallelism). is_asked_to_stop: checked before each video; if true, the
+    rest are skipped and EvaluationStopped is raised.
     """
     done: dict[int, _Row] = {}
     errors: list[Exception] = []
@@ -189,7 +195,7 @@ def write_samples(
             errors.append(error)
         except Exception as error:
             _note(errors, error, part)
-        # in step nobody samples what one of them cannot
+        # In step, all ranks skip a batch that one of them cannot condition.
         is_ready = conditioning is not None
         if not all(groups.gather(is_ready) if is_in_step else [is_ready]):
             continue
@@ -216,7 +222,7 @@ def write_samples(
 
 
 def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) -> None:
-    """Remember an error and say whose it is; the tensors of its frames are let go."""
+    """Record an error and log its prompts. Clearing its frames frees their tensors."""
     traceback.clear_frames(error.__traceback__)
     errors.append(error)
     if isinstance(error, OSError | WriteError):
@@ -228,7 +234,7 @@ def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A sample on the contact sheet; thumbnails: uint8 [n, H, W, 3]."""
+    """A sample on the contact sheet. thumbnails: uint8 [n, H, W, 3]."""
 
     file: str
     text: str
@@ -238,7 +244,7 @@ class _Row:
 def _write(
     folder: Path, maker: VideoMaker, prompt: Prompt, latents: Tensor, latents_only: bool
 ) -> _Row:
-    """One sample's file: the video, or its latents [C, T, h, w]."""
+    """Write the file of one sample: the video, or its latents [C, T, h, w]."""
     size = maker.size_of(prompt)
     if latents_only:
         name = file_name(prompt) + ".safetensors"
@@ -252,7 +258,7 @@ def _write(
 
 def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
     listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
-    # What is no UTF-8 comes out as the escape that JSON knows.
+    # Characters that UTF-8 cannot encode (lone surrogates) become JSON escapes.
     text = (listing + "\n").encode("utf-8", "backslashreplace")
     write_whole(folder / "prompts.json", lambda path: path.write_bytes(text))
     pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
@@ -261,7 +267,7 @@ def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
 
 
 def _thumbnails(frames: np.ndarray) -> np.ndarray:
-    """At most 6 frames of at most 360 columns: what the contact sheet needs of [F, H, W, 3]."""
+    """Reduce frames [F, H, W, 3] to at most 6 frames, subsampled for the contact sheet."""
     chosen = np.unique(np.linspace(0, len(frames) - 1, 6).round().astype(int))
     stride = max(1, frames.shape[2] // 360)
     return frames[chosen][:, ::stride, ::stride]

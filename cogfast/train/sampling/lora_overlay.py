@@ -1,4 +1,4 @@
-"""Adapters on top of a loaded model, of whatever format, added to its weights once."""
+"""Merges LoRA adapters of any supported format into a loaded model, once before sampling."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ _KEEPS_FLOAT32 = "deepspeed.bf16.enabled=false deepspeed.fp16.enabled=false"
 
 @dataclass(frozen=True, slots=True)
 class LoraOverlay:
-    """path: a LoRA file, a SAT folder or a run of ours; scale: 1 is the strength as trained."""
+    """Adapters to merge. path: a LoRA file, a SAT folder or a run. scale: 1 is the trained strength."""
 
     path: str
     scale: float = 1.0
 
     @classmethod
-    def parse(cls, word: str) -> LoraOverlay:
-        """`PATH` or `PATH:SCALE`."""
-        path, colon, scale = word.rpartition(":")
-        if not colon or os.path.exists(word):
-            return cls(word)
+    def parse(cls, text: str) -> LoraOverlay:
+        """Parse `PATH` or `PATH:SCALE`."""
+        path, colon, scale = text.rpartition(":")
+        # An existing path may contain a colon.
+        if not colon or os.path.exists(text):
+            return cls(text)
         try:
             return cls(path, float(scale))
         except ValueError:
             raise ValueError(
-                f"--lora {word}: no such file or folder, nor PATH:SCALE with a number; "
+                f"--lora {text}: no such file or folder, nor PATH:SCALE with a number; "
                 "use lora.safetensors:0.8"
             ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLora:
-    """Adapters on the disk, and their scale."""
+    """Opened adapters, not yet read, and their scale."""
 
     adapter: WeightSource
     scale: float
 
 
 def open_loras(loras: Sequence[LoraOverlay], ema: bool) -> list[OpenLora]:
-    """Look into the files, and read no weights yet. ema: the averaged adapters, of runs."""
+    """Open the files without reading weights. ema: use the averaged adapters of runs."""
     opened = []
     for lora in loras:
         is_run = find_run_checkpoint(Path(lora.path)) is not None
@@ -68,8 +69,10 @@ def open_loras(loras: Sequence[LoraOverlay], ema: bool) -> list[OpenLora]:
 
 @torch.no_grad()
 def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> None:
-    """Add scale (alpha / r) B A to the weights that adapters are for, tensor by tensor: nothing is
-    computed later. ValueError where one does not fit."""
+    """Add scale * (alpha / r) * B A to the adapted weights, tensor by tensor.
+
+    Sampling then costs nothing extra. ValueError if an adapter does not fit the model.
+    """
     shards = find_shards(transformer)
     parameters = {
         name.replace(".original.", "."): (name, parameter)
@@ -80,7 +83,8 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
         plain: shards[name].shape if name in shards else tuple(parameter.shape)
         for plain, (name, parameter) in parameters.items()
     }
-    nothing = WeightSource(
+    # merge_lora adds adapters to a source of weights; zeros give the difference alone.
+    zeros = WeightSource(
         description="the model",
         shapes=shapes,
         read=lambda name, _: torch.zeros(shapes[name]),
@@ -88,7 +92,7 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
     )
     for lora in loras:
         adapter = lora.adapter
-        delta = merge_lora(nothing, adapter, lora.scale)
+        delta = merge_lora(zeros, adapter, lora.scale)
         rounding = MergeRounding(transformer.dtype)
         for plain in sorted({f"{name.split('.matrix_')[0]}.weight" for name in adapter.shapes}):
             name, parameter = parameters[plain]

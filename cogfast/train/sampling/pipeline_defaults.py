@@ -1,5 +1,8 @@
-"""A folder that holds a model and no run of ours: the config that belongs to it, and what a
-diffusers pipeline brings beside the transformer."""
+"""Configures sampling from a model folder that is not a run of cogfast.
+
+Chooses the file of configs/ for the model, and takes VAE, text encoder, sampler and noise schedule
+from a diffusers pipeline.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, is_none
 from cogfast.train.preflight.precision import precision_values
 
-# configs/ in the source tree, and where an installed package has them
+# configs/ in the source tree and in an installed package
 _CONFIGS = (
     Path(__file__).resolve().parents[3] / "configs",
     Path(sys.prefix, "share/cogfast/configs"),
@@ -41,12 +44,13 @@ _NUMBERS = (
     "elementwise_affine",
 )
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
-_TABLE_15 = 300  # latent rows and columns, any shape of picture; a pipeline may name its own size
+# Rows and columns of CogVideoX 1.5's latent position table, enough for any aspect ratio.
+_TABLE_15 = 300
 _SAMPLERS = {
     "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
     "CogVideoXDDIMScheduler": "VideoDDIMSampler",
 }
-# Of a scheduler's config: what CogVideoX's schedule is, and diffusers' value where a key is absent.
+# Key of scheduler_config.json -> (value that CogVideoX needs, diffusers' default)
 _SCHEDULE = {
     "beta_schedule": ("scaled_linear", "scaled_linear"),
     "prediction_type": ("v_prediction", "epsilon"),
@@ -63,18 +67,21 @@ _SCHEDULER = {
     "set_alpha_to_one": NotRequired[bool],
     "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
 }
-# Its keys -> ours, and diffusers' value where a key is absent.
+# Key of scheduler_config.json -> (param of the discretization, diffusers' default)
 _DISCRETIZATION = {
     "snr_shift_scale": ("shift_scale", 3.0),
     "beta_start": ("linear_start", 0.00085),
     "beta_end": ("linear_end", 0.0120),
 }
+# Key of scheduler_config.json, also a param of the samplers -> diffusers' default
 _SPACING = {"timestep_spacing": "leading", "set_alpha_to_one": True, "steps_offset": 0}
 
 
 def find_config(folder: Path) -> tuple[Path, list[str]]:
-    """The file of configs/ for the model in `folder` (diffusers', SAT's or our own format), and the
-    key=value words that fit it to that model."""
+    """Return the file of configs/ for the model in `folder`, and overrides that fit it to the model.
+
+    The folder may be in diffusers', SAT's or cogfast's format. Overrides are key=value strings.
+    """
     try:
         source = open_source(folder)
     except ValueError as error:
@@ -96,7 +103,7 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
 
 
 def _network_values(model: TransformerConfig) -> dict[str, Any]:
-    """Keys of the model and data sections whose values are the model's own."""
+    """Return the keys of the model and data sections that describe the model."""
     patch, position = model.patch_size, _POSITION
     size = [model.latent_height, model.latent_width]
     is_15 = patch.t > 1
@@ -131,7 +138,7 @@ def _lora_node(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
-    """Sampler, noise schedule and positions of a pipeline with a scheduler; none: the config's."""
+    """Return sampler, noise schedule and positions of a diffusers pipeline; {} without a scheduler."""
     file = folder / "scheduler" / "scheduler_config.json"
     if not file.is_file():
         return {}
@@ -150,10 +157,10 @@ def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
         )
     where = "model.denoiser_config.params.discretization_config.params"
     values = {
-        f"{where}.{ours}": scheduler.get(key, absent)
-        for key, (ours, absent) in _DISCRETIZATION.items()
+        f"{where}.{param}": scheduler.get(key, absent)
+        for key, (param, absent) in _DISCRETIZATION.items()
     }
-    # the pipeline's own timesteps and positions, so that its latents come out
+    # Use the timesteps and positions of the pipeline, so that the latents equal its own.
     if is_rotary:
         values[f"{_POSITION}.positions"] = "pipeline"
     for key, absent in _SPACING.items():
@@ -163,13 +170,15 @@ def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
 
 
 def fill_from_pipeline(config: Config) -> Config:
-    """The config with the VAE and the text encoder of args.load, where that is a pipeline's folder,
-    for those that it does not name: none, or upstream's placeholder."""
+    """Fill in VAE and text encoder from args.load if it is the folder of a diffusers pipeline.
+
+    Only encoders that the configuration leaves out or has upstream's placeholder for are replaced.
+    """
     folder = None if config.args.get("load") is None else Path(config.args.load)
     if folder is None or not (folder / "vae" / "config.json").is_file():
         return config
     model = OmegaConf.to_container(config.model, resolve=True)
-    found: list[str] = []  # keys whose values are the folder's
+    found: list[str] = []  # keys taken from the folder
     stage = model.get("first_stage_config")
     if is_none(stage) or _is_unnamed(stage, "ckpt_path") or _is_unnamed(stage, "path"):
         params = {"path": str(folder / "vae")}

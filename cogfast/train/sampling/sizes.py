@@ -1,4 +1,4 @@
-"""The size of each sampled video, from arguments, data, picture or model."""
+"""Determines the size of each sampled video from arguments, data section, image or model."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from cogfast.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.train.preflight.video_size import check_frames, check_size, size_problem
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize
 
-_SIZE_15 = (768, 1360)  # rows and columns of CogVideoX 1.5's videos
+_SIZE_15 = (768, 1360)  # default rows and columns of CogVideoX 1.5
 
 
 def sampled_sizes(
     config: Config, args: TrainArguments, images: Sequence[Path | None]
 ) -> list[LatentSize]:
-    """The size of each prompt's video: args.sampling_image_size, else for 1.5-I2V the picture's
-    shape at the short side of the data, else the data's or the model's own. ValueError for what the model cannot make."""
+    """Return the size of each prompt's video.
+
+    In this order: args.sampling_image_size; for 1.5-I2V the aspect ratio of the image, with the short
+    side of the data section; the data section's size; the model's. ValueError for a size that the
+    model does not support.
+    """
     network = transformer_arguments(config.model.network_config.params)
     data = data_arguments(config)
     patch: PatchSize = network["patch_size"]
     channels = args.latent_channels or network["out_channels"]
     fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
-    if args.sampling_num_frames is not None:  # in latent frames, those of padding included
+    if args.sampling_num_frames is not None:  # in latent frames, including padding
         surplus = (args.sampling_num_frames - 1) % patch.t
         num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
     elif "max_num_frames" in data:
@@ -53,7 +57,7 @@ def _pixels(
     key, size = "args.sampling_image_size", args.sampling_image_size
     if size is None and image is not None and network["patch_size"].t > 1:
         short_side = min(given) if given is not None else min(_SIZE_15)
-        height, width = _like_picture(image, network["patch_size"], short_side)
+        height, width = _fit_image(image, network["patch_size"], short_side)
         problem = size_problem(network, height, width, f"--image {image}: its shape")
         if problem is not None:
             raise ValueError(f"{problem}, or give {key}")
@@ -62,15 +66,15 @@ def _pixels(
         key, size = "data.params.video_size", checked_size(given)
     if size is None:
         held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
-        is_15 = network["patch_size"].t > 1  # whose table is larger than its videos
+        is_15 = network["patch_size"].t > 1  # its position table is larger than its videos
         return tuple(map(min, held, _SIZE_15)) if is_15 else tuple(held)
     height, width = map(int, size)
     check_size(config, network, height, width, key)
     return height, width
 
 
-def _like_picture(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
-    """The picture's shape at a short side of so many pixels, rounded to whole patches."""
+def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
+    """Scale the image's size to `short_side` pixels, rounded to whole patches."""
     height, width, _ = open_image(path).shape
     rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
     scale = short_side / min(height, width)
@@ -78,7 +82,7 @@ def _like_picture(path: Path, patch: PatchSize, short_side: int) -> tuple[int, i
 
 
 def open_image(path: Path) -> Tensor:
-    """The pixels of --image, uint8 [H, W, 3]."""
+    """Read the pixels of --image, uint8 [H, W, 3]."""
     try:
         if not path.is_file():
             raise ValueError("no such file")

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cogfast.__main__ import _is_ours
+from cogfast.__main__ import _is_raised_by_cogfast
 from cogfast.config import load_config
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
@@ -485,7 +485,7 @@ def test_out_of_memory_names_the_policy_that_fits(
     text = f"^out of memory: args.activation_checkpoint.*{text}"
     with pytest.raises(RuntimeError, match=text) as raised:
         trainer.train()
-    assert _is_ours(raised.value)  # one line and exit status 1
+    assert _is_raised_by_cogfast(raised.value)  # one line and exit status 1
 
 
 def test_out_of_memory_elsewhere(tmp_path: Path, data: Path, monkeypatch) -> None:

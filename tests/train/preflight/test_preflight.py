@@ -161,7 +161,7 @@ REFUSED = {
     "args.eval_iters=0": "command line: args.eval_iters=0 must be a whole number from 1",
     "args.keep_last=-1": "command line: args.keep_last=-1 must be a whole number from 0",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
-    "model.input_key=jpg": "model.input_key=jpg: batches call their videos mp4; use mp4",
+    "model.input_key=jpg": "model.input_key=jpg: videos in a batch have the key mp4; use mp4",
     **{
         f"args.experiment_name={json.dumps(name)}": f"args.experiment_name={name!r} must be a folder's name, of"
         for name in ("../x", "..", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[31m")
