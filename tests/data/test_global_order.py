@@ -153,7 +153,7 @@ def test_a_step_is_replaced_from_its_bucket():
 
 
 def test_with_weights_any_sample_of_the_bucket_can_stand_in():
-    """Also if an epoch repeats one bad sample, or reads one sample; never a sample of weight 0."""
+    """An epoch may repeat one bad sample or have only one; samples of weight 0 never stand in."""
     buckets = np.array([0] * 4 + [1] * 4)
     weights = np.array([6, 0.25, 0.25, 0] + [0.2] * 4)
     order = GlobalOrder(8, 8, 4, weights, buckets)

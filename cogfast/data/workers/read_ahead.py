@@ -33,7 +33,7 @@ class Reads(Dataset):
 
     @abstractmethod
     def name(self, key: Any) -> str:
-        """What the key reads, for error messages."""
+        """Name what the key reads, for error messages."""
 
     def for_thread(self) -> Callable[[Any], Any]:
         """Return a version of __getitem__ for the use of one thread."""

@@ -207,7 +207,7 @@ def test_the_same_name_in_two_folders(tmp_path):
 
 
 def test_what_could_not_be_read_is_tried_again(tmp_path):
-    """Also if size and mtime are unchanged: a change of permissions does not change them."""
+    """A change of permissions changes neither size nor mtime."""
     path = sat_folder(tmp_path, 2) / "videos/01.mp4"
     good, stat = path.read_bytes(), path.stat()
     for content, bad in ((bytes(len(good)), [1]), (good, [])):
