@@ -252,7 +252,7 @@ def test_a_peer_that_computes_something_else_is_refused(monkeypatch) -> None:
     outcome = ops.measure_ops(TINY)
     assert outcome.problems == [], "a peer's fault is not ours"
     assert "vs diffusers" not in outcome.rows[0] and "vs torch eager" in outcome.rows[0]
-    assert "off by" in outcome.numbers["no figure for diffusers"]
+    assert "has relative error" in outcome.numbers["no figure for diffusers"]
 
 
 def package(monkeypatch, name: str, **contents) -> None:
