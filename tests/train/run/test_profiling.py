@@ -285,7 +285,7 @@ def test_tables_of_a_gpu_count_kernels() -> None:
     )
     rows = [line.split() for line in text.splitlines() if line]
     assert rows == [
-        ["3", "steps;", "times", "are", "sums", "over", "them"],
+        ["3", "steps;", "times", "are", "totals", "of", "these", "steps"],
         ["range", "host", "ms", "GPU", "ms", "count"],
         ["forward", "2.000", "7.000", "3"],
         ["kernel", "self", "ms", "share", "count"],
@@ -298,11 +298,11 @@ def test_tables_of_a_gpu_count_kernels() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["args.profiling=-2"], "args.profiling=-2 must be -1 or more"),
+        (["args.profiling=-2"], "args.profiling=-2 must be a whole number from -1 to"),
         (["args.profiling=4"], "args.profiling=4: the run ends at step 4; use less"),
         (
             ["args.profiling=1", "args.profiling_steps=0"],
-            "args.profiling_steps=0 must be 1 or more",
+            "args.profiling_steps=0 must be a whole number from 1 to 1000",
         ),
     ],
 )
