@@ -25,7 +25,8 @@ quickstart: $(INSTALLED)
 	SEED=$(SEED) scripts/quickstart.sh
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not soak"
+	$(PYTEST) -m "not soak and not forks"
+	$(PYTEST) -m "forks and not soak"
 
 test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
@@ -34,10 +35,11 @@ test-dali: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST) -m "not soak and not slow"
+	$(PYTEST) -m "not soak and not slow and not forks"
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m "soak and not forks"
+	$(BIN)/python -m pytest -m "soak and forks"
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.step

@@ -18,6 +18,8 @@ from cogfast.__main__ import main
 from tests.support.hostile import faults, run_case
 from tests.support.tiny_run import ROOT, write_clips, write_config
 
+pytestmark = pytest.mark.forks
+
 SATS = ("cogvideox_2b", "cogvideox_5b_i2v_lora", "cogvideox1.5_5b_i2v")
 OURS = ("quickstart.yaml", "cogvideox_5b.yaml")
 NUM_QUICK, NUM_SOAKED = 30, 1000

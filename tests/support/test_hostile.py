@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.hostile import Outcome, faults, run_case
 
+pytestmark = pytest.mark.forks
+
 
 def run(tmp_path: Path, call, **limits: float) -> Outcome:
     root = tmp_path / "outer" / "root"

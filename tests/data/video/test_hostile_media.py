@@ -24,6 +24,8 @@ from tests.data.video.media_kinds import BAD, EITHER, LEVELS, READ, encode
 from tests.support.hostile import Outcome, faults, run_case
 from tests.support.tiny_run import write_clips, write_config
 
+pytestmark = pytest.mark.forks
+
 CLIP = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
 NUM_GOOD = 3
 FOLDER = "data_video.SFTDataset"

@@ -29,6 +29,8 @@ from tests.model.test_lora import save_as_sat
 from tests.support.hostile import faults, run_case
 from tests.support.tiny_transformers import tiny
 
+pytestmark = pytest.mark.forks
+
 NUM_SOAKED = 1000  # of each format
 SMALL = {"hidden_size": 64, "num_attention_heads": 1, "num_layers": 1}
 # What commands import when they need it: imported once, before the cases are forked.

@@ -27,6 +27,8 @@ from cogfast.train.trainer import Trainer
 from tests.support.hostile import faults, run_case
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 
+pytestmark = pytest.mark.forks
+
 UMASK = 0o027
 
 
