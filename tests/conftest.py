@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ if os.environ.get("COGFAST_TEST_ON_GPU") != "1":
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+# A shell that starts the tests in the background ignores Ctrl-C and hang-ups for all below it.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parent.parent
 # One thread here and in launched processes: results do not depend on the cores, and tests that run

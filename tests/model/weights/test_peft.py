@@ -235,7 +235,7 @@ def test_what_is_no_whole_lora_is_refused(tmp_path: Path) -> None:
     key = "transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
     cases = {
         "incomplete": {k: t for k, t in tensors.items() if k != key},
-        "no pair": tensors | {key: torch.zeros(3, 128)},
+        "do not form a pair": tensors | {key: torch.zeros(3, 128)},
         "DoRA": tensors | {key.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(128)},
         "none of its 1 tensors": {"unet.to_q.lora_A.weight": torch.zeros(2, 2)},
     }

@@ -69,7 +69,7 @@ def test_long_sums_of_bf16_gradients_are_in_float32(
         section = deepspeed_config(config, TrainArguments.from_config(config))
     found = section.get("data_types") or {}
     assert found.get("grad_accum_dtype") == dtype
-    assert ("added up in float32" in caplog.text) == (dtype == "fp32")
+    assert ("accumulated in float32" in caplog.text) == (dtype == "fp32")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -150,7 +150,7 @@ def test_a_gap_is_refused(tmp_path: Path, cut: tuple) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     source = open_run(tmp_path)
     source.read("w", Shard(shape, dim, num_parts, 0, 2))
-    wanted = f"{tmp_path}: its slices of share 1 of 2 of w end at element {ranges[0][1]} of "
+    wanted = f"{tmp_path}: its slices of shard 1 of 2 of w end at element {ranges[0][1]} of "
     for shard in (None, Shard(shape, dim, num_parts, 1, 2), Shard(shape, dim, num_parts, 2, 4)):
         with pytest.raises(ValueError, match=wanted):
             source.read("w", shard)
