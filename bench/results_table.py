@@ -31,7 +31,7 @@ _STEP_PIECES = ("step", "2b", "5b")
 _EMPTY = "–"
 # Names of the two sides in JSON keys, and as they are shown.
 _SIDES = {"ours": "cogfast", "diffusers": "diffusers"}
-# What only a GPU can measure, by the piece of bench.gpu_run that measures it.
+# Figures that only a GPU can give, by the piece of bench.gpu_run that measures it.
 _GPU_PIECES = {
     "op_times": "fused operations against the copy rate, eager PyTorch, torch.compile and other kernels",
     "attention": "attention backends at 17,776 tokens",

@@ -39,7 +39,7 @@ usage: cogfast {train,cache,sample,convert} ...
 
 `cogfast train --help` and so on list the options.
 """
-# What a command keeps when a signal ends it. The text follows the name of the signal.
+# Text about the work that a command keeps when a signal ends it. The text follows the name of the signal.
 _KEPT = {
     "train": " before training began, so there is nothing to save; give the same command to start again",
     "cache": "; the shards that are complete are kept, and the same command continues from there",

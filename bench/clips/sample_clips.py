@@ -93,7 +93,7 @@ def _write_mp4(path: Path, frames: np.ndarray) -> None:
     with av.open(str(path), "w", options={"fflags": "+bitexact"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(FPS))
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        # By default x264 is not deterministic on such short clips: its macroblock tree and its assembly
+        # x264 is not by default deterministic on such short clips: its macroblock tree and its assembly
         # code changed the bytes of up to a third of the clips between two calls (x264 of PyAV 18).
         stream.options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0:no-asm=1"}
         for frame in frames:

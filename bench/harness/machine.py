@@ -38,7 +38,7 @@ def name_cpu() -> str:
     name = found[1].strip() if found else platform.machine()
     flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
     present = flags[1].split() if flags else []
-    # Without either, oneDNN emulates bfloat16, which changes every bf16 figure.
+    # oneDNN emulates bfloat16 where the processor has neither, which changes every bf16 figure.
     labels = {"avx512f": "AVX-512", "amx_bf16": "AMX"}
     extras = [label for flag, label in labels.items() if flag in present]
     return f"{name} ({', '.join(extras)})" if extras else name

@@ -26,7 +26,7 @@ from cogfast.kernels import qk_norm_rope3d as qk
 
 EPS = 1e-5  # of the norms in a block
 Tensors = Mapping[str, Tensor]
-# By name. A tuple has the text rows and the video rows of one [B, S, M]: some peers keep them in two
+# Inputs by name. A tuple has the text rows and the video rows of one [B, S, M]: some peers keep them in two
 # tensors.
 Values = Mapping[str, Tensor | tuple[Tensor, ...]]
 

@@ -59,7 +59,7 @@ def compile_call(call: Callable, is_tiny: bool, is_first: bool) -> Callable:
     """Compile a call for one shape; at tiny sizes without code generation, which takes seconds."""
     if is_first:
         torch.compiler.reset()  # else earlier shapes would make sizes symbolic
-    # The same backward is timed many times: it must not overwrite its buffers.
+    # This backward pass is timed many times: it must not overwrite its buffers.
     torch._functorch.config.donated_buffer = False
     backend = "aot_eager" if is_tiny else "inductor"
     return torch.compile(call, backend=backend, dynamic=False)
@@ -233,7 +233,7 @@ _NORMS = {
     "apex FusedLayerNorm": _other_norm(_apex_norm),
     "diffusers": diffusers_norm,
 }
-# By op and name of the peer. A name that ends in "compiled" is compiled: torch.compile does not fuse the
+# Peers by op and name. A name that ends in "compiled" is compiled: torch.compile does not fuse the
 # complex numbers by which the reference rotates, so the peer without them is compiled too.
 PEERS: dict[str, dict[str, Build]] = {
     "adaptive_layernorm": _NORMS,

@@ -136,7 +136,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     is_alternating = case.what == "block" or plan.device.type == "cpu"
     row["order"] = "pairs" if is_alternating else "rounds"
     times, seen = (_time_pairs if is_alternating else _time_rounds)(case, plan, variant)
-    # The same FLOPs for both sides, whatever each recomputes.
+    # Both sides count equal FLOPs; recomputation does not count.
     model_flops = train_flops(variant.config, variant.num_tokens) * variant.batch_size
     row["model_tflop"] = model_flops / 1e12
     for side, figures in seen.items():
@@ -294,7 +294,7 @@ def _build(
 def _make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
     if case.what == "block":
         return built.block_call(draw_block_input(variant))
-    # The same batch in every step: data loading is not part of the comparison.
+    # Every step takes one batch: data loading is not part of the comparison.
     batch = draw_batch(variant)
     update = UPDATES[side](built.network.parameters())
 

@@ -102,7 +102,8 @@ class ZeroSNRDDPMDiscretization:
         levels, timesteps = self.sampling_steps(num_steps)
         alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
         is_end = [False] * (num_steps - 1) + [True]
-        return SamplingSteps(timesteps.flip(0).tolist(), alpha_sqrt, [*alpha_sqrt[1:], 1.0], is_end)
+        numbers = timesteps.flip(0).tolist()  # sync: none, a CPU table
+        return SamplingSteps(numbers, alpha_sqrt, [*alpha_sqrt[1:], 1.0], is_end)
 
     def steps_of_diffusers(
         self,
@@ -126,7 +127,7 @@ class ZeroSNRDDPMDiscretization:
         else:
             # At 61 and some other counts a rounding error gives diffusers one timestep more, -1.
             falling = np.arange(count, 0, -count / num_steps)[:num_steps].round() - 1
-        timesteps = falling.astype(int).tolist()
+        timesteps = falling.astype(int).tolist()  # sync: none, a NumPy array
         if not 0 <= timesteps[-1] <= timesteps[0] < count:
             raise ValueError(
                 f"steps_offset={steps_offset} with num_steps={num_steps}: timesteps go from "

@@ -221,7 +221,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         state["step"] += 1
         ema_weight = 1 - self.ema_decay
         if self.use_num_updates:
-            t = state["step"].item()  # a CPU tensor: no sync
+            t = state["step"].item()  # sync: none, a CPU tensor
             ema_weight = max(ema_weight, 9 / (10 + t))  # 1 - (1 + t) / (10 + t)
         step = state["step"] if group["bias_correction"] else torch.tensor(_UNBIASED)
         moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,9 @@ GROWING = {
 def test_what_grows_is_refused_before_it_grows(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(yaml.safe_dump({"args": GROWING[kind]}))
-    start = time.process_time()
     with pytest.raises(ValueError, match=r"^a.yaml: .* values, by its interpolations") as refused:
         load_config([file])
-    assert time.process_time() - start < 10 and len(str(refused.value)) < 400
+    assert len(str(refused.value)) < 400
     words = [
         f"args.{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}".removesuffix(
             "\n"

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between checks for a shard
 _LOG_AFTER, _LOG_EVERY = 5.0, 60.0  # seconds of waiting before the first and each further log line
 _KINDS = ("video", "text")
-# What each row must have: tensors, and numbers beside them.
+# Each row must have these: tensors, and numbers beside them.
 _TENSORS = {"video": ("mean",), "text": ("embedding",)}
 _ABOUT = {"video": ("fps", "num_frames", "num_padded"), "text": ()}
 # {key of an item: tensor of a row}; rows need not have all of them.

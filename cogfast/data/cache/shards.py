@@ -55,7 +55,7 @@ _BEAT = 5.0  # seconds between two touches of the lock file
 _SHARD = re.compile(r"(video|text)-\d{5,12}\.safetensors")
 _HEADER = {"format": str, "specs": NotRequired[dict[str, dict[str, Any]]]}
 
-# What entries depend on besides their source file, such as weights and dtype: {name: plain value}.
+# Values that entries depend on besides their source file, such as weights and dtype: {name: plain value}.
 Spec = dict[str, object]
 
 

@@ -90,7 +90,7 @@ def unread_files(folder: Path, labels: Collection[str] = ()) -> list[str]:
         formats = ", ".join(_OTHER_VIDEOS)
         text = f"{len(others)} {formats} files are not read ({named(others)}); convert them"
         sentences.append(text)
-    # Without `labels` the folder has no videos, which the caller reports.
+    # A folder without `labels` has no videos, which the caller reports.
     if orphans and labels:
         sentences.append(f"{len(orphans)} label files have no .mp4 file ({named(orphans)})")
     return sentences
