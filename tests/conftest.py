@@ -65,6 +65,16 @@ def _own_file_size_limit() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _own_scheduling_policy() -> Iterator[None]:
+    """A library that gives this process real-time priority fails its test, not those beside it."""
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    yield
+    left = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, policy, priority)
+    assert left == policy, f"the test left scheduling policy {left}; it began with {policy}"
+
+
+@pytest.fixture(autouse=True)
 def _own_linear(monkeypatch):
     """DeepSpeed's ZeRO-3 leaves its own `linear` behind in the process, which rounds otherwise."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)

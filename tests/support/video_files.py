@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -30,7 +32,7 @@ def write_clip(
     # AVI has no times, and some codecs count in frames.
     tick = 1 / Fraction(rate) if path.suffix == ".avi" or codec == "mpeg4" else _TICK
     flags = {"movflags": "faststart"} if faststart else {}
-    with av.open(str(path), "w", options=flags) as container:
+    with _usual_priority(), av.open(str(path), "w", options=flags) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.time_base = stream.codec_context.time_base = tick
@@ -44,6 +46,20 @@ def write_clip(
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
+
+
+@contextmanager
+def _usual_priority() -> Iterator[None]:
+    """Undo SVT-AV1's change of the scheduling policy.
+
+    Under root it gives the calling thread real-time priority. Every process started from then on
+    inherits that, and starves all others on the machine.
+    """
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, priority)
 
 
 def constant_rate(num_frames: int, fps: float) -> np.ndarray:
