@@ -25,7 +25,6 @@ from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_di
 from cogfast.schema.sat_network import autoencoder_sizes
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
-    TEMPORAL_COMPRESSION,
     num_latent_frames,
     num_pixel_frames,
 )
@@ -67,9 +66,6 @@ class VideoAutoencoder(nn.Module):
     use_tiling: process larger frames in tiles of tile_size = [rows, columns] pixels (default
     240x360). Tiling changes outputs, since each tile has its own group norm statistics.
     """
-
-    temporal_compression = TEMPORAL_COMPRESSION
-    spatial_compression = SPATIAL_COMPRESSION
 
     def __init__(
         self,

@@ -99,11 +99,6 @@ class WaveletState:
     scale: Tensor  # float32, divided by
 
     @classmethod
-    def all_bands(cls) -> WaveletState:
-        """Return the state that keeps every band unchanged: the exact transform, for tests."""
-        return cls(torch.arange(NUM_BANDS), torch.zeros(NUM_BANDS), torch.ones(NUM_BANDS))
-
-    @classmethod
     def fit(cls, videos: Iterable[Tensor], num_bands: int) -> WaveletState:
         """Keep the `num_bands` bands with the most energy on `videos` [B, 3, F, H, W] in [-1, 1]."""
         if not 1 <= num_bands <= NUM_BANDS:
@@ -163,9 +158,6 @@ class WaveletAutoencoder(nn.Module):
 
     It computes in float32 whatever dtype it is moved to.
     """
-
-    temporal_compression = TEMPORAL_COMPRESSION
-    spatial_compression = SPATIAL_COMPRESSION
 
     def __init__(
         self, ckpt_path: str | Path | None = None, state: WaveletState | None = None

@@ -16,6 +16,9 @@ from cogfast.model.wavelet_autoencoder import (
     haar_matrix,
 )
 
+# the exact transform: every band, unchanged
+ALL_BANDS = WaveletState(torch.arange(NUM_BANDS), torch.zeros(NUM_BANDS), torch.ones(NUM_BANDS))
+
 
 def clips(
     num_clips: int = 6, num_frames: int = 9, height: int = 16, width: int = 24
@@ -49,7 +52,7 @@ def test_bands_are_orthonormal_and_the_first_is_grey() -> None:
 def test_all_bands_are_exact(num_frames: int, height: int, width: int) -> None:
     video = clips(2, num_frames, height, width)
     fitted = WaveletState.fit([clips()], NUM_BANDS)
-    for state in (WaveletState.all_bands(), fitted):
+    for state in (ALL_BANDS, fitted):
         wavelet = WaveletAutoencoder(state=state)
         moments = wavelet.encode(video)
         shape = (2, NUM_BANDS, (num_frames - 1) // 4 + 1, height // 8, width // 8)
@@ -68,14 +71,14 @@ def test_it_stays_float32_in_a_bf16_run() -> None:
 
 def test_energy_is_preserved_with_the_first_frame_counted_four_times() -> None:
     video = clips()
-    latents = WaveletAutoencoder(state=WaveletState.all_bands()).encode(video).mean
+    latents = WaveletAutoencoder(state=ALL_BANDS).encode(video).mean
     expected = video.double().square().sum() + 3 * video[:, :, 0].double().square().sum()
     assert latents.double().square().sum() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_constant_colour_by_hand() -> None:
     red = torch.tensor([1.0, -1.0, -1.0]).view(1, 3, 1, 1, 1).expand(1, 3, 5, 8, 8)
-    latents = WaveletAutoencoder(state=WaveletState.all_bands()).encode(red).mean[0, :, :, 0, 0]
+    latents = WaveletAutoencoder(state=ALL_BANDS).encode(red).mean[0, :, :, 0, 0]
     # 256 values of each colour in a block: its mean times sqrt(256) along each luma-chroma axis.
     luma, red_minus_blue, green = -1 / 3**0.5, 2 / 2**0.5, -2 / 6**0.5
     expected = torch.zeros(NUM_BANDS, 2)
@@ -86,7 +89,7 @@ def test_a_constant_colour_by_hand() -> None:
 def test_fit_keeps_the_strongest_bands_and_normalises() -> None:
     video = clips()
     state = WaveletState.fit(video.split(2), 48)
-    exact = WaveletAutoencoder(state=WaveletState.all_bands()).encode(video).mean.double()
+    exact = WaveletAutoencoder(state=ALL_BANDS).encode(video).mean.double()
     energy = exact.square().sum(dim=(0, 2, 3, 4))
     assert set(state.bands.tolist()) == set(energy.argsort(descending=True)[:48].tolist())
 
@@ -104,7 +107,7 @@ def test_dropped_bands_cost_exactly_their_energy() -> None:
     state = WaveletState.fit([video], 60)
     wavelet = WaveletAutoencoder(state=state)
     error = wavelet.decode(wavelet.encode(video).mean) - video
-    exact = WaveletAutoencoder(state=WaveletState.all_bands()).encode(video).mean
+    exact = WaveletAutoencoder(state=ALL_BANDS).encode(video).mean
     dropped = [band for band in range(NUM_BANDS) if band not in set(state.bands.tolist())]
     lost = exact[:, dropped].double().square().sum() / 4  # the frame fills a block four times
     assert error.double().square().sum() == pytest.approx(lost.item(), rel=1e-4)
@@ -129,7 +132,7 @@ def test_state_file_round_trip(tmp_path: Path) -> None:
     ids=["frames", "rows"],
 )
 def test_clips_that_do_not_fit_are_refused(shape: tuple[int, ...], message: str) -> None:
-    wavelet = WaveletAutoencoder(state=WaveletState.all_bands())
+    wavelet = WaveletAutoencoder(state=ALL_BANDS)
     with pytest.raises(ValueError, match=message):
         wavelet.encode(torch.zeros(shape))
 

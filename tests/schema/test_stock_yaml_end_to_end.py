@@ -32,14 +32,13 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.formats.run_checkpoint import read_run_weights
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae.names import to_sat
 from cogfast.slot_random import SlotRandom
 from cogfast.train.encode import Encoder
 from cogfast.train.sampling.command import read_image
-from tests.support.tiny_run import ROOT, losses, run_folder
+from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder
 from tests.support.tiny_transformers import randomize
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
@@ -429,10 +428,10 @@ def test_train_evaluate_resume_and_sample(
 
     # the step after a checkpoint again, bitwise
     checkpoints = run / "checkpoints"
-    before = dict(read_run_weights(checkpoints / "00000003"))
+    before = read_run_weights(checkpoints / "00000003")
     train([*words, "--resume", str(checkpoints / "00000002")])
     assert losses(run) == straight
-    after = dict(read_run_weights(checkpoints / "00000003"))
+    after = read_run_weights(checkpoints / "00000003")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     is_adapter = [".matrix_" in key for key in after]

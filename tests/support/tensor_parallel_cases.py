@@ -9,9 +9,11 @@ from torch import Tensor
 
 from cogfast.model.config import TransformerConfig
 from cogfast.model.freeze import freeze
+from cogfast.model.initialization import initialize
 from cogfast.model.lora import TARGETS
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.memory_plan import Policy
+from cogfast.train.distributed.parallelize import allocate, find_shards
 from tests.support.tiny_transformers import FAMILY, inputs
 
 
@@ -109,3 +111,9 @@ def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tenso
     parameters = {**dict(transformer.named_parameters()), **leaves}
     gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
     return {"output": output.detach(), "loss": loss.detach(), "gradients": gradients}
+
+
+def materialize(transformer: DiffusionTransformer, seed: int) -> None:
+    """Allocate a transformer on the CPU and initialize it: each shard as in the whole model."""
+    allocate(transformer, torch.device("cpu"))
+    initialize(transformer, seed, find_shards(transformer))

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from cogfast.data.video.writer import write_video
 from cogfast.model.wavelet_autoencoder import WaveletState
+from cogfast.model.weights.formats.run_checkpoint import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 8  # latent channels of the tiny first stage
@@ -298,3 +299,9 @@ def losses(folder: Path) -> list[float]:
     """The training losses of a run, a number per logged step."""
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+def read_run_weights(checkpoint: Path | str, ema: bool = False) -> dict[str, torch.Tensor]:
+    """Return every parameter of a run's checkpoint, whole and in float32."""
+    source = open_run(Path(checkpoint), ema)
+    return {name: source.read(name, None) for name in source.shapes}

@@ -12,12 +12,19 @@ from torch.utils.data import Dataset
 
 from cogfast.config import load_config
 from cogfast.data.batches import to_device
-from cogfast.model.weights.formats.run_checkpoint import read_run_weights
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import CHANNELS, FAMILIES, losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    CHANNELS,
+    FAMILIES,
+    losses,
+    read_run_weights,
+    run_folder,
+    write_clips,
+    write_config,
+)
 
 ENCODED = "tests.train.test_trainer.EncodedSamples"
 
@@ -69,13 +76,13 @@ def test_every_family_learns_full_and_lora(tmp_path: Path, data: Path, family: s
 
     base = write_config(tmp_path / "lora" / "base.yaml", data, family, 4, train_iters=12)
     trainer = make(base, "deepspeed.optimizer.params.lr=0.1", f"args.load={full}")
-    loaded = dict(read_run_weights(newest_checkpoint(full)))
+    loaded = read_run_weights(newest_checkpoint(full))
     qkv = trainer.engine.transformer.blocks[0].attention.qkv.original.weight
     assert torch.equal(qkv, loaded["blocks.0.attention.qkv.weight"])
     changed = check_learning(trainer, tmp_path, least=5e-5)
     assert len(changed) == 2 * 8  # layers x (3 + 1 pairs of A and B)
     assert all("matrix_" in name for name in changed)
-    saved = dict(read_run_weights(newest_checkpoint(run_folder(tmp_path / "lora" / "runs"))))
+    saved = read_run_weights(newest_checkpoint(run_folder(tmp_path / "lora" / "runs")))
     assert saved.keys() == changed  # megabytes, not the base again
 
 
@@ -135,10 +142,10 @@ def test_ema_is_the_average_of_the_weights(tmp_path: Path, data: Path) -> None:
     folder = run_folder(tmp_path / "runs") / "checkpoints"
     for step in range(1, 6):
         decay = min(0.9999, (1 + step) / (10 + step))
-        for name, value in read_run_weights(folder / f"{step:08d}"):
+        for name, value in read_run_weights(folder / f"{step:08d}").items():
             if name in shadow:
                 shadow[name] = decay * shadow[name] + (1 - decay) * value.double()
-    for name, value in read_run_weights(newest_checkpoint(folder.parent), ema=True):
+    for name, value in read_run_weights(newest_checkpoint(folder.parent), ema=True).items():
         if name in shadow:
             torch.testing.assert_close(value.double(), shadow[name], rtol=1e-5, atol=1e-7)
 
@@ -148,7 +155,7 @@ def test_evaluating_with_ema_gives_the_weights_back(tmp_path: Path, data: Path) 
     trainer.train()
     parameters = dict(trainer.engine.transformer.named_parameters())
     before = {n: p.detach().clone() for n, p in parameters.items()}
-    ema = dict(read_run_weights(newest_checkpoint(run_folder(tmp_path / "runs")), ema=True))
+    ema = read_run_weights(newest_checkpoint(run_folder(tmp_path / "runs")), ema=True)
     with trainer.engine.weights("shadow"):
         for name in before:
             wanted = ema[name].view_as(before[name])
@@ -195,7 +202,7 @@ def test_non_finite_step_changes_nothing(
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     skipped = [line["skipped_in_a_row"] > 0 for line in lines]
     assert sum(skipped) == 2  # two epochs of 8 samples in 4 steps of 4
-    steps = [dict(read_run_weights(run / "checkpoints" / f"{i:08d}")) for i in (1, 2, 3, 4)]
+    steps = [read_run_weights(run / "checkpoints" / f"{i:08d}") for i in (1, 2, 3, 4)]
     for step in (2, 3, 4):
         same = all(
             torch.equal(steps[step - 1][n], steps[step - 2][n]) for n in steps[0] if "blocks" in n

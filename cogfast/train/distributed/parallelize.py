@@ -15,7 +15,6 @@ import torch
 
 from cogfast.model.attention import Attention, HeadNorm
 from cogfast.model.config import TransformerConfig
-from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
@@ -157,12 +156,6 @@ def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
     """Allocate a transformer that was built, and possibly parallelized, on the meta device."""
     transformer.to_empty(device=device)
     _mark(transformer)  # to_empty made new parameter objects
-
-
-def materialize(transformer: DiffusionTransformer, device: torch.device, seed: int) -> None:
-    """Allocate and initialize for training from scratch: each shard as in the whole model."""
-    allocate(transformer, device)
-    initialize(transformer, seed, find_shards(transformer))
 
 
 def compile_blocks(transformer: DiffusionTransformer) -> None:

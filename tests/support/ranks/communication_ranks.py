@@ -22,11 +22,12 @@ from cogfast.config import load_config
 from cogfast.model.transformer import assemble_transformer
 from cogfast.train.distributed.activation_checkpointing import apply_policies
 from cogfast.train.distributed.memory_plan import LADDER
-from cogfast.train.distributed.parallelize import materialize, parallelize
+from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 from cogfast.train.trainer import Trainer
 from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
+from tests.support.tensor_parallel_cases import materialize
 from tests.support.tiny_transformers import inputs
 
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
@@ -166,7 +167,7 @@ def shared_step(name: str, group: TensorParallelGroup) -> Counter[str]:
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
     parallelize(transformer, group, splits_rows)
-    materialize(transformer, torch.device("cpu"), seed=3)
+    materialize(transformer, seed=3)
     case.freeze(transformer)
     transformer.to(case.dtype)
     apply_policies(transformer, [policy] * len(transformer.blocks))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.train.distributed import replica_check
-from cogfast.train.distributed.parallelize import find_shards, materialize, parallelize
+from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 from tests.support.ranks.communication_ranks import CountedCollectives
-from tests.support.tensor_parallel_cases import CASES
+from tests.support.tensor_parallel_cases import CASES, materialize
 
 EVERY = 3
 LARGE = "text_embedding.weight"
@@ -31,7 +31,7 @@ def build(name: str, group: TensorParallelGroup) -> DiffusionTransformer:
     with torch.device("meta"):
         transformer = assemble_transformer(CASES[name].config)
     parallelize(transformer, group)
-    materialize(transformer, torch.device("cpu"), seed=3)
+    materialize(transformer, seed=3)
     transformer.odd = nn.Parameter(torch.arange(7.0))
     return transformer.to(CASES[name].dtype)
 

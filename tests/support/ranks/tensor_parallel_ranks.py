@@ -17,9 +17,15 @@ from cogfast.config import load_config
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.distributed.activation_checkpointing import apply_policies
-from cogfast.train.distributed.parallelize import find_shards, materialize, parallelize
+from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
-from tests.support.tensor_parallel_cases import CASES, case_inputs, kept_bytes, loss_and_gradients
+from tests.support.tensor_parallel_cases import (
+    CASES,
+    case_inputs,
+    kept_bytes,
+    loss_and_gradients,
+    materialize,
+)
 
 
 def share_of(
@@ -30,7 +36,7 @@ def share_of(
 ) -> dict:
     """In memory with `weights`, from a transformer on the meta device; returns its shards."""
     parallelize(transformer, group, splits_rows)
-    materialize(transformer, torch.device("cpu"), seed=3)
+    materialize(transformer, seed=3)
     shards = find_shards(transformer)
     report = load_transformer(transformer, weights, shards=shards)
     assert not report.missing and not report.unexpected, report

@@ -13,11 +13,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.config import load_config
-from cogfast.model.weights.formats.run_checkpoint import read_run_weights
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import train
-from tests.support.tiny_run import launch_ranks, losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    launch_ranks,
+    losses,
+    read_run_weights,
+    run_folder,
+    write_clips,
+    write_config,
+)
 
 STEPS, SAVED_AT = 20, 15
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
@@ -200,8 +206,8 @@ def test_norms_before_clipping_equal_one_process(runs: dict[str, Path], layout: 
 @EVERYWHERE
 @pytest.mark.parametrize("ema", [False, True], ids=["weights", "ema"])
 def test_weights_equal_one_process(runs: dict[str, Path], layout: str, ema: bool) -> None:
-    one = dict(read_run_weights(newest_checkpoint(one_process(runs, layout)), ema))
-    other = dict(read_run_weights(newest_checkpoint(runs[layout]), ema))
+    one = read_run_weights(newest_checkpoint(one_process(runs, layout)), ema)
+    other = read_run_weights(newest_checkpoint(runs[layout]), ema)
     assert one.keys() == other.keys()
     for name, value in one.items():
         if LAYOUTS[layout].model == "2b" and name.endswith("key_norm.bias"):

@@ -18,11 +18,10 @@ from cogfast.model.weights.shard import Shard
 from cogfast.train.distributed.parallelize import (
     check_model_parallel_size,
     find_shards,
-    materialize,
     parallelize,
 )
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
-from tests.support.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients
+from tests.support.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients, materialize
 from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import FAMILY, randomize
 
@@ -120,7 +119,7 @@ def test_rows_must_split_evenly() -> None:
     with torch.device("meta"):
         transformer = assemble_transformer(CASES["5b"].config)
     parallelize(transformer, TensorParallelGroup(0, 4, None), splits_rows=True)
-    materialize(transformer, torch.device("cpu"), seed=0)
+    materialize(transformer, seed=0)
     with pytest.raises(
         ValueError, match=r"^106 text and video tokens .* args.model_parallel_size=4 ranks"
     ):
@@ -163,7 +162,7 @@ def share(name: str, rank: int, size: int, seed: int = 0) -> DiffusionTransforme
     with torch.device("meta"):
         transformer = assemble_transformer(CASES[name].config)
     parallelize(transformer, TensorParallelGroup(rank, size, None))
-    materialize(transformer, torch.device("cpu"), seed)
+    materialize(transformer, seed)
     return transformer
 
 

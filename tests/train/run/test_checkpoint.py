@@ -12,11 +12,17 @@ import safetensors.torch
 import torch
 
 from cogfast.config import load_config
-from cogfast.model.weights.formats.run_checkpoint import read_run_weights
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import checkpoint_writer
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    ROOT,
+    losses,
+    read_run_weights,
+    run_folder,
+    write_clips,
+    write_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +182,7 @@ def test_every_optimizers_state_is_kept(tmp_path: Path, base: Path, optimizer: s
     train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.exit_interval=3")
     cut = train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.resume=latest")
     assert losses(cut) == losses(whole)
-    one, other = (dict(read_run_weights(newest_checkpoint(run))) for run in (whole, cut))
+    one, other = (read_run_weights(newest_checkpoint(run)) for run in (whole, cut))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.formats.run_checkpoint import RunFiles, open_run, read_run_weights
+from cogfast.model.weights.formats.run_checkpoint import RunFiles, open_run
 from cogfast.model.weights.formats.run_manifest import read_manifest
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.shard import Shard
-from cogfast.train.distributed.parallelize import find_shards, materialize, parallelize
+from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 from cogfast.train.distributed.zero_engine import ZeroEngine
@@ -27,7 +27,8 @@ from cogfast.train.optimizer import parameter_groups
 from cogfast.train.run.checkpoint import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from tests.support import tensor_parallel_cases
-from tests.support.tiny_run import launch_ranks
+from tests.support.tensor_parallel_cases import materialize
+from tests.support.tiny_run import launch_ranks, read_run_weights
 from tests.support.tiny_transformers import inputs, randomize
 
 # Along the first dim or a later one, in parts or not: (shape, dim, num_parts).
@@ -411,7 +412,7 @@ def test_weights_come_whole_from_any_layout(launched: Path, name: str, ema: bool
     saved = assemble(read(launched / name, "saved"))
     wanted = masters(saved, "shadow" if ema else "master", CASES[name].keeps_frozen)
     for step in (STEPS, STEPS + 1):  # dp 2 x tp 2, dp 4 x tp 1
-        assert_same(wanted, dict(read_run_weights(launched / name / f"{step:08d}", ema)))
+        assert_same(wanted, read_run_weights(launched / name / f"{step:08d}", ema))
 
 
 @pytest.mark.slow
@@ -424,7 +425,7 @@ def test_a_share_of_the_model_loads_from_shares(launched: Path, name: str, count
         with torch.device("meta"):
             transformer = assemble_transformer(case.model.config)
         parallelize(transformer, TensorParallelGroup(index, count, None))
-        materialize(transformer, torch.device("cpu"), seed=1)
+        materialize(transformer, seed=1)
         shards = find_shards(transformer)
         report = load_transformer(
             transformer, launched / name / "00000003", ema=True, shards=shards

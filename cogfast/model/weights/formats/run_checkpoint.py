@@ -1,7 +1,7 @@
 """Reads weights from the checkpoints of a cogfast run.
 
 A checkpoint is a folder of safetensors files with slices of flattened parameters, and a
-manifest.json that lists the file, parameter and range of each slice; see read_run_weights. If the
+manifest.json that lists the file, parameter and range of each slice; see RunFiles. If the
 run held a parameter in shards, a slice is a range of one flattened shard, and the manifest has the
 shard's index, the number of shards and the dim they were split along.
 """
@@ -9,7 +9,6 @@ shard's index, the number of shards and the dim they were split along.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +232,3 @@ def _trained_size(manifest: dict) -> dict[str, Any]:
     several or the manifest does not list them."""
     sizes = manifest.get("video_sizes") or []
     return {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
-
-
-def read_run_weights(checkpoint_dir: Path | str, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, float32 tensor) of every parameter in the checkpoint, whole, one at a time. Frozen
-    ones of the first format, which does not store their shape, are flat."""
-    source = open_run(Path(checkpoint_dir), ema)
-    for name in source.shapes:
-        yield name, source.read(name, None)

@@ -49,7 +49,6 @@ class VaeSource:
     """A VAE's tensors under diffusers' names, read one by one. scaling_factor: None if unknown."""
 
     description: str
-    is_sat: bool
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     read: Callable[[str], Tensor]
@@ -76,7 +75,6 @@ def open_vae(path: Path) -> VaeSource | None:
         theirs = to_diffusers({name: name for name in state}, *sizes)
         return VaeSource(
             description=f"SAT VAE {path}",
-            is_sat=True,
             shapes={name: tuple(state[key].shape) for name, key in theirs.items()},
             dtypes={name: state[key].dtype for name, key in theirs.items()},
             read=lambda name: state[theirs[name]],
@@ -92,7 +90,6 @@ def open_vae(path: Path) -> VaeSource | None:
     sizes = _count(files.names(), r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.", path)
     return VaeSource(
         description=f"diffusers VAE {path}",
-        is_sat=False,
         shapes={name: files.shape(name) for name in files.names()},
         dtypes={name: files.dtype(name) for name in files.names()},
         read=files.read,
