@@ -7,7 +7,7 @@ file that each value came from is kept for error messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -53,8 +53,7 @@ def load_config(
         if not Path(path).is_file():
             raise ValueError(f"--base {path}: no such file")
         loaded = read_yaml(Path(path), name, is_plain=is_of_run)
-        _forget_replaced(origins, loaded)
-        origins.update(dict.fromkeys(_leaf_keys(loaded), name))
+        _set_origins(origins, dict(_leaves(loaded)), name)
         try:
             merged = OmegaConf.merge(merged, loaded)
             check_interpolations(merged)
@@ -97,22 +96,36 @@ def _file_names(paths: Sequence[str | Path]) -> list[str]:
     return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
 
 
-def _leaf_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all values. A list is one value, since merging replaces it whole."""
+def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, node) of all values. A list is one value, since merging replaces it whole."""
     for key in node:
         child = node._get_node(key)  # the node, not its value: interpolations stay unresolved
         if isinstance(child, DictConfig) and not child._is_none() and len(child):
-            yield from _leaf_keys(child, f"{prefix}{key}.")
+            yield from _leaves(child, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", child
 
 
-def _forget_replaced(origins: dict[str, str], loaded: DictConfig) -> None:
-    """Drop the origins of values inside a mapping that `loaded` replaces by a value or a list."""
-    for key in _leaf_keys(loaded):
-        for old in [name for name in origins if name.startswith(key + ".")]:
-            if OmegaConf.select(loaded, key) != {}:
-                del origins[old]
+def _set_origins(origins: dict[str, str], leaves: Mapping[str, object], source: str) -> None:
+    """Record that `source` set these values, and forget the origins of the values they replace."""
+    for key, value in leaves.items():
+        inner = [name for name in origins if name.startswith(key + ".")]
+        # An empty mapping (a leaf that is a DictConfig) replaces nothing in another mapping.
+        if inner and isinstance(value, DictConfig) and not value._is_none():
+            continue
+        # A value that was replaced by a mapping has no origin either.
+        for old in (*inner, *_parents(key)):
+            origins.pop(old, None)
+        origins[key] = source
+
+
+def _parents(key: str) -> Iterator[str]:
+    """Yield "a.b" and "a" for "a.b.c". Stop below a list, whose other items keep its origin."""
+    while "." in key:
+        key, _, name = key.rpartition(".")
+        if name.isdigit():
+            return
+        yield key
 
 
 def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> None:
@@ -136,8 +149,6 @@ def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> Non
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {what}")) from None
     dotted = key.replace("[", ".").replace("]", "")
-    for old in [name for name in origins if name.startswith(dotted + ".")]:
-        del origins[old]
-    if isinstance(value, DictConfig):
-        origins.update({f"{dotted}.{leaf}": COMMAND_LINE for leaf in _leaf_keys(value)})
-    origins[dotted] = COMMAND_LINE
+    is_mapping = isinstance(value, DictConfig) and len(value)
+    inner = {f"{dotted}.{name}": node for name, node in _leaves(value)} if is_mapping else {}
+    _set_origins(origins, inner or {dotted: value}, COMMAND_LINE)

@@ -76,14 +76,25 @@ def refuse(config: Config, key: str, text: str) -> NoReturn:
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:
     """Return the origin of the value of `key`. An item of a list has the origin of the list."""
+    if key in origins:  # a key may itself have brackets
+        return origins[key]
     path = key.replace("[", ".").replace("]", "")
-    while path:
+    if path in origins:
+        return origins[path]
+    # A mapping has no origin of its own: use that of one of its values, if possible not a default.
+    below = [origin for name, origin in origins.items() if name.startswith(path + ".")]
+    if below:
+        return next((origin for origin in reversed(below) if origin != DEFAULT), DEFAULT)
+    while path := path.rpartition(".")[0]:
         if path in origins:
             return origins[path]
-        path = path.rpartition(".")[0]
-    # A mapping has no origin of its own: use that of one of its values.
-    below = [origin for name, origin in origins.items() if name.startswith(key + ".")]
-    return below[-1] if below else DEFAULT
+    return DEFAULT
+
+
+def move_origin(origins: dict[str, str], old: str, new: str) -> None:
+    """Give the key `new` the origin of `old`, whose value moves there."""
+    origins[new] = find_origin(origins, old)
+    origins.pop(old, None)
 
 
 def _flow(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import check_component, is_component
-from cogfast.schema.config import DEFAULT, SECTIONS
+from cogfast.schema.config import DEFAULT, SECTIONS, move_origin
 from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS
 from cogfast.schema.sat_classes import NETWORKS
 from cogfast.schema.sat_unused import UNUSED
@@ -66,17 +66,17 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     deepspeed = config.get("deepspeed") or {}
     for name in _LOSS_SCALING:
         if name in deepspeed:
-            value, origin = deepspeed.pop(name), origins.pop(f"deepspeed.{name}", DEFAULT)
-            fp16 = deepspeed.setdefault("fp16", {})
+            value, fp16 = deepspeed.pop(name), deepspeed.setdefault("fp16", {})
             if isinstance(fp16, dict) and name not in fp16:
                 fp16[name] = value
-                origins[f"deepspeed.fp16.{name}"] = origin
+                move_origin(origins, f"deepspeed.{name}", f"deepspeed.fp16.{name}")
     zero = deepspeed.get("zero_optimization")
     if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool):
-        origin = origins.pop("deepspeed.zero_optimization.cpu_offload", DEFAULT)
-        if zero.pop("cpu_offload") and "offload_optimizer" not in zero:
+        is_offloaded = zero.pop("cpu_offload")
+        if is_offloaded and "offload_optimizer" not in zero:
             zero["offload_optimizer"] = {"device": "cpu"}  # DeepSpeed's replacement of the key
-            origins["deepspeed.zero_optimization.offload_optimizer.device"] = origin
+            where = "deepspeed.zero_optimization"
+            move_origin(origins, f"{where}.cpu_offload", f"{where}.offload_optimizer.device")
     for name, schema in (("model", ModelArguments), ("args", TrainArguments)):
         section = config.setdefault(name, {})
         for f, value in zip(fields(schema), vars_of(schema), strict=True):

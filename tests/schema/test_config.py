@@ -244,3 +244,45 @@ def test_allow_import_opens_a_package(tmp_path, monkeypatch):
         load_config([file])
     with pytest.raises(ValueError, match="unknown key data.params.siz; did you mean size"):
         load_config([file], ["data.params={siz: 3}"], ["my_clips"])
+
+
+# First file, second file, overrides, and how the message starts.
+ORIGINS = {
+    "kept by an override": ("args: {load: {x: 1}}", "", ["args.load={}"], "a.yaml: args.load="),
+    "below what a file replaced": (
+        "args: {load: x}",
+        "args: {load: {y: 1}}",
+        [],
+        "b.yaml: args.load=",
+    ),
+    "beside an empty section": (
+        "args: {}",
+        "",
+        ["args.zz.y=1"],
+        "command line: unknown key args.zz",
+    ),
+    "kept beside a merged mapping": (
+        "deepspeed: {fp16: {zz: 1}}",
+        "",
+        ["deepspeed.fp16={enabled: false}"],
+        "a.yaml: unknown key deepspeed.fp16.zz",
+    ),
+    "with brackets in it": ("args: {'zz[0]': 1}", "", [], r"a.yaml: unknown key args.zz\[0\]"),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_a_refusal_names_who_set_the_key(tmp_path, case):
+    first, second, overrides, expected = ORIGINS[case]
+    files = [write(tmp_path, "a.yaml", first), write(tmp_path, "b.yaml", second)]
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        load_config(files, overrides)
+
+
+def test_a_moved_value_keeps_its_origin_beside_an_override(tmp_path):
+    text = "deepspeed: {loss_scale: 3, zero_optimization: {cpu_offload: true}}"
+    overrides = ["deepspeed.zero_optimization={stage: 1}", "deepspeed={gradient_clipping: 1.0}"]
+    origins = load_config([write(tmp_path, "a.yaml", text)], overrides).origins
+    assert origins["deepspeed.zero_optimization.offload_optimizer.device"] == "a.yaml"
+    assert origins["deepspeed.fp16.loss_scale"] == "a.yaml"
+    assert origins["deepspeed.zero_optimization.stage"] == "command line"
