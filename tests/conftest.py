@@ -48,7 +48,7 @@ def sat_configs() -> Path:
 
 @pytest.fixture(autouse=True)
 def _nan_filled_empty():
-    """`torch.empty` holds NaN, so that a value nobody wrote shows."""
+    """`torch.empty` holds NaN, so that a value that was never written shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -38,10 +38,19 @@ CLOSED = {
 MOST_ENTRIES = 12  # files and folders in a folder
 MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
-LATE = (
-    *("diffusers", "transformers", "deepspeed", "decord", "av", "matplotlib", "wandb"),
-    *("tensorboard", "rich", "PIL", "sentencepiece"),
-)
+LATE = {
+    "diffusers",
+    "transformers",
+    "deepspeed",
+    "decord",
+    "av",
+    "matplotlib",
+    "wandb",
+    "tensorboard",
+    "rich",
+    "PIL",
+    "sentencepiece",
+}
 HOSTS = {"www.apache.org", "download.pytorch.org", "arxiv.org", "github.com"}
 
 
@@ -94,7 +103,7 @@ def test_imports_go_one_way() -> None:
 
 
 def test_imports_have_no_circle() -> None:
-    """At any level, inside functions too: then every module can be read after what it uses."""
+    """Every module can be read after those that it imports, inside functions too."""
     below = {
         "cogfast." + name.removesuffix(".py").replace("/", "."): set(imports_of(name))
         for name in SOURCES
@@ -160,7 +169,7 @@ def test_names_say_what_a_file_holds() -> None:
 
 
 def test_imports_have_no_effect() -> None:
-    """In a process of its own: every module of cogfast, then what came with it."""
+    """A new process imports every module of cogfast and reports what else changed."""
     modules = sorted(
         "cogfast." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in SOURCES
@@ -188,7 +197,7 @@ print(json.dumps({{
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(modules) <= set(found["modules"])
-    assert not set(LATE) & set(found["packages"])
+    assert not LATE & set(found["packages"])
     assert found["cuda"] is found["process group"] is found["environment"] is False
     assert (found["threads"], found["log handlers"]) == (1, 0)
     assert found["default dtype"] == "torch.float32"
@@ -246,6 +255,32 @@ def test_no_trace_of_a_machine(what: str) -> None:
         for name, text in texts()
         for match in re.finditer(MACHINES[what], text)
     ]
+    assert not found
+
+
+# What is found: its pattern, and a line of code that it must find.
+LANGUAGE = {
+    "a docstring that begins in mid-sentence": (
+        r'^ *r?"""(Of|In which|With which|As|By|To be|Those|What|Where|The same|Also|Whose'
+        r"|And|Nor|So)\b",
+        'def f():\n    r"""O[f] the share."""',
+    ),
+    "a line that begins with a tuple unpacked": (r"^ *\*\(", "x = (\n    *(1, 2),\n)"),
+    "a private word": (
+        r"(?i)(?<![a-z])(tol[d]|ane[w]|men[d]s?|hee[d]s?|whoeve[r]|(go|goes|going|went)[ _]o[n])(?![a-z])",
+        "def test_training_goes_o[n]():",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LANGUAGE)
+def test_language(what: str) -> None:
+    pattern, sample = LANGUAGE[what]
+    wanted = re.compile(pattern, re.MULTILINE)
+    assert wanted.search(sample.replace("[", "").replace("]", ""))
+    sources = {name: text for name, text in texts() if name.endswith(".py")}
+    assert {"cogfast/shapes.py", "bench/ops.py", "tests/test_structure.py"} <= sources.keys()
+    found = [f"{n}: {match[0]}" for n, text in sources.items() for match in wanted.finditer(text)]
     assert not found
 
 

@@ -94,8 +94,8 @@ def measure_data_runs(settings: Settings) -> Outcome:
                 "args.warmup_steps=0",
                 "deepspeed.fp16.enabled=false",
                 "deepspeed.bf16.enabled=true",
-                *(_TINY_OVERRIDES if tiny else ()),
-            ),
+            )
+            + (_TINY_OVERRIDES if tiny else ()),
             sides=sides,
             num_clips=num_clips,
             num_steps=3 if tiny else 30,

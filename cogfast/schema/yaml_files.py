@@ -30,7 +30,7 @@ _NOT_PLAIN = "is an interpolation, which no run writes: its values are resolved;
 
 
 class Refused(ValueError):
-    """What is wrong with a text of YAML; callers put its file or key in front."""
+    """Raised for a wrong text of YAML; callers put its file or key in front."""
 
 
 def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
@@ -119,7 +119,7 @@ def _check_references(config: DictConfig, is_plain: bool) -> None:
     sizes: dict[tuple[str, ...], int] = {}
 
     def size(node: object, path: tuple[str, ...]) -> int:
-        """At most so many values are those of `node` at `path` once they are resolved."""
+        """Return an upper bound of the number of values below `node` once they are resolved."""
         if path in sizes:
             return sizes[path]
         sizes[path], total = 0, 1  # 0: a circle, which OmegaConf refuses
@@ -175,7 +175,7 @@ def _targets(text: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _find(root: object, path: tuple[str, ...]) -> tuple[object, tuple[str, ...]]:
-    """What stands at `path` and its path; or a text above it, which may be an interpolation."""
+    """Return the node at `path` and its path; or a text above it, which may be an interpolation."""
     node = root
     for depth, part in enumerate(path):
         if not isinstance(node, dict):

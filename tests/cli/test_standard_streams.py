@@ -1,4 +1,4 @@
-"""A command goes on when its terminal is closed, or what reads its output ends."""
+"""A command continues when its terminal is closed or the reader of its output ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def go(file: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["stdout", "stderr", "both"])
 def test_a_reader_that_ends_does_not_end_the_command(tmp_path: Path, lost: str) -> None:
-    """As in `cogfast train 2>&1 | head`."""
+    """The reader of a pipe ends first, as in `cogfast train 2>&1 | head`."""
     file = tmp_path / "end"
     process = start(file, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for name in ("stdout", "stderr"):

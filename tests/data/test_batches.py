@@ -246,7 +246,7 @@ def test_a_slow_sample_is_named(tmp_path):
     ) as loader:
         (batch,) = list(loader)
     assert batch["bad"] == [("sample 2", "reading took longer than args.decode_timeout=1 s")]
-    assert time.monotonic() - start < 60  # and the thread that still reads holds nobody up
+    assert time.monotonic() - start < 60  # the thread that still reads delays nothing
 
 
 def test_a_hung_file_costs_one_thread():
@@ -269,9 +269,9 @@ def test_errors_of_a_users_data_set_are_not_swallowed():
 
     before = set(_children())
     for num_workers in (0, 1):
-        with pytest.raises(KeyError, match="my own mistake") as told:
+        with pytest.raises(KeyError, match="my own mistake") as raised:
             _read(Broken(4), 1, num_workers=num_workers)
-        assert told and set(_children()) <= before  # reading processes end, too
+        assert raised and set(_children()) <= before  # reading processes end, too
 
 
 def _children() -> list[int]:

@@ -428,7 +428,7 @@ def test_decoding_stays_in_its_memory(tiny: TinyVae, vae: VideoAutoencoder) -> N
     asked = tiny.build(use_tiling=True, tile_size=[96, 80])  # the config's stay
     assert asked.limit_decode_memory(1 << 40, 1, 128, 80).tile == (96, 80)
 
-    # room again
+    # with enough memory again
     assert limited.limit_decode_memory(1 << 40, 1, 128, 80) == plan
     assert torch.equal(limited.decode(z), whole)
 

@@ -92,7 +92,7 @@ def test_targets_go_by_sats_names_or_diffusers(tmp_path) -> None:
         assert build_transformer(section).config.lora_targets == expected
     for wrong in (["to_q", "ff.net.2"], []):
         params["target_modules"] = wrong
-        with pytest.raises(ValueError, match=r"target_modules=\[.*adapters go on one or more of"):
+        with pytest.raises(ValueError, match=r"target_modules=\[.*: use one or more of"):
             build_transformer(section)
 
 

@@ -124,7 +124,7 @@ def test_more_frames_than_the_model_has_are_refused(is_rescaled: bool) -> None:
 
 @pytest.mark.parametrize("name", ["5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
 def test_pipeline_positions_differ_at_another_size_of_1_0_alone(name: str) -> None:
-    """At the model's own size, and for 1.5 whose pipeline counts as well, it is one model."""
+    """The two kinds agree at the model's own size, and for 1.5, whose pipeline does not rescale."""
     small = {**inputs(name)}
     cut = lambda x: x[..., :6, :8] if x.ndim == 5 else x
     models = [tiny(name, rotary_positions=kind) for kind in ("integer", "pipeline")]

@@ -207,7 +207,7 @@ def test_byte_encoder_does_not_disturb_the_global_draws() -> None:
     assert torch.equal(torch.randn(4), expected)
 
 
-def test_a_caption_that_is_cut_is_told_once(caplog):
+def test_a_truncated_caption_is_logged_once(caplog):
     encoder = ByteTextEncoder(max_length=8)  # a token for each byte, and an end
     encoder.tokenize(["short", "7 bytes"])
     assert not caplog.text

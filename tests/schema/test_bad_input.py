@@ -1,4 +1,4 @@
-"""What a user can get wrong in a configuration: one line that names the key and the fix."""
+"""A user's mistake in a configuration ends in one line that names the key and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `target` may name at each place, and that nothing else is imported or called."""
+"""A `target` names only the classes of its place; nothing else is imported or called."""
 
 from __future__ import annotations
 

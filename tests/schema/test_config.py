@@ -122,7 +122,7 @@ def test_override_values_are_yaml_or_else_text():
     assert config.args.save == "a=b"
 
 
-def test_files_with_one_name_are_told_apart(tmp_path):
+def test_files_with_one_name_are_distinguished(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     one = write(tmp_path / "one", "c.yaml", "args: {seed: 1}")

@@ -1,4 +1,4 @@
-"""Our own configs: every model of the family as upstream has it, told in fewer words."""
+"""cogfast's configs give every member of the family the values of upstream's longer ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parameters_are_upstreams(name: str, golden: Path) -> None:
 
 
 def facts(config: Config) -> dict:
-    """What a config's model section says, after defaults, however it says it."""
+    """Return the values of a config's model section, with defaults, however it is written."""
     model = config.model
     network = TransformerConfig(**transformer_arguments(model.network_config.params))
     denoiser, loss, sampler = (

@@ -224,7 +224,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case(
     seed: int, start: Path, folder: Path, verbs: Sequence[str] = VERBS
 ) -> tuple[str, list[str]]:
-    """What is tried, and the words of the command line."""
+    """Write a mutated config; return its description and the command's arguments."""
     rng = random.Random(f"config {seed}")
     folder.mkdir()
     file, others = folder / "case.yaml", []
@@ -293,7 +293,7 @@ def examine(seeds: range, start: Path, folder: Path, verbs: Sequence[str] = VERB
 
 
 def test_mutated_configurations(start: Path, tmp_path: Path) -> None:
-    """With --dry-run; the soaked ones train, encode and sample, too."""
+    """Mutated configurations with --dry-run; the soak test also trains, encodes and samples."""
     found = examine(range(NUM_QUICK), start, tmp_path, ("dry",))
     assert not found, "\n".join(found)
 

@@ -137,7 +137,7 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
         read_json(file)
     file.unlink()
     file.write_text("{}")
-    os.truncate(file, 2**40)  # of holes: nobody has read them all
+    os.truncate(file, 2**40)  # sparse; reading it all would take hours
     with pytest.raises(ValueError, match="more than 67108864 bytes"):
         read_json(file)
     os.truncate(file, 2)
@@ -174,7 +174,7 @@ def test_names_of_files_stay_inside(name: str) -> None:
 
 
 def test_a_key_that_is_twice_is_found_among_many() -> None:
-    """At the end of 200,000 others: to count each of them in turn would take an hour."""
+    """The key is the last of 200,001; counting each in turn would take an hour."""
     text = "{" + ",".join(f'"{i}":0' for i in [*range(200_000), 199_999]) + "}"
     with pytest.raises(ValueError, match="key 199999 is there twice"):
         parse_json(text, Any, "f")

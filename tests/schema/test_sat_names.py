@@ -86,7 +86,7 @@ def test_rotary_ignores_interpolation_as_sat_does_and_says_so(network):
     assert "ignores" in unused["net.width_interpolation"]
 
 
-def test_time_embedding_is_as_wide_as_the_model_where_nothing_is_said(network):
+def test_time_embedding_is_as_wide_as_the_model_by_default(network):
     params = network("cogvideox_5b")
     del params["time_embed_dim"]
     assert transformer_arguments(params)["time_embed_dim"] == 3072

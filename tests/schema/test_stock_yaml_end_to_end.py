@@ -63,7 +63,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Of the loss, relative."""
+        """Relative tolerance of the loss."""
         return 2e-6 if self.is_fp32 else 5e-3
 
     @property
@@ -94,7 +94,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Files:
-    """What a user has on the disk beside the YAML files."""
+    """The files that a user has beside the YAML files."""
 
     folder: Path
     vae: AutoencoderKLCogVideoX
@@ -249,7 +249,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, sat_configs: Path) -> Files:
 
 @dataclass
 class FirstStep:
-    """What went through the trainer at step 1, as it was seen there."""
+    """The inputs and results of the trainer's first step, as recorded there."""
 
     batch: dict | None = None
     latents: Tensor | None = None

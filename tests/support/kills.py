@@ -33,7 +33,7 @@ class Kill:
 
 
 def draw_kills(seed: int, count: int, last_step: int) -> list[Kill]:
-    """At random, the same for the same seed: steps spread over the run, every second in a save."""
+    """Draw kills from a seed: their steps are spread over the run, every second is in a save."""
     rng = random.Random(seed)
     longest = {"start": START_SECONDS, "step": 0.2, "save": 0.04}
     kills = []

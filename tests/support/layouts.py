@@ -3,7 +3,8 @@
 Each is a run of the YAML file BASE with these overrides. ["copy", SAVE, STEP, RUN] makes a run folder
 that has the checkpoint of STEP of the only run below SAVE, and no other.
 
-What a gather of weights brings lands when it is waited for: whoever does not wait reads old ones.
+The result of a gather of weights is stored only when it is waited for, so that code that does not
+wait reads the old weights.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Stop:
 
 
 def draw_stops(seed: int, count: int) -> list[Stop]:
-    """At random, the same for the same seed: every signal as often, at every kind of moment."""
+    """Draw stops from a seed: each signal equally often, at every kind of moment."""
     rng = random.Random(seed)
     longest = {"start": 12.0, "step": 1.0, "save": 0.05, "evaluation": 0.3}
     kinds = ["step", "save", "evaluation", "step", "start"]

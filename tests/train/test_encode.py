@@ -1,4 +1,4 @@
-"""From a batch to latents, text and image latents, against numbers written out by hand."""
+"""The latents, text and image latents of a batch, against numbers written out by hand."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_noised_images_are_those_of_their_keys(std: float | None) -> None:
 
 @pytest.mark.parametrize("std", [STD, None], ids=["posterior", "deterministic"])
 def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
-    """By the slot alone, each as often, without a first stage; the sample is drawn anew."""
+    """The slot alone decides; each image comes equally often, with new noise, and no first stage."""
     mean = torch.randn(4, 3, 2, 1, 6, 6)  # [B, N, C, 1, h, w]
     batch = {
         "encoded_videos": torch.zeros(4, 2, 3, 6, 6),

@@ -132,7 +132,7 @@ def test_evaluating_changes_no_training_number(tmp_path: Path, data: Path) -> No
 def test_samples_come_from_the_weights_asked_for(
     tmp_path: Path, data: Path, with_ema: bool
 ) -> None:
-    """What an evaluation writes, against a sampler run by hand on those weights."""
+    """An evaluation's samples equal those of a sampler run by hand on those weights."""
     trainer = make(
         tmp_path,
         data,
@@ -234,7 +234,7 @@ def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(
         (VideoMaker, "frames", "sampling"),
     ],
 )
-def test_a_failure_is_logged_and_training_goes_on(
+def test_a_failure_is_logged_and_training_continues(
     tmp_path: Path,
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -272,7 +272,7 @@ def test_the_time_of_an_evaluation_is_not_the_steps(
     assert all(line["step_ms"] < 900 for line in after)
 
 
-def test_an_evaluation_of_nothing_is_told(
+def test_an_evaluation_of_nothing_is_logged(
     tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path / "t2v", data, valid_data=[])

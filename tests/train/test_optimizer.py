@@ -162,7 +162,7 @@ def _plain_run() -> tuple[nn.Module, FusedEmaAdam]:
 
 
 def _zero2_run() -> None:
-    """In a process of its own: the plain run's numbers from ZeRO-2's flat partitions."""
+    """Check that ZeRO-2's flat partitions give the plain run's numbers. Runs in a new process."""
     import deepspeed
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_optimizer_state

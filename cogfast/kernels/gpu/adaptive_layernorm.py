@@ -372,14 +372,14 @@ class Backward(NamedTuple):
 
         An op cannot return None: a gradient that is not computed has shape [0].
         """
-        norm_vectors = [self.weight, self.bias, self.scale, self.scale]
+        norm_vectors = (self.weight, self.bias, self.scale, self.scale)
         alike = [
             None if self.dn is None else self.rows,
             None if self.gate is None else self.rows,
             self.branch_bias if self.has_branch_sum else None,
             None if self.branch is None else self.gate,
-            *(norm_vectors if self.has_norm_sums else [None] * 4),
         ]
+        alike += norm_vectors if self.has_norm_sums else (None,) * 4
         return tuple(self.rows.new_empty(0) if x is None else x.new_empty(x.shape) for x in alike)
 
 

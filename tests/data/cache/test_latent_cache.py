@@ -191,18 +191,18 @@ def test_an_index_must_name_shards_of_its_folder(tmp_path: Path, line: str) -> N
     (tmp_path / "index.jsonl").write_text(f"{header}\n{line}\n")
     with pytest.raises(
         ValueError, match=r"index.jsonl holds nothing readable \(.*; remove"
-    ) as told:
+    ) as refused:
         CacheIndex.read(tmp_path)
-    assert len(str(told.value)) < 400 and "\n" not in str(told.value)
+    assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("header", ["", "[]", '{"format": 5}', '{"format": "cogfast-latents-2", '
                                     '"specs": 5}', "\xff", '{"format": "' + 999 * "x" + '"}'])  # fmt: skip
 def test_an_index_without_a_header(tmp_path: Path, header: str) -> None:
     (tmp_path / "index.jsonl").write_bytes(header.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"index.jsonl holds .*; remove the folder") as told:
+    with pytest.raises(ValueError, match=r"index.jsonl holds .*; remove the folder") as refused:
         CacheIndex.read(tmp_path)
-    assert len(str(told.value)) < 500
+    assert len(str(refused.value)) < 500
 
 
 def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_hostile_rows(tmp_path: Path, videos: CaptionedVideos) -> None:
         (mean, {"bad": ["x"] * 999}),
     ):
         write_shard(cache / video.file, tensors, [row] * number)
-        with pytest.raises(BadSample) as told:
+        with pytest.raises(BadSample) as refused:
             CachedVideos(cache, videos, SPECS)[0]
-        assert len(told.value.reason) < 400
+        assert len(refused.value.reason) < 400
     for metadata in (None, {"rows": "5"}, {"rows": "[5]"}, {"rows": "[" * 9999}, {"rows": "[]"}):
         save_file(mean, cache / video.file, metadata)
         with pytest.raises(BadSample, match="damaged .*delete it and run `cogfast cache` again"):

@@ -147,8 +147,8 @@ def test_pyav_reads_what_dali_cannot_decode(dali, tmp_path, caplog):
             ours, _ = read_clip(path, _settings("dali", max_num_frames=5))
             own, _ = read_clip(path, _settings("pyav", max_num_frames=5))
             assert torch.equal(ours, own)
-    told = "videos of the kind h264 yuv420p 64x48 that DALI cannot decode are read by PyAV ("
-    assert [text.startswith(told) for text in caplog.messages] == [True]
+    warning = "videos of the kind h264 yuv420p 64x48 that DALI cannot decode are read by PyAV ("
+    assert [text.startswith(warning) for text in caplog.messages] == [True]
     assert dali.open(str(tmp_path / "text.mp4")) is None
 
 

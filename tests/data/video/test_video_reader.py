@@ -260,7 +260,7 @@ def test_audio_only(tmp_path):
         open_video(str(path))
 
 
-def test_a_codec_that_nobody_knows(tmp_path):
+def test_an_unknown_codec(tmp_path):
     path = write_clip(tmp_path / "u.mp4", constant_rate(9, 8))
     path.write_bytes(path.read_bytes().replace(b"avc1", b"zzz1"))
     with pytest.raises(BadSample, match="no decoder for its video"):

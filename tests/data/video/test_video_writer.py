@@ -38,7 +38,7 @@ def test_round_trip(height, width, tmp_path):
 
 
 def test_the_same_frames_are_the_same_bytes(tmp_path):
-    for seed in range(40):  # of some of which x264 made other ones, now and then
+    for seed in range(40):  # x264 sometimes wrote different bytes for some of them
         frames = np.random.default_rng(seed).integers(0, 200, (9, 64, 64, 3), np.uint8)
         frames[:, 10:40, 10:40] = _moving_square(9, 30, 30)
         for name in ("first", "second"):

@@ -119,7 +119,7 @@ def test_a_change_below_half_a_step_does_not_survive_rounding() -> None:
     assert exact.report() is None
 
 
-def test_adapters_and_their_base_are_told_apart_and_joined() -> None:
+def test_adapters_and_their_base_are_distinguished_and_joined() -> None:
     source = source_of(tiny("5b", seed=5, lora_rank=4, lora_targets=("to_q", "to_out.0")), 3.0)
     joined = with_adapters(without_adapters(source), only_adapters(source))
     assert joined.shapes == source.shapes and joined.lora_alpha == 3.0

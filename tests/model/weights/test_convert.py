@@ -294,7 +294,7 @@ def tiny_vae() -> torch.nn.Module:
 
 
 def test_a_run_and_its_average(tmp_path: Path) -> None:
-    """From a run's slices, with what training_config.yaml says of the model."""
+    """A run's slices are converted with the model that its training_config.yaml describes."""
     trained = tiny("1.5_5b_i2v")
     folder = write_run(tmp_path / "run", trained)
     config = load_config([ROOT / "configs" / "cogvideox1.5_5b_i2v.yaml"])
@@ -358,7 +358,8 @@ def test_shares_and_slices_of_a_run(count: int, tmp_path: Path) -> None:
     convert(tmp_path, tmp_path / "theirs", "diffusers", verify=True)
     convert(tmp_path / "theirs", tmp_path / "sat", "sat")
     expected[UNUSED] = torch.zeros_like(expected[UNUSED])
-    # the published size stands where nobody says it: the tables are larger, the weights the same
+    # diffusers' files do not store the size, so the published one is assumed: the tables are
+    # larger, the weights the same
     found = {k: v for k, v in sat_state(tmp_path / "sat").items() if "freqs" not in k}
     assert_same(found, {k: v for k, v in expected.items() if "freqs" not in k})
     convert(tmp_path, tmp_path / "cut", "sat", model_parallel_size=2)

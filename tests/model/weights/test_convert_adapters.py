@@ -55,7 +55,7 @@ def alpha_of(peft: Path) -> float:
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_sat_lora_to_peft_to_sat_lora_is_bit_exact(family: str, tmp_path: Path) -> None:
-    """At model-parallel sizes 1, 2 and 4, every tensor of every file, those of the base too."""
+    """Every tensor of every file, at model-parallel sizes 1, 2 and 4, including the base's."""
     _, lora, base = save_pair(family, tmp_path)
     for size in (1, 2, 4):
         first, peft, again = (tmp_path / f"{what} {size}" for what in ("first", "peft", "again"))

@@ -158,7 +158,9 @@ def test_a_target_that_is_there(made: Path, tmp_path: Path) -> None:
         convert(made / "sat", target, "cogfast")
 
 
-def test_no_room_foreseen(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_is_foreseen(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(ValueError, match=r"GiB are needed and 0.00 GiB are free there; free"):
         convert(made / "sat", tmp_path / "target", "cogfast")
@@ -232,7 +234,7 @@ def test_folders_without_a_tensor_of_a_transformer(made: Path, tmp_path: Path) -
 def test_a_real_limit_on_files_ends_in_one_line(
     made: Path, tmp_path: Path, to: str, limit: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a quota does, enforced by the system: in the first small file, and in the tensors."""
+    """The system enforces a limit as a quota does, in the first small file and in the tensors."""
     source = copied(made, "sat", tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -70,7 +70,7 @@ def python(code: str, *words: object) -> str:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Through every format and back; the model is larger than the bound."""
+    """A model larger than the bound is converted through every format and back."""
     python(MAKE, ROOT / "configs" / "cogvideox_2b.yaml", tmp_path / "sat")
     file = tmp_path / "sat/1/mp_rank_00_model_states.pt"
     assert file.stat().st_size > MOST << 10

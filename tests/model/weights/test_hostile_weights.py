@@ -319,7 +319,7 @@ def damage_json(folder: Path, draw: random.Random) -> str | None:
 
 
 def damage_bits(folder: Path, draw: random.Random) -> str:
-    """In the first bytes (headers), in the last (a zip's directory) or anywhere."""
+    """Flip bits in the first bytes (headers), in the last (a zip's directory) or anywhere."""
     file = draw.choice([f for f in _files(folder, "") if f.stat().st_size] or [folder / "none"])
     content = bytearray(file.read_bytes())
     low, high = draw.choice([(0, 2000), (-3000, 0), (0, len(content))])
@@ -575,7 +575,7 @@ def examine_many(name: str, whole: Path, seeds: range, folder: Path) -> list[str
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_whole_files_are_read(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
-    """So that the refusals below are of the damage."""
+    """Without damage all are read, so the refusals below are due to the damage."""
     for i, read in enumerate(FORMATS[name].reads):
         case = tmp_path / str(i)
         shutil.copytree(made(name), case / "in")

@@ -113,7 +113,7 @@ def test_what_trainers_save_is_read(tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_scanned() -> None:
-    """As many tensors as five models of 5B have stay within the bounds of the scan."""
+    """The tensors of five 5B models stay within the bounds of the scan."""
     state = {f"blocks.{i}.weight": torch.zeros(1) for i in range(5_000)}
     data = pickle.dumps({"module": {k: Call(float, "1.5", v.shape) for k, v in state.items()}}, 2)
     check_pickle(data)

@@ -84,7 +84,7 @@ class CountedCollectives(TorchDispatchMode):
     """Counts the bytes that this process sends (as a ring would), by the collective's name,
     after the group's name if `names`, {PyTorch's name: shown name}, has one.
 
-    Every collective of PyTorch is an op of two namespaces, whoever calls it: c10d (DeepSpeed's and
+    Every collective of PyTorch is an op of two namespaces, whichever library calls it: c10d (DeepSpeed's and
     our own calls, coalesced ones too) and _c10d_functional (tensor parallelism).
     """
 

@@ -27,7 +27,7 @@ LARGE = "text_embedding.weight"
 
 
 def build(name: str, group: TensorParallelGroup) -> DiffusionTransformer:
-    """With one parameter that two data ranks cannot share evenly."""
+    """Build a model with one parameter that two data ranks cannot share evenly."""
     with torch.device("meta"):
         transformer = assemble_transformer(CASES[name].config)
     parallelize(transformer, group)

@@ -34,7 +34,7 @@ def share_of(
     weights: Path,
     splits_rows: bool = False,
 ) -> dict:
-    """In memory with `weights`, from a transformer on the meta device; returns its shards."""
+    """Shard a transformer of the meta device, load `weights` into it and return its shards."""
     parallelize(transformer, group, splits_rows)
     materialize(transformer, seed=3)
     shards = find_shards(transformer)

@@ -81,7 +81,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object) -> Path:
-    """With the VAE in place of the wavelet, which has no variance."""
+    """Write a config with the VAE in place of the wavelet, which has no variance."""
     config = OmegaConf.load(write_config(path, data, family, **args))
     config.model.first_stage_config = {
         "target": "cogfast.model.autoencoder.VideoAutoencoder",
@@ -194,7 +194,7 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("global_batch", [1, 6])
 def test_the_order_of_encoding_is_that_of_training(global_batch: int) -> None:
-    """Of each bucket's clips, for steps of any size, and shards are of one size."""
+    """The clips of each bucket have one order at any step size; a shard has clips of one size."""
     size = {"video_size": (32, 32), "fps": 8, "max_num_frames": 9}
     buckets = np.array([0, 1, 1, -1, 2] * 16)
     clips = ClipList(
@@ -351,7 +351,7 @@ def test_another_vae_or_text_encoder_is_refused_with_counts(data: Path, tmp_path
 
 
 def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> None:
-    """Those whose latents, or an image's, are not finite, and one that ends early."""
+    """Samples with non-finite latents of the clip or its image, and a video that ends early."""
     clips, cache = tmp_path / "clips", tmp_path / "cache"
     shutil.copytree(data, clips)
     torn = clips / "videos" / "5.mp4"

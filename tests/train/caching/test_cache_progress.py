@@ -1,4 +1,4 @@
-"""What `cogfast cache` says of how far all ranks are, at a price that does not grow with the data."""
+"""`cogfast cache` logs the progress of all ranks at a cost that does not grow with the data."""
 
 from __future__ import annotations
 

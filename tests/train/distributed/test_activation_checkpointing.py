@@ -292,7 +292,7 @@ def test_tensor_parallel_parts_share_what_is_wide() -> None:
 
 
 def test_none_where_it_keeps_less_than_pointwise() -> None:
-    """With rows split in eight, the products before their sums are still whole."""
+    """The products that are still to be summed keep all rows where rows are split in eight."""
     shape = LayerShape(num_rows=17776, width=3072, num_heads=48, bytes_per_number=2, num_parts=8)
     assert "none" not in plan_layers(shape, 4, 4 * shape.kept("pointwise"))
     split = replace(shape, splits_rows=True)

@@ -93,8 +93,8 @@ def held_out(run: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_training_goes_on(runs: dict[str, Path], name: str) -> None:
-    """After any of these failures, training reaches the last step with the losses of one process."""
+def test_training_continues(runs: dict[str, Path], name: str) -> None:
+    """Training reaches the last step after each failure, with the losses of one process."""
     found, wanted = losses(runs[name]), losses(runs["one"])
     assert len(found) == STEPS
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
@@ -150,7 +150,7 @@ def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_go_on_ends_in_one_line(tmp_path: Path, base: Path) -> None:
+def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path) -> None:
     """Two ranks agree that nothing is finite: one line from cogfast, no traceback, no warnings."""
     all_bad = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     all_bad["params"]["num_bad"] = 8

@@ -143,7 +143,7 @@ def runs(
         save = folder / f"one process, {model}"
         Trainer(load_config([bases[model]], [f"args.save={save}", CLIP])).train()
         found[save.name] = run_folder(save)
-    for ranks in (4, 2, 1):  # what others go on from comes first
+    for ranks in (4, 2, 1):  # the runs that others resume come first
         steps = []
         for name, layout in LAYOUTS.items():
             if name not in wanted or layout.ranks != ranks:

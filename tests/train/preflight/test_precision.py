@@ -15,7 +15,7 @@ from tests.model.weights.test_weights_load import sat_state, save_sat
 from tests.support.tiny_run import write_config
 from tests.support.tiny_transformers import tiny
 
-SAID = {
+CONFIGURED = {
     "nothing": ([], "bf16"),
     "fp32": (["deepspeed.bf16.enabled=false"], "fp32"),
     "fp32, in args": (["args.bf16=false"], "fp32"),
@@ -32,9 +32,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder / "base.yaml", folder / "data")
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_what_is_said_counts(base: Path, said: str) -> None:
-    words, precision = SAID[said]
+@pytest.mark.parametrize("case", CONFIGURED)
+def test_a_configured_precision_is_kept(base: Path, case: str) -> None:
+    words, precision = CONFIGURED[case]
     config = load_config([base], [f"args.load={base.parent / 'bfloat16'}", *words])
     infer_precision(config)
     assert TrainArguments.from_config(config).precision == precision

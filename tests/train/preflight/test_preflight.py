@@ -1,4 +1,4 @@
-"""What `cogfast train` and `cogfast sample` refuse before any GPU work."""
+"""`cogfast train` and `cogfast sample` refuse these configs before any GPU work."""
 
 from __future__ import annotations
 
@@ -346,14 +346,14 @@ def test_the_text_encoders_default_length_is_checked(sat_configs, config, tmp_pa
         check_train(config(str(tmp_path / "model")), world_size=8)
 
 
-def test_different_noise_schedules_are_told(config, caplog):
+def test_different_noise_schedules_are_logged(config, caplog):
     warn_of_different_schedules(config("cogvideox_2b"))
     assert not caplog.records
     shift = "params.discretization_config.params.shift_scale=1.0"
     warn_of_different_schedules(config("cogvideox_2b", f"model.sampler_config.{shift}"))
     warn_of_different_schedules(config("cogvideox_2b", f"model.denoiser_config.{shift}"))
-    told = [record.message.split()[0] for record in caplog.records]
-    assert told == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]
+    logged = [record.message.split()[0] for record in caplog.records]
+    assert logged == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]
 
 
 def test_all_missing_paths_are_reported_together(config) -> None:

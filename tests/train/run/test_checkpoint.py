@@ -108,7 +108,7 @@ class Watching(Trainer):
         return super().compute_loss(batch)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 3 runs before the files of step 2 are written, which still hold step 2's state."""
@@ -194,7 +194,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, base: Path) -> None:
         train(base, tmp_path, "args.resume=latest", *words)
 
 
-def test_another_number_of_samples_is_told(
+def test_another_number_of_samples_is_logged(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(base, tmp_path, "args.train_iters=2")
@@ -233,8 +233,8 @@ Trainer(load_config([sys.argv[1]], [f"args.save={sys.argv[2]}"])).train()
 
 @pytest.mark.slow
 def test_a_real_full_disk_ends_in_one_line_at_the_end(tmp_path: Path, base: Path) -> None:
-    """With the system's limit on file sizes, training continues to its end and then reports that the
-    last step could not be saved."""
+    """Training continues to its end and then reports that the last step could not be saved. The
+    system's limit on file sizes stands for the full disk."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(base), str(tmp_path)],
         cwd=ROOT,

@@ -290,8 +290,8 @@ def assemble(ranks: list[dict]) -> dict[str, dict[str, Tensor]]:
 
 
 def run_case(case: Case, folder: Path, groups: ProcessGroups, meshes: dict[int, Mesh]) -> None:
-    """Train at dp 2 x tp 2 and save step 3; go on there and in a fresh engine; load at dp 4 x tp 1,
-    save that, and load it at tp 4."""
+    """Train at dp 2 x tp 2 and save step 3; continue there and resume in a fresh engine; load at
+    dp 4 x tp 1, save that, and load it at tp 4."""
 
     def note(name: str, engine: ZeroEngine) -> None:
         torch.save(snapshot(engine), folder / f"{name}-{groups.rank}.pt")
@@ -312,7 +312,7 @@ def run_case(case: Case, folder: Path, groups: ProcessGroups, meshes: dict[int, 
     note("saved", engine)
     save(STEPS, engine)
     train_step(engine, case, STEPS)
-    note("went on", engine)
+    note("continued", engine)
     engine = load(2, STEPS)
     note("dp2 tp2", engine)
     train_step(engine, case, STEPS)
@@ -373,11 +373,13 @@ def test_state_moves_to_another_layout(launched: Path, name: str, layout: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_on_the_same_layout_is_uninterrupted(launched: Path, name: str) -> None:
-    went_on, resumed = (assemble(read(launched / name, what)) for what in ("went on", "resumed"))
+    continued, resumed = (
+        assemble(read(launched / name, what)) for what in ("continued", "resumed")
+    )
     saved = assemble(read(launched / name, "saved"))
-    assert not torch.equal(went_on["master"][name_of(saved)], saved["master"][name_of(saved)])
+    assert not torch.equal(continued["master"][name_of(saved)], saved["master"][name_of(saved)])
     for kind in (*KINDS, "model"):
-        assert_same(went_on[kind], resumed[kind])
+        assert_same(continued[kind], resumed[kind])
 
 
 def name_of(whole: dict) -> str:

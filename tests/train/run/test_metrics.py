@@ -66,7 +66,7 @@ def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
     assert all(line.keys() == KEYS for line in found)
     last = found[-1]
     assert last["lr"] == 2e-3
-    assert last["mfu"] is None  # nobody knows a CPU's peak
+    assert last["mfu"] is None  # the peak of a CPU is unknown
     num_tokens = 8 + 3 * 2 * 2  # text; latent frames x rows x columns of patches
     assert trainer.num_tokens == num_tokens
     assert last["samples_per_s"] == pytest.approx(4 * 1000 / last["step_ms"])
@@ -135,7 +135,7 @@ def test_a_line_is_the_mean_since_the_last(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_non_finite_loss_hides_no_other(tmp_path: Path, data: Path) -> None:
-    """With one bad sample of 8, at 2 per step, the line has the mean loss of 3 of 4 steps."""
+    """One bad sample of 8, at 2 per step: the line has the mean loss of 3 of 4 steps."""
     dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     micro = "deepspeed.train_micro_batch_size_per_gpu=2"
     for name, interval in (("each", 1), ("four", 4)):
@@ -153,7 +153,7 @@ def test_a_non_finite_loss_hides_no_other(tmp_path: Path, data: Path) -> None:
     assert bad["grad_norm"] is None
 
 
-def test_history_is_cut_where_a_run_goes_on(tmp_path: Path, data: Path) -> None:
+def test_history_is_cut_where_a_run_resumes(tmp_path: Path, data: Path) -> None:
     """Lines after the checkpoint, and one that a crash cut short, leave the file."""
     make(tmp_path, data, train_iters=6, save_interval=2, keep_last=0).train()
     run = run_folder(tmp_path / "runs")
@@ -275,36 +275,34 @@ def test_a_subclass_may_bring_its_own_loss(tmp_path: Path, data: Path) -> None:
     assert len(list(run_folder(tmp_path / "runs").glob("samples/*/*.mp4"))) == 1
 
 
-def test_missing_wandb_is_told_before_training(tmp_path: Path, data: Path) -> None:
+def test_missing_wandb_is_reported_before_training(tmp_path: Path, data: Path) -> None:
     wanted = r"args.wandb=true, but wandb is not installed; pip install wandb"
     with pytest.raises(ValueError, match=wanted):
         make(tmp_path, data, wandb=True)
     assert not (tmp_path / "runs").exists()
 
 
-def test_wandb_goes_on_with_its_run(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that records the calls: wandb itself needs an account."""
     stub = tmp_path / "stub"
     stub.mkdir()
     (stub / "wandb.py").write_text(
-        "told = []\n"
+        "received = []\n"
         "class Run:\n"
-        "    def log(self, numbers, step): told.append((step, numbers['loss']))\n"
-        "    def finish(self, exit_code): told.append(exit_code)\n"
+        "    def log(self, numbers, step): received.append((step, numbers['loss']))\n"
+        "    def finish(self, exit_code): received.append(exit_code)\n"
         "def init(**named):\n"
-        "    told.append(named)\n"
+        "    received.append(named)\n"
         "    return Run()\n"
     )
     monkeypatch.syspath_prepend(stub)
     make(tmp_path, data, wandb=True, wandb_project_name="clips", train_iters=1).train()
-    told = sys.modules.pop("wandb").told
+    received = sys.modules.pop("wandb").received
     run = run_folder(tmp_path / "runs")
-    assert told[0]["project"] == "clips"
-    assert told[0]["id"] == told[0]["name"] == run.name
-    assert told[0]["resume"] == "allow"
-    assert told[1:] == [(1, lines(tmp_path)[0]["loss"]), 0]
+    assert received[0]["project"] == "clips"
+    assert received[0]["id"] == received[0]["name"] == run.name
+    assert received[0]["resume"] == "allow"
+    assert received[1:] == [(1, lines(tmp_path)[0]["loss"]), 0]
 
 
 def test_flops_of_a_layer_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""args.profiling: the ranges, PyTorch's trace and table, what nsys is told, and its script."""
+"""args.profiling: the ranges, PyTorch's trace and table, when nsys captures, and its script."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def run_steps(profiler: Profiler, num_steps: int = 6) -> list[int]:
     return finished
 
 
-def test_nsys_is_told_when_and_has_nvtx_ranges(
+def test_nsys_captures_these_steps_with_nvtx_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     caplog.set_level("INFO")
@@ -219,7 +219,7 @@ def test_nsys_is_told_when_and_has_nvtx_ranges(
     assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in caplog.text
 
 
-def test_one_rank_of_a_machine_tells_nsys_and_rank_0_alone_writes(
+def test_one_rank_of_a_machine_starts_nsys_and_only_rank_0_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = Cuda(monkeypatch)
@@ -244,7 +244,7 @@ def test_outside_of_the_capture_a_range_is_one_object_that_does_nothing(
         assert run_steps(profiler) == [] and cuda.calls == []
 
 
-def test_a_step_that_a_run_does_not_do_is_told(tmp_path: Path, caplog) -> None:
+def test_a_step_that_a_run_does_not_reach_is_logged(tmp_path: Path, caplog) -> None:
     run_steps(make_profiler(tmp_path, GPU, profiling=7), num_steps=6)
     assert "args.profiling=7: this run did not do that step" in caplog.text
 

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened: bitwise, data and noise included."""
+"""A run that was killed resumes bit for bit, with the same data and noise."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_three_kills_of_two_ranks_change_nothing(tmp_path: Path, base: Path) -> 
     kills = [
         Kill("rank 1", "step", steps[0], rng.uniform(0, 0.1)),
         Kill("all", "save", steps[1], rng.uniform(0, 0.01)),
-        # Without torchrun the ranks go on for some steps, perhaps to the last.
+        # Without torchrun the ranks continue for some steps, perhaps to the last.
         Kill("torchrun", "step", steps[2]),
     ]
     run_with_kills(words(base, cut, *layout), cut, kills)
@@ -181,7 +181,7 @@ def damage(checkpoint: Path, how: str) -> None:
 def test_damaged_checkpoint_names_the_last_good_one(
     tmp_path: Path, base: Path, short_run: Path, how: str
 ) -> None:
-    """And the folder that it names is one to go on from; a damaged one before is not named."""
+    """The message names a folder that can be resumed, and skips damaged ones."""
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
     checkpoints = copy / "checkpoints"
@@ -198,7 +198,7 @@ def test_damaged_checkpoint_names_the_last_good_one(
         assert where == str(checkpoints / "00000004")
 
 
-def test_no_good_checkpoint_is_told(tmp_path: Path, base: Path, short_run: Path) -> None:
+def test_no_good_checkpoint_is_reported(tmp_path: Path, base: Path, short_run: Path) -> None:
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
     for path in (copy / "checkpoints").glob("0*"):
@@ -239,7 +239,7 @@ DECISIVE = {
 def test_a_change_of_what_is_trained_is_refused(
     tmp_path: Path, base: Path, short_run: Path, override: str
 ) -> None:
-    """Before the run's folder is written to."""
+    """The refusal comes before anything is written to the run's folder."""
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
     wanted = re.escape(f"{DECISIVE[override]}; change it back, or resume anyway with --accept-")
@@ -248,7 +248,7 @@ def test_a_change_of_what_is_trained_is_refused(
     assert {path.name for path in copy.iterdir()} == {path.name for path in short_run.iterdir()}
 
 
-def test_changes_go_on_where_they_are_accepted_or_free(
+def test_accepted_and_free_changes_resume(
     tmp_path: Path, base: Path, short_run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wavelet = tmp_path / "moved.safetensors"
@@ -292,7 +292,7 @@ def test_the_time_limit_saves_and_ends(
 def test_full_disk_keeps_the_run_and_the_last_checkpoint(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Writing step 8 fails: training goes on, `latest` stays at 4 and then moves to 12."""
+    """Writing step 8 fails: training continues, `latest` stays at 4 and then moves to 12."""
     written = checkpoint_writer.write_safetensors
 
     def write(path: Path, tensors: list) -> str:

@@ -29,7 +29,7 @@ def make_run(save: Path, name: str, *steps: int) -> Path:
 
 
 @pytest.mark.parametrize("resume", ["latest", "auto"])
-def test_the_newest_run_of_the_experiment_goes_on(tmp_path: Path, resume: str) -> None:
+def test_the_newest_run_of_the_experiment_is_resumed(tmp_path: Path, resume: str) -> None:
     """Runs of experiments with the same prefix and runs without a checkpoint are skipped."""
     make_run(tmp_path, "a-2026-01-01-00-00-00", 1)
     newest = make_run(tmp_path, "a-2026-01-02-00-00-00", 1, 2)

@@ -1,4 +1,4 @@
-"""Signals at random moments: a run saves, ends by itself, and goes on bit for bit."""
+"""Signals at random moments: a run saves, ends by itself, and resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def started(body: str, prefix: Sequence[str] = (), **environment: str) -> subpro
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_command_ends_in_one_line_by_the_signal(number: signal.Signals) -> None:
-    """After it has removed what it wrote by half. A second signal does not disturb that."""
+    """The command first removes its unfinished files; a second signal does not interrupt that."""
     process = started(SLEEP)
     process.send_signal(number)
     process.send_signal(number)

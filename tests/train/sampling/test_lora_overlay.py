@@ -21,7 +21,7 @@ WEIGHT = "blocks.0.attention.out.weight"
 def test_what_rounding_costs_is_logged(
     tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As --merge-lora does; the share is that of the change on the weights, found from them."""
+    """The logged share, as --merge-lora logs it, is that of the change found in the weights."""
     caplog.set_level("INFO", logger="cogfast")
     trained = tiny("5b", lora_rank=4, lora_targets=("to_out.0",), num_layers=1)
     save_as_sat(trained, tmp_path / "lora")

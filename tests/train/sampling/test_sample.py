@@ -130,8 +130,8 @@ def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> 
 def test_two_processes_make_the_latents_of_one(
     tmp_path: Path, data: Path, runs: dict[str, Path], picture: Path
 ) -> None:
-    """As two models, to the bit; as one model in two shares, to rounding. The seeds are the
-    prompts', so that one of them alone gives its latents again, on whatever number."""
+    """Data parallelism gives the same bits, tensor parallelism the same latents up to rounding.
+    Seeds belong to prompts, so a prompt alone gives its latents again on any number of processes."""
     lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
     prompts = [word for text in "abc" for word in ("--prompt", text)]
     words = [*prompts, "args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=1"]
@@ -184,7 +184,7 @@ def test_a_prompt_that_fails_costs_no_other_its_video(
     monkeypatch.setattr(VideoMaker, "frames", fail_second)
     words = [word for text in "abc" for word in ("--prompt", text)]
     batch = "deepspeed.train_micro_batch_size_per_gpu=1"
-    with pytest.raises(ZeroDivisionError):  # the first error is told at the end
+    with pytest.raises(ZeroDivisionError):  # the first error is raised at the end
         main(["sample", str(runs["5b"]), *words, batch, "--out", str(tmp_path)])
     error = capsys.readouterr().err
     assert "prompt 1 ('b') failed: ZeroDivisionError: out of order" in error
@@ -264,7 +264,7 @@ def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) 
         read_image(tmp_path / "no.png", (32, 32))
 
 
-def test_what_sampling_cannot_do_is_told(
+def test_what_sampling_cannot_do_is_refused(
     tmp_path: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for words, wanted in (

@@ -211,7 +211,7 @@ def test_a_picture_and_a_pipeline_are_enough(
 
 
 def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> None:
-    """And its video is that of the picture alone."""
+    """Each video has its picture's shape and equals that of the picture sampled alone."""
     folder, few = pipelines.path("1.5_5b_i2v"), "model.sampler_config.params.num_steps=2"
     for name, size in (("tall", (40, 60)), ("wide", (100, 40))):  # columns, rows
         Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
@@ -287,7 +287,7 @@ def test_decoding_within_what_is_allowed(
 def test_a_config_with_placeholders_takes_the_pipelines_parts(
     pipelines: Pipelines, capsys: pytest.CaptureFixture
 ) -> None:
-    """And what the config names stays."""
+    """The pipeline's parts replace placeholders only; a path that the config names stays."""
     files = [ROOT / "configs" / f"{name}.yaml" for name in ("cogvideox_5b", "inference")]
     words = ["sample", "--base", *files, f"args.load={pipelines.path('5b')}", "--dry-run"]
     assert main(list(map(str, words))) == 0
@@ -354,7 +354,7 @@ def test_a_sat_folder_with_adapters_alone(
     assert (latents(tmp_path / "alone") - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_adapters_that_cannot_be_added_are_told(
+def test_adapters_that_cannot_be_added_are_refused(
     pipelines: Pipelines, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for source, lora, wanted in (

@@ -21,21 +21,22 @@ _COLLECTIONS = ("OrderedDict", "Counter", "set", "bytearray")
 _ALLOCATE = ("_reconstruct", "ndarray", "bytearray")  # as many bytes as their argument says
 _MOST_ALLOCATED = 1 << 20
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_VALUES = (
-    *("NONE", "NEWFALSE", "NEWTRUE", "BININT", "BININT1", "BININT2", "BINFLOAT"),
-    *("LONG1", "BINUNICODE", "SHORT_BINSTRING"),
-)
+_INTEGERS = ("BININT", "BININT1", "BININT2", "LONG1")
+_VALUES = ("NONE", "NEWFALSE", "NEWTRUE", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", *_INTEGERS)
 
 
 class PickleError(Exception):
-    """What a pickle asks for that a file of tensors does not, in a few words."""
+    """Raised with a few words for what a pickle asks for and a file of tensors does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What stands on the stack. kind: "value", "tuple", "collection", which may still grow, or
-    "global"; name: of a global; size: elements and bytes, those of a tuple's tuples too; largest: of
-    its integers; has_collections: a tuple, somewhere in it; is_shared: fetched from the memo."""
+    """An entry of the unpickler's stack.
+
+    kind: "value", "tuple", "collection" (which may still grow) or "global". name: a global's name.
+    size: elements and bytes, including those of a tuple's tuples. largest: the largest of its
+    integers. has_collections: whether a tuple has one, at any depth. is_shared: from the memo.
+    """
 
     kind: str
     size: int = 1
