@@ -235,8 +235,8 @@ def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any
     key = join(where_params, "target_modules")
     targets = found.get("target_modules", ["query_key_value", "dense"])
     if not targets or not all(name in _LORA_TARGETS for name in targets):
-        use = f"one or more of {', '.join(_LORA_TARGETS)}"
-        raise KeyProblem(key, f"{key}={show(targets)}: adapters go on {use}")
+        allowed = f"one or more of {', '.join(_LORA_TARGETS)}"
+        raise KeyProblem(key, f"{key}={show(targets)}: use {allowed}")
     return {
         "lora_targets": tuple(dict.fromkeys(t for name in targets for t in _LORA_TARGETS[name])),
         "lora_rank": found["r"],

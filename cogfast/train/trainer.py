@@ -134,8 +134,9 @@ class Trainer:
             self.folder,
         )
         self.step = 0  # optimizer steps done
-        # The model's own until a batch tells the data's; a subclass's compute_loss need not.
-        # With buckets the size to sample is a key's, or it would depend on where a run goes on.
+        # Default to the model's largest size until the first batch shows the data's; a subclass's
+        # compute_loss need not set it. With buckets, sample the size that the config names: the
+        # last batch's would depend on where the run resumed.
         self.latent_size = sampled_size(config, transformer.config)
         self.num_tokens = self.latent_size.num_tokens(transformer.config)  # per sample
         self.is_size_known = bool(sizes)
@@ -308,14 +309,14 @@ class Trainer:
 
     def _announce(self) -> None:
         config, groups = self.engine.transformer.config, self.groups
-        what = "GPUs" if groups.device.type == "cuda" else "processes"
+        one, more = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
         rows = ", rows split" if self.args.sequence_parallel else ""
         logger.info(
-            "%s: %d %s = dp %d x tp %d%s, ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
+            "%s: %d %s (dp %d x tp %d%s), ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
             "%d samples; steps %d to %d; %d layers of width %d, %.2f M parameters trained",
             self.folder,
             groups.world_size,
-            what,
+            one if groups.world_size == 1 else more,
             groups.data_size,
             groups.tensor_size,
             rows,

@@ -86,6 +86,12 @@ def test_every_family_learns_full_and_lora(tmp_path: Path, data: Path, family: s
     assert saved.keys() == changed  # megabytes, not the base again
 
 
+def test_the_start_line_names_one_process(tmp_path: Path, data: Path, caplog) -> None:
+    caplog.set_level("INFO", logger="cogfast")
+    make(write_config(tmp_path / "base.yaml", data, train_iters=1)).train()
+    assert ": 1 process (dp 1 x tp 1), ZeRO-2, fp32, global batch " in caplog.text
+
+
 def check_learning(trainer: Trainer, folder: Path, least: float) -> set[str]:
     """Train; the loss must fall by the share `least`. Returns the names of what changed."""
     parameters = dict(trainer.engine.transformer.named_parameters())

@@ -111,7 +111,7 @@ def test_a_lost_machine_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
+def test_two_machines_train_lose_one_and_resume(tmp_path: Path) -> None:
     """One kind of rendezvous trains with dp 4, the other with dp 2 x tp 2. Both reach the last step
     with the losses of one uninterrupted process."""
     base = write_config(
@@ -134,7 +134,7 @@ def test_two_machines_train_lose_one_and_go_on(tmp_path: Path) -> None:
     for number, machine in enumerate(machines):
         assert machine.wait(timeout=240) == 0, (tmp_path / f"{number}.log").read_text()
     logs = "".join((tmp_path / f"{number}.log").read_text() for number in range(2))
-    assert "4 processes = dp 2 x tp 2" in logs
+    assert "4 processes (dp 2 x tp 2)" in logs
     assert f"steps {stopped} to {STEPS}" in logs
 
     Trainer(load_config([base], [f"args.save={tmp_path}/one"])).train()
