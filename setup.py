@@ -32,6 +32,7 @@ setup(
         "safetensors>=0.6",
         "xxhash>=3.5",
         "numpy>=2",
+        "psutil",
         f"decord>=0.6{LINUX_X86}",
         "av>=18",
         "pillow",

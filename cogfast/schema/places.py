@@ -9,6 +9,7 @@ names on the same command line.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cogfast.schema.sat_classes import TARGETS
@@ -96,6 +97,11 @@ PLACES: dict[str, Place] = {
         ("cogfast.kernels.fused_ema_adam.FusedEmaAdam",),
     ),
 }
+
+
+def is_none(node: Mapping | None) -> bool:
+    """Return whether a component is left out of the configuration."""
+    return node is None or node["target"] == NONE
 
 
 def place_of(key: str) -> str:

@@ -11,7 +11,8 @@ from cogfast.schema.json_files import Range
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import KeyProblem, check_mapping, check_type, join, show, unknown_key
 
-_NETWORK = "model.network_config.params"
+NETWORK_KEY = "model.network_config.params"
+POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
 POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
 PATCH_EMBED = "dit_video_concat.ImagePatchEmbeddingMixin"
@@ -129,7 +130,7 @@ _CODER_ONLY = {
 
 
 def transformer_arguments(
-    params: Mapping, where: str = _NETWORK, unused: dict[str, str] | None = None
+    params: Mapping, where: str = NETWORK_KEY, unused: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the fields of TransformerConfig for SAT's network_config.params, after checking all keys.
 

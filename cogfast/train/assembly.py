@@ -30,6 +30,7 @@ from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.places import is_none
 from cogfast.slot_random import random_bits
 from cogfast.train.cache_key import cache_specs
 from cogfast.train.distributed.model_batches import ModelBatches
@@ -40,7 +41,6 @@ from cogfast.train.encode import Encoder
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_IDENTITY = "torch.nn.Identity"  # upstream's way to leave a component out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def assemble_encoder(
     text_node, text_dropout = _text_entry(config)
 
     def build_frozen(node: dict | None) -> nn.Module | None:
-        if _is_none(node):
+        if is_none(node):
             return None
         target, _ = resolve(node, config.allow_import)
         # Large modules take a dtype, so that they are never in memory in float32. They may keep some
@@ -173,12 +173,8 @@ def _text_entry(config: Config) -> tuple[dict | None, float]:
     return None, 0.0
 
 
-def _is_none(node: dict | None) -> bool:
-    return node is None or node["target"] == _IDENTITY
-
-
 def _optional(node: dict | None, config: Config) -> object | None:
-    return None if _is_none(node) else instantiate(node, config.allow_import)
+    return None if is_none(node) else instantiate(node, config.allow_import)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

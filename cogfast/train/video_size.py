@@ -12,6 +12,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.sat_network import POSITION_KEY
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
     num_latent_frames,
@@ -20,7 +21,6 @@ from cogfast.shapes import (
 logger = logging.getLogger(__name__)
 
 DEFAULT_FPS = 8  # of CogVideoX 1.0
-_POSITION = "model.network_config.params.modules.pos_embed_config.params"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def warn_of_other_positions(
 ) -> None:
     """Warn if videos of these sizes have different positions than in the run of `manifest`."""
     trained: Any = manifest.get("config")
-    for part in (*_POSITION.split("."), "positions"):
+    for part in (*POSITION_KEY.split("."), "positions"):
         trained = trained.get(part) if isinstance(trained, dict) else None
     trained = "pipeline" if trained == "pipeline" else "integer"
     as_trained = dataclasses.replace(model, rotary_positions=trained)
@@ -123,7 +123,7 @@ def warn_of_other_positions(
         logger.warning(
             "%s.positions=%s, but the run was trained with %s: at this size the model has not seen "
             "these positions; leave the key as in the run",
-            _POSITION,
+            POSITION_KEY,
             model.rotary_positions,
             trained,
         )

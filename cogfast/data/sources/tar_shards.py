@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
 import tarfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import check_caption_size, decoded, named
 from cogfast.data.sources.store import Store, index_file
+from cogfast.files import WriteError, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -359,11 +359,8 @@ def _kept_rows(file: Path, version: str) -> tuple[list[Row], list[str]] | None:
 def _keep_rows(file: Path, version: str, rows: list[Row], faults: list[str]) -> None:
     head = json.dumps({"version": version, "samples": len(rows), "faults": faults})
     text = "\n".join([head, *(json.dumps(row) for row in rows)])
-    # Ranks index the same shard at the same time: each writes its own file and renames it.
-    part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    except OSError as error:
+        write_text(file, text)
+    except (OSError, WriteError) as error:
         logger.warning("the index of a shard cannot be saved: %s", error)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -33,21 +33,12 @@ def check_memory(source: WeightSource) -> None:
     needed = int(
         _MEMORY_FACTOR * 4 * sum(math.prod(s) for s in plain_shapes(source.shapes).values())
     )
-    free = available_bytes()
+    free = psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
             f"--verify runs the model in float32, which needs {needed / 2**30:.1f} GiB, but only "
             f"{free / 2**30:.1f} are free; leave it out, or convert on a larger machine"
         )
-
-
-def available_bytes() -> int:
-    """Return the memory that can be allocated without swapping, in bytes."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(found["MemAvailable"].split()[0]) * 1024
 
 
 def verify(source: WeightSource, config: TransformerConfig, target: Path, to: str) -> str:

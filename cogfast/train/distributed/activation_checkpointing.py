@@ -14,11 +14,9 @@ pointwise and attention_kept run inside the compiled graph and guide the compile
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -39,6 +37,7 @@ from cogfast.train.distributed.memory_plan import (
     LayerShape,
     Policy,
     describe,
+    free_memory,
     kept_by_all,
     plan_layers,
 )
@@ -186,7 +185,7 @@ class ActivationCheckpointing:
             self.bytes_on_top = None
             return
         self.is_settled = True
-        free, total = _device_memory(self.groups.device)
+        free, total = free_memory(self.groups.device)
         self._look_ahead()
         here = free - int(_MARGIN * total) - self._on_top()
         # The rank with the least memory decides, so that every rank uses the same policies.
@@ -239,7 +238,7 @@ class ActivationCheckpointing:
         )
         if self.layer is None:
             return f"no block has run yet, so activation checkpointing cannot help; use {smaller}"
-        free, total = _device_memory(self.groups.device)
+        free, total = free_memory(self.groups.device)
         if self.groups.device.type == "cuda":
             # bytes_before, which is subtracted below, is part of what is allocated now.
             free += torch.cuda.memory_allocated(self.groups.device)
@@ -277,23 +276,3 @@ def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape
         adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
         is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
     )
-
-
-def _device_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this process may still allocate, and the device's total.
-
-    On a CPU the processes of a machine share the available memory equally. Without /proc/meminfo
-    (not Linux) there is no limit.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        # Memory in the allocator's cache is not free to the driver, but to this process.
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + held, total
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 2**60, 2**60
-    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return 1024 * kib["MemAvailable"] // num_sharing, 1024 * kib["MemTotal"]

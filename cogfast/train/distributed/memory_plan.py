@@ -1,4 +1,4 @@
-"""Memory of activation checkpointing: the bytes that each policy keeps, and which policies fit.
+"""Memory of activation checkpointing: the bytes that policies keep, the free ones, and a plan that fits.
 
 In units U of one activation [B, S, M]; tensor-parallel ranks share what is in brackets:
 
@@ -14,10 +14,14 @@ and fc2, which are not yet summed, and the adapters' n1.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
+
+import psutil
+import torch
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
@@ -93,6 +97,20 @@ def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Pol
         if num_risen < num_layers:
             break
     return tuple(policies)
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that this process may still allocate on a device, and the device's total.
+
+    On a CPU the processes of a machine share the available memory equally.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # Memory in the allocator's cache is not free to the driver, but to this process.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + held, total
+    memory = psutil.virtual_memory()
+    return memory.available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory.total
 
 
 def kept_by_all(layer: LayerShape, policies: Sequence[Policy]) -> int:

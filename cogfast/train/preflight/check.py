@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
@@ -21,23 +21,19 @@ from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.config import find_origin, refuse
 from cogfast.schema.json_files import brief
+from cogfast.schema.places import is_none
 from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.sat_network import NETWORK_KEY
 from cogfast.schema.values import Problems, cut
 from cogfast.train.distributed.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
-from cogfast.train.preflight.frozen_parts import (
-    PLACEHOLDER,
-    check_frozen_parts,
-    is_none,
-    missing_frozen,
-)
+from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
 
 _PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
-_NETWORK = "model.network_config.params"
 
 
 def _check_names(config: Config, args: TrainArguments) -> None:
@@ -167,13 +163,9 @@ def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, node
 
 
-def _plain(section: DictConfig) -> Any:
-    return OmegaConf.to_container(section, resolve=True)
-
-
 def _check_placeholders(config: Config) -> None:
     for name, section in config.sections().items():
-        for key, value in _strings(_plain(section), name):
+        for key, value in _strings(OmegaConf.to_container(section, resolve=True), name):
             if PLACEHOLDER.search(value):
                 refuse(
                     config,
@@ -297,7 +289,7 @@ def _network(config: Config) -> dict[str, Any]:
     network = transformer_arguments(config.model.network_config.params)
     given, made = network["in_channels"], network["out_channels"]
     if given not in (made, 2 * made):
-        key = "model.network_config.params.in_channels"
+        key = f"{NETWORK_KEY}.in_channels"
         text = f"{key}={given} must be out_channels={made}, or twice that for image-to-video"
         refuse(config, key, text)
     return network

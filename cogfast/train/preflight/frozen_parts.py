@@ -9,18 +9,13 @@ from pathlib import Path
 
 from cogfast.config import Config, resolve
 from cogfast.schema.config import refuse
+from cogfast.schema.places import is_none
 from cogfast.schema.values import cut
 
-_IDENTITY = "torch.nn.Identity"  # upstream's way to leave a component out
 # Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
 PLACEHOLDER = re.compile(r"\{your [^}]*\}")
 _FIRST_STAGE = "model.first_stage_config"
 _ENCODERS = "model.conditioner_config.params.emb_models"
-
-
-def is_none(node: Mapping | None) -> bool:
-    """Whether a component is left out of the configuration."""
-    return node is None or node["target"] == _IDENTITY
 
 
 def check_frozen_parts(config: Config, text_length: int) -> None:

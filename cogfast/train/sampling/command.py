@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.distributed.attention_choice import choose_for_sampling
+from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_sample
@@ -129,7 +128,9 @@ def _limit_decoding(
     same tiles.
     """
     asked = args.vae_memory_gib
-    budget = min(groups.gather(_free_bytes(groups.device))) if asked is None else int(asked * _GIB)
+    budget = (
+        min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
+    )
     largest = max(sizes, key=lambda size: size.height * size.width)
     plan, error = None, None
     try:
@@ -151,17 +152,6 @@ def _limit_decoding(
     if plan.num_bytes > budget:
         logger.warning("%.1f GiB are free, but decoding needs about %.1f", budget / _GIB, needed)
     return plan
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the memory that this process can still allocate, in bytes."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # PyTorch's caching allocator can reuse what it reserved but does not use.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil
-
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _pixels(size: LatentSize) -> tuple[int, int]:

@@ -21,9 +21,11 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.names import read_vae_config
 from cogfast.schema.json_files import Range, brief, read_json
+from cogfast.schema.places import is_none
+from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import show
 from cogfast.shapes import SPATIAL_COMPRESSION
-from cogfast.train.preflight.frozen_parts import PLACEHOLDER, is_none
+from cogfast.train.preflight.frozen_parts import PLACEHOLDER
 from cogfast.train.preflight.precision import precision_values
 
 # configs/ in the source tree and in an installed package
@@ -31,8 +33,6 @@ _CONFIGS = (
     Path(__file__).resolve().parents[3] / "configs",
     Path(sys.prefix, "share/cogfast/configs"),
 )
-_NETWORK = "model.network_config.params"
-_POSITION = f"{_NETWORK}.modules.pos_embed_config.params"
 _NUMBERS = (
     "num_layers",
     "hidden_size",
@@ -104,7 +104,7 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
 
 def _network_values(model: TransformerConfig) -> dict[str, Any]:
     """Return the keys of the model and data sections that describe the model."""
-    patch, position = model.patch_size, _POSITION
+    patch, position = model.patch_size, POSITION_KEY
     size = [model.latent_height, model.latent_width]
     is_15 = patch.t > 1
     values: dict[str, Any] = {name: getattr(model, name) for name in _NUMBERS}
@@ -115,7 +115,7 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
     if model.ofs_embed_dim is not None:
         values["ofs_embed_dim"] = model.ofs_embed_dim
     values["modules.patch_embed_config.params.text_hidden_size"] = model.text_hidden_size
-    values = {f"{_NETWORK}.{key}": value for key, value in values.items()}
+    values = {f"{NETWORK_KEY}.{key}": value for key, value in values.items()}
     values[f"{position}.text_length"] = model.text_length
     if model.position == "sincos":
         values |= {f"{position}.{name}": getattr(model, name) for name in _INTERPOLATIONS}
@@ -123,7 +123,7 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
         values[f"{position}.hidden_size_head"] = model.head_width
         values[f"{position}.positions"] = model.rotary_positions
     if model.lora_rank is not None:
-        values[f"{_NETWORK}.modules.lora_config"] = _lora_node(model)
+        values[f"{NETWORK_KEY}.modules.lora_config"] = _lora_node(model)
     if not is_15 or max(size) < _TABLE_15:
         values["data.params.video_size"] = [side * SPATIAL_COMPRESSION for side in size]
     return values
@@ -162,7 +162,7 @@ def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
     }
     # Use the timesteps and positions of the pipeline, so that the latents equal its own.
     if is_rotary:
-        values[f"{_POSITION}.positions"] = "pipeline"
+        values[f"{POSITION_KEY}.positions"] = "pipeline"
     for key, absent in _SPACING.items():
         values[f"model.sampler_config.params.{key}"] = scheduler.get(key, absent)
     target = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[name]}"

@@ -8,6 +8,7 @@ import random
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -387,7 +388,7 @@ def test_verify_sees_a_target_that_is_another_model(
 
 
 def test_verify_needs_memory(sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cogfast.model.weights.verify.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     message = (
         r"runs the model in float32, which needs 0.0 GiB, but only 0.0 are free; leave it out, or"
     )

@@ -423,7 +423,7 @@ def with_memory_for(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, *policies
     kept = kept_by_all(TINY_RUN, policies)
     room = TINY_RUN.live + trainer.checkpointing.gradient_bytes + kept
     memory = int(room / 0.96) + 2
-    monkeypatch.setattr(activation_checkpointing, "_device_memory", lambda device: (memory, memory))
+    monkeypatch.setattr(activation_checkpointing, "free_memory", lambda device: (memory, memory))
 
 
 def test_a_run_gives_the_same_losses_under_each_policy(

@@ -55,7 +55,7 @@ _TABLE_ROUNDING = 1e-6  # largest difference between two float32 computations of
 _STEM = "diffusion_pytorch_model"
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
-OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
+_DIFFUSERS_OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
 
 
 def _num_parts(our_name: str) -> int:
@@ -250,7 +250,7 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
         "in_channels": config.in_channels,
         "max_text_seq_length": config.text_length,
         "norm_elementwise_affine": config.elementwise_affine,
-        "norm_eps": OUTPUT_NORM_EPS,
+        "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
         "num_attention_heads": config.num_attention_heads,
         "num_layers": config.num_layers,
         "ofs_embed_dim": config.ofs_embed_dim,

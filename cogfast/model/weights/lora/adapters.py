@@ -20,9 +20,10 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import brief
+from cogfast.schema.sat_network import NETWORK_KEY
 
 _PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
-_LORA_CONFIG = "model.network_config.params.modules.lora_config"
+_LORA_CONFIG = f"{NETWORK_KEY}.modules.lora_config"
 _FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
 _TARGET_OF = {place: target for target, place in TARGETS.items()}
 
