@@ -29,6 +29,8 @@ from cogfast.model.lora import add_lora
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.shapes import PatchSize, TokenGrid
 
+BlockCall = Callable[[Tensor, Tensor, int, Rotation | None], Tensor]  # as Block.forward
+
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
 
 
@@ -65,9 +67,8 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
-        # Callables that replace the blocks in training, such as functions that keep less for the
-        # backward pass; None: the blocks themselves.
-        self.training_calls: Sequence[Callable[..., Tensor]] | None = None
+        self.training_calls: Sequence[BlockCall] | None = None
+        self._before_training_calls: Callable[[Tensor], None] | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
         self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
         self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
@@ -91,6 +92,16 @@ class DiffusionTransformer(nn.Module):
         self.kernels = kernels
         for block in self.blocks:
             block.kernels = block.attention.kernels = kernels
+
+    def use_calls(
+        self, calls: Sequence[BlockCall] | None, before: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Replace the blocks in training mode, such as by functions that keep less for backward.
+
+        calls: one for each block; None: the blocks themselves. before: called before the first of
+        `calls` with its input, [B, S, M].
+        """
+        self.training_calls, self._before_training_calls = calls, before
 
     def unused_parameter_names(self) -> list[str]:
         """Return the names of parameters that never get a gradient."""
@@ -152,6 +163,8 @@ class DiffusionTransformer(nn.Module):
     ) -> Tensor:
         """hidden [B, S, M] -> [B, S, M]."""
         calls = self.training_calls if self.training else None
+        if calls is not None and self._before_training_calls is not None:
+            self._before_training_calls(hidden)
         for call in self.blocks if calls is None else calls:
             hidden = call(hidden, conditioning, num_text, rotation)
         return hidden

@@ -105,14 +105,21 @@ def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., 
 
 
 def apply_policies(
-    transformer: DiffusionTransformer, policies: Sequence[Policy], is_compiled: bool = False
+    transformer: DiffusionTransformer,
+    policies: Sequence[Policy],
+    is_compiled: bool = False,
+    before: Callable[[Tensor], None] | None = None,
 ) -> None:
-    """Run each block under its policy while the transformer is in training mode."""
+    """Run each block under its policy while the transformer is in training mode.
+
+    before: called before the first block with its input, [B, S, M].
+    """
     keep_rng = transformer.config.lora_dropout > 0  # no other op in a block uses random numbers
-    transformer.training_calls = tuple(
+    calls = tuple(
         block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
         for block, policy in zip(transformer.blocks, policies, strict=True)
     )
+    transformer.use_calls(calls, before)
 
 
 class ActivationCheckpointing:
@@ -147,13 +154,10 @@ class ActivationCheckpointing:
 
     def _use(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)
-        apply_policies(self.transformer, policies, self.is_compiled)
-        first, *others = self.transformer.training_calls
-        self.transformer.training_calls = (partial(self._look, first), *others)
+        apply_policies(self.transformer, policies, self.is_compiled, self._before_blocks)
 
-    def _look(self, call: Callable[..., Tensor], hidden: Tensor, *others: object) -> Tensor:
-        """Wraps the first block, hidden [B, S, M], to record memory in use before any activation is
-        kept."""
+    def _before_blocks(self, hidden: Tensor) -> None:
+        """Record the blocks' input [B, S, M] and the memory in use before any activation is kept."""
         device = self.groups.device
         if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
             self.layer = layer_shape(self.transformer, hidden)
@@ -163,7 +167,6 @@ class ActivationCheckpointing:
             if not self.is_settled:
                 torch.cuda.reset_peak_memory_stats(device)
         self.is_inside_step = True
-        return call(hidden, *others)
 
     def after_backward(self) -> None:
         """Measure the step's peak memory. Call it after each micro-batch's backward pass."""
