@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ def _nothing_resolved():
     """Forget the resolved backends: a test may have changed what can run."""
     yield
     flash_attention._runnable.cache_clear()
+
+
+def test_the_key_takes_every_backend_and_auto() -> None:
+    names = get_args(get_type_hints(TrainArguments)["attention_backend"])
+    assert sorted(names) == sorted(["auto", *BACKENDS])
 
 
 def test_the_fastest_is_that_of_the_least_sum() -> None:
