@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -52,6 +52,7 @@ from cogfast.data.video.settings import (
     SkippedFrames,
 )
 from cogfast.data.video.transform import FrameSelection
+from cogfast.schema.values import cut
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,14 @@ class CaptionedVideos(Dataset):
 
 
 class ListedVideos(CaptionedVideos, ABC):
-    """Base class of data sets that list their samples with `find`, one list per source."""
+    """Base class of data sets that list their samples with `find`, one list per source.
+
+    reads_pixels: items are pixels of video files that data.params describes. Then the sizes are
+    checked before training, and a latent cache can replace the files. A subclass that returns
+    anything else sets it to False.
+    """
+
+    reads_pixels: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -229,6 +237,43 @@ class ListedVideos(CaptionedVideos, ABC):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         """List the samples of each source of `data_dir`."""
 
+    @staticmethod
+    def missing_source(key: str, source: str) -> str | None:
+        """Return an error message if `source` of the config key `key` does not exist, else None.
+
+        Called before anything is built. By default, sources are not checked.
+        """
+        return None
+
+
+def _missing_folder(key: str, source: str) -> str | None:
+    return None if source and Path(source).is_dir() else _no_source(key, "folder", source)
+
+
+def _missing_file(key: str, source: str) -> str | None:
+    return None if source and Path(source).is_file() else _no_source(key, "file", source)
+
+
+def _no_source(key: str, what: str, source: str) -> str:
+    return f"{key}: no {what} {cut(source, 160) or repr(source)}; name your data"
+
+
+def _missing_shard(key: str, source: str) -> str | None:
+    if "://" in source or ";" in source:
+        return (
+            None  # remote files are opened, and folders after ";" checked, when shards are listed
+        )
+    try:
+        gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
+    except ValueError as error:
+        return f"{key}: {error}"
+    if gone is None:
+        return None
+    return (
+        f"{key}={cut(source, 160)}: there is no file {cut(str(gone), 160)}; name shards that are "
+        "there, many of them as s-{000..099}.tar, or their folder"
+    )
+
 
 class VideoFolder(ListedVideos):
     """SAT's layout: <dir>/**/videos/x.mp4 with a one-line caption in <dir>/**/labels/x.txt.
@@ -236,6 +281,8 @@ class VideoFolder(ListedVideos):
     Follows sat/data_video.SFTDataset: takes every .mp4 or .MP4 below `data_dir`. The path of its
     label has "labels" in place of "videos" and .txt in place of .mp4 (so x.txt beside x.mp4 works).
     """
+
+    missing_source = staticmethod(_missing_folder)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
@@ -274,6 +321,8 @@ class VideoFolder(ListedVideos):
 class VideoManifest(ListedVideos):
     """Samples listed in .csv or .jsonl files, in the format that manifest.py describes."""
 
+    missing_source = staticmethod(_missing_file)
+
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [read_manifest(Path(file), allow_empty_captions) for file in data_sources(data_dir)]
 
@@ -285,6 +334,8 @@ class VideoList(ListedVideos):
     for empty captions where these are allowed. image_column: file with the path of each sample's
     first frame, such as images.txt.
     """
+
+    missing_source = staticmethod(_missing_folder)
 
     def __init__(
         self,
@@ -366,6 +417,8 @@ class VideoShards(ListedVideos):
     folder B twice. caption_key: SAT's txt_key. image_key: file extension of the members that hold
     the first frames, such as png.
     """
+
+    missing_source = staticmethod(_missing_shard)
 
     def __init__(
         self,

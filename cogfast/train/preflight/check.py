@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
-from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
-from cogfast.data.sources.tar_shards import shards_of
+from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
@@ -32,7 +31,6 @@ from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
 
-_PIXEL_DATA = (VideoFolder, VideoList, VideoManifest, VideoShards)
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 
 
@@ -178,13 +176,14 @@ def _check_placeholders(config: Config) -> None:
 def _check_paths(config: Config, args: TrainArguments) -> None:
     """Report all missing files and folders together."""
     missing = list(_missing_load(args))
-    target, _ = resolve(config.data, config.allow_import)
-    if target in _PIXEL_DATA:
+    videos = _video_data(config)
+    if videos is not None:
         # Without evaluation, valid_data is not read and need not exist.
         used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
         for name in used:
             for source in getattr(args, name):
-                missing += _missing_source(target, source, f"args.{name}")
+                text = videos.missing_source(f"args.{name}", source)
+                missing += [] if text is None else [(f"args.{name}", text)]
         missing += missing_frozen(config)
     if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
         text = (
@@ -193,6 +192,14 @@ def _check_paths(config: Config, args: TrainArguments) -> None:
         )
         missing.append(("args.resume", text))
     _refuse_missing(config, missing)
+
+
+def _video_data(config: Config) -> type[ListedVideos] | None:
+    """Return the class of the data set if it reads pixels of video files, else None."""
+    target, _ = resolve(config.data, config.allow_import)
+    if isinstance(target, type) and issubclass(target, ListedVideos) and target.reads_pixels:
+        return target
+    return None
 
 
 def _refuse_missing(config: Config, missing: Iterable[tuple[str, str]]) -> None:
@@ -313,7 +320,7 @@ def _check_data(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
     _check_noised_images(config, args, model)
-    if resolve(config.data, config.allow_import)[0] in _PIXEL_DATA:
+    if _video_data(config) is not None:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:
         refuse(
@@ -351,30 +358,15 @@ def _check_pixel_data(
         )
     if not args.train_data:
         refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
+    # A user's own data set may have constants in place of these params.
     params = resolve(config.data, config.allow_import)[1]
-    check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
-    check_size(config, network, *checked_size(params["video_size"]), key="data.params.video_size")
+    if "max_num_frames" in params:
+        check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
+    if "video_size" in params:
+        size = checked_size(params["video_size"])
+        check_size(config, network, *size, key="data.params.video_size")
     for i, bucket in enumerate(checked_buckets(params.get("buckets")) or ()):
         key = f"data.params.buckets[{i}]"
         check_frames(config, network, bucket.num_frames, key)
         check_size(config, network, bucket.height, bucket.width, key=key)
     check_frozen_parts(config, network["text_length"])
-
-
-def _missing_source(target: Callable, source: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) if a source of args.train_data or args.valid_data does not exist."""
-    if target is VideoShards:
-        try:
-            local = () if "://" in source or ";" in source else shards_of(source)
-        except ValueError as error:
-            yield key, f"{key}: {error}"
-            return
-        gone = next((shard for shard in local if not Path(shard).is_file()), None)
-        if gone is not None:
-            text = f"{key}={cut(source, 160)}: there is no file {cut(str(gone), 160)}; name shards that are "
-            yield key, text + "there, many of them as s-{000..099}.tar, or their folder"
-        return
-    is_there = Path(source).is_file() if target is VideoManifest else Path(source).is_dir()
-    if not source or not is_there:
-        what = "file" if target is VideoManifest else "folder"
-        yield key, f"{key}: no {what} {cut(source, 160) or repr(source)}; name your data"

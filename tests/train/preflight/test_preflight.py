@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from cogfast.config import Config, load_config
+from cogfast.data.datasets import ListedVideos
+from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.folders import DataDir
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.preflight.check import check_cache, check_sample, check_train
@@ -26,7 +29,9 @@ def config(sat_configs, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "vae.pt").touch()
 
-    def load(model: str, *words: str, second: str = "sft") -> Config:
+    def load(
+        model: str, *words: str, second: str = "sft", allow_import: tuple[str, ...] = ()
+    ) -> Config:
         paths = [
             f"args.load={tmp_path / 'weights'}",
             f"model.first_stage_config.params.ckpt_path={tmp_path / 'vae.pt'}",
@@ -35,7 +40,7 @@ def config(sat_configs, tmp_path):
             f"args.valid_data=[{tmp_path / 'videos'}]",
         ]
         files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
-        return load_config(files, [*paths, *words])
+        return load_config(files, [*paths, *words], allow_import)
 
     return load
 
@@ -354,6 +359,35 @@ def test_different_noise_schedules_are_logged(config, caplog):
     warn_of_different_schedules(config("cogvideox_2b", f"model.denoiser_config.{shift}"))
     logged = [record.message.split()[0] for record in caplog.records]
     assert logged == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]
+
+
+class OwnVideos(ListedVideos):
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        return []
+
+    @staticmethod
+    def missing_source(key: str, source: str) -> str | None:
+        return f"{key}: no bucket {source}" if source == "gone" else None
+
+
+class OwnLatents(OwnVideos):
+    reads_pixels = False
+
+
+def test_a_users_data_set_of_videos_is_checked_and_takes_a_cache(config, tmp_path: Path) -> None:
+    own = f"data.target={__name__}."
+    cache = f"args.latent_cache={tmp_path / 'cache'}"
+    load = lambda *words: config("cogvideox_2b", *words, allow_import=("tests",))
+    check_train(load(own + "OwnVideos", cache))
+    with pytest.raises(ValueError, match="max_num_frames=50"):
+        check_train(load(own + "OwnVideos", "data.params.max_num_frames=50"))
+    with pytest.raises(ValueError, match="args.train_data: no bucket gone"):
+        check_train(load(own + "OwnVideos", "args.train_data=[gone]"))
+    check_train(load(own + "OwnLatents", "args.train_data=[gone]"))
+    with pytest.raises(
+        ValueError, match=r"latent_cache=.* does not go with .*OwnLatents: the cache"
+    ):
+        check_train(load(own + "OwnLatents", cache))
 
 
 def test_all_missing_paths_are_reported_together(config) -> None:
