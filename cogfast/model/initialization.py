@@ -3,13 +3,13 @@ layout of processes or the order of construction."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from cogfast.model.embeddings import PositionTable
+from cogfast.model.lora import LoraLinear, is_lora_parameter
 from cogfast.model.weights.shard import Shard
 from cogfast.slot_random import random_bits
 
@@ -28,7 +28,7 @@ def initialize(
     Linears: normal with std 0.02, biases zero. Patch embedding: Xavier, as upstream. Modulation
     layers and the output layer: zero, so that every block starts as the identity and the first
     prediction is zero (upstream zeroes them when a checkpoint lacks them). LayerNorms: one and
-    zero. LoRA: A uniform in +-1/sqrt(fan-in), B zero. Position tables are reset.
+    zero. LoRA matrices and position tables have their own `reset`.
 
     shards: the shard that the transformer holds of a parameter, by name; it gets that shard of the
     whole parameter's values. names: the parameters to set; None: all. Values are drawn on the CPU in
@@ -45,17 +45,18 @@ def initialize(
         shard = (shards or {}).get(name)
         shape = parameter.shape if shard is None else shard.shape
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
-        _draw(name, whole, torch.Generator().manual_seed(random_bits(seed, "weights", name)))
+        generator = torch.Generator().manual_seed(random_bits(seed, "weights", name))
+        if is_lora_parameter(name):
+            LoraLinear.reset(name, whole, generator)
+        else:
+            _draw(name, whole, generator)
         parameter.copy_(whole if shard is None else shard.of(whole))
 
 
 def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     module, _, kind = name.rpartition(".")
     owner = module.rpartition(".")[2]
-    if owner == "matrix_A":
-        bound = 1 / math.sqrt(parameter.shape[1])
-        parameter.uniform_(-bound, bound, generator=generator)
-    elif owner == "matrix_B" or kind == "bias":
+    if kind == "bias":
         parameter.zero_()
     elif owner.endswith("norm"):
         parameter.fill_(1.0)

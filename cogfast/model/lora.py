@@ -8,6 +8,7 @@ may have none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -45,6 +46,18 @@ class LoraLinear(nn.Module):
         )
         self.scaling = alpha / rank
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
+
+    @staticmethod
+    def reset(name: str, matrix: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole matrix with its initial values: A uniform in +-1/sqrt(fan-in), B zero.
+
+        name: of the matrix's parameter; see is_lora_parameter.
+        """
+        if ".matrix_B." in name:
+            matrix.zero_()
+        else:
+            bound = 1 / math.sqrt(matrix.shape[1])
+            matrix.uniform_(-bound, bound, generator=generator)
 
     @property
     def bias(self) -> Tensor | None:

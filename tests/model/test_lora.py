@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,25 @@ def test_plain_checkpoint_loads_and_changes_nothing(tmp_path) -> None:
     a = adapted.blocks[0].attention.qkv.matrix_A
     assert a["0"].abs().max() <= 128**-0.5 and a["0"].std() > 0.5 * 128**-0.5
     assert not torch.equal(a["0"], a["1"])
+
+
+def test_fresh_adapters_have_the_values_of_earlier_versions() -> None:
+    """Bit for bit: a run that starts again from its seed repeats its losses. The values were drawn by
+    commit 5404c25."""
+    model = assemble_transformer(replace(FAMILY["5b"], lora_rank=4), seed=7)
+    found = {n: p.detach() for n, p in model.named_parameters() if is_lora_parameter(n)}
+    a = {n: p for n, p in found.items() if ".matrix_A." in n}
+    assert len(a) == 8 and not any(found[n].any() for n in found.keys() - a.keys())
+    first = a["blocks.1.attention.qkv.matrix_A.2"][0, :3]
+    assert [x.hex() for x in first.tolist()] == [
+        "0x1.b137340000000p-6",
+        "0x1.6e74080000000p-8",
+        "-0x1.04959a0000000p-4",
+    ]
+    digest = hashlib.sha256()
+    for name in sorted(a):
+        digest.update(name.encode() + a[name].numpy().tobytes())
+    assert digest.hexdigest() == "72cffbb46cd568128d8443b184de8f7e7adce3d8b43628382ff2a7821453d508"
 
 
 def test_adapters_come_back_from_a_checkpoint(tmp_path) -> None:
