@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEventAvg
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cogfast.schema.arguments import TrainArguments
@@ -255,33 +255,20 @@ def _separate_backward_blocks(path: Path) -> None:
 
 def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     """Format the time spent in `num_steps` steps, by range and then by op (on a GPU: by kernel)."""
-    ranges = [e for e in averages if e.is_user_annotation]
-    on_device = {e.key: e.device_time_total for e in ranges if e.device_type != DeviceType.CPU}
-    hosts = sorted(
-        (e for e in ranges if e.device_type == DeviceType.CPU),
-        key=lambda e: e.cpu_time_total,
-        reverse=True,
-    )
+    # Shares are of all events, so the first table gets all of them and is cut after the ranges. On a
+    # GPU a range is there twice: on the host, and from its first to its last kernel.
+    place = lambda e: (not e.is_user_annotation, -e.cpu_time_total, -e.device_time_total)
+    ranges = EventList(sorted(averages, key=place))
     # Leave out autograd's own events: they are no ops, and they overlap with the blocks' ranges.
     ops = [e for e in averages if not (e.is_user_annotation or e.key.startswith(_BOOKKEEPING))]
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
-    what, spent = "op", lambda e: e.self_cpu_time_total
-    if kernels:
-        ops, what, spent = kernels, "kernel", lambda e: e.self_device_time_total
-    total = sum(map(spent, ops)) or 1
-    lines = [f"{'range':{_NAME_WIDTH}} {'host ms':>10} {'GPU ms':>10} {'count':>8}"]
-    for e in hosts:
-        gpu = f"{on_device[e.key] / 1e3:10.3f}" if e.key in on_device else f"{'-':>10}"
-        lines.append(f"{_short(e.key)} {e.cpu_time_total / 1e3:10.3f} {gpu} {e.count:8}")
-    lines += ["", f"{what:{_NAME_WIDTH}} {'self ms':>10} {'share':>10} {'count':>8}"]
-    for e in sorted(ops, key=spent, reverse=True)[:_TOP]:
-        share = 100 * spent(e) / total
-        lines.append(f"{_short(e.key)} {spent(e) / 1e3:10.3f} {share:9.2f}% {e.count:8}")
-    lines += [
-        f"{'all':{_NAME_WIDTH}} {total / 1e3:10.3f} {100:9.2f}% {sum(e.count for e in ops):8}"
-    ]
-    return "\n".join([f"{num_steps} steps; times are totals of these steps", "", *lines, ""])
-
-
-def _short(name: str) -> str:
-    return f"{name[:_NAME_WIDTH]:{_NAME_WIDTH}}"
+    shown, order = (kernels, "self_device_time_total") if kernels else (ops, "self_cpu_time_total")
+    form = {"max_name_column_width": _NAME_WIDTH, "time_unit": "ms"}
+    title = f"{num_steps} steps; times are totals of these steps"
+    return "\n".join(
+        [
+            title,
+            ranges.table(row_limit=sum(e.is_user_annotation for e in averages), **form),
+            EventList(shown).table(sort_by=order, row_limit=_TOP, **form),
+        ]
+    )
