@@ -52,47 +52,6 @@ class StaticThresholding:
         return (uncond + scale * (cond - uncond)).clamp(-1, 1)
 
 
-class DynamicThresholding:
-    """Guided estimate normalized to mean 0 and the unconditional estimate's deviation."""
-
-    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
-        guided = uncond + scale * (cond - uncond)
-        # Statistics over the whole batch, as upstream computes them.
-        return (guided - guided.mean()) / guided.std() * uncond.std()
-
-
-class DynamicThresholdingV1:
-    """Each channel clamped to its 0.9995 quantile around its mean, then rescaled to the largest.
-
-    scale_factor: the VAE's scale factor; the clamp works on unscaled latents.
-    """
-
-    def __init__(self, scale_factor: Annotated[float, Range(1e-6, 10**6)]) -> None:
-        self.scale_factor = scale_factor
-
-    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
-        guided = (uncond + scale * (cond - uncond)) / self.scale_factor
-        flat = guided.flatten(2)  # [B, C, T*h*w]
-        mean = flat.mean(dim=2, keepdim=True)
-        largest = (flat - mean).abs().max()  # over the whole batch, as upstream's
-        unit = (flat - mean) / largest
-        limit = unit.abs().quantile(0.9995, dim=2, keepdim=True)  # [B, C, 1]
-        clamped = unit.clamp(-limit, limit) / limit
-        return (clamped * largest + mean).view_as(guided) * self.scale_factor
-
-
-class DynamicThresholdingV2:
-    """Guidance at scale 8 with the per-channel deviation of scale 4; ignores the guider's scale."""
-
-    def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
-        # Upstream hard-codes both scales.
-        mimicked = (uncond + 4.0 * (cond - uncond)).flatten(2)  # [B, C, T*h*w]
-        guided = (uncond + 8.0 * (cond - uncond)).flatten(2)
-        mean = guided.mean(dim=2, keepdim=True)
-        ratio = mimicked.std(dim=2, keepdim=True) / guided.std(dim=2, keepdim=True)
-        return ((guided - mean) * ratio + mean).view_as(uncond)
-
-
 class IdentityGuider:
     """No guidance: returns the conditional estimate, at half the cost."""
 

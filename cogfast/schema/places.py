@@ -55,13 +55,7 @@ PLACES: dict[str, Place] = {
     "dyn_thresh": Place(
         "thresholding",
         "cogfast.diffusion.guidance",
-        (
-            "NoDynamicThresholding",
-            "StaticThresholding",
-            "DynamicThresholding",
-            "DynamicThresholdingV1",
-            "DynamicThresholdingV2",
-        ),
+        ("NoDynamicThresholding", "StaticThresholding"),
     ),
     "first_stage": Place(
         "first stage",

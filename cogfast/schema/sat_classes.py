@@ -140,13 +140,7 @@ TARGETS: dict[str, SatClass] = {
     },
     **{
         f"{_DIFFUSION}.sampling_utils.{name}": SatClass(path=f"{_GUIDERS}.{name}")
-        for name in (
-            "NoDynamicThresholding",
-            "StaticThresholding",
-            "DynamicThresholding",
-            "DynamicThresholdingV1",
-            "DynamicThresholdingV2",
-        )
+        for name in ("NoDynamicThresholding", "StaticThresholding")
     },
     "vae_modules.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
     "vae_modules.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,
@@ -184,6 +178,14 @@ REFUSED: dict[str, str] = {
         )
         for home in (f"{_DIFFUSION}.denoiser_scaling", "cogfast.diffusion.denoiser_scaling")
         for name in ("EpsScaling", "VScaling", "VScalingWithEDMcNoise", "EDMScaling")
+    },
+    **{
+        f"{home}.{name}": (
+            "no CogVideoX model is sampled with it; use "
+            f"{_DIFFUSION}.sampling_utils.NoDynamicThresholding or StaticThresholding"
+        )
+        for home in (f"{_DIFFUSION}.sampling_utils", _GUIDERS)
+        for name in ("DynamicThresholding", "DynamicThresholdingV1", "DynamicThresholdingV2")
     },
     **{
         f"{_DIFFUSION}.sampling.{name}": _USE_VIDEO_SAMPLER

@@ -204,6 +204,22 @@ def test_unused_keys_are_listed_with_reasons(sat_configs):
     assert "deepspeed.zero_optimization.load_from_fp32_weights" in config.unused
 
 
+@pytest.mark.parametrize(
+    "home", ["sgm.modules.diffusionmodules.sampling_utils", "cogfast.diffusion.guidance"]
+)
+def test_thresholdings_that_no_shipped_file_names_are_refused(sat_configs, home: str):
+    files = [sat_configs / name for name in ("cogvideox_5b.yaml", "inference.yaml")]
+    key = "model.sampler_config.params.guider_config.params.dyn_thresh_config"
+    fine, text = (
+        f"{key}={{target: {home}.StaticThresholding}}",
+        "no CogVideoX model is sampled with",
+    )
+    assert load_config(files, [fine]).model.sampler_config
+    for name in ("DynamicThresholding", "DynamicThresholdingV1", "DynamicThresholdingV2"):
+        with pytest.raises(ValueError, match=f"{name}: {text} it; use .*StaticThresholding"):
+            load_config(files, [f"{key}={{target: {home}.{name}}}"])
+
+
 def test_instantiate_builds_nested_components_first():
     threshold = {"target": "cogfast.diffusion.guidance.StaticThresholding"}
     node = {"target": "cogfast.diffusion.guidance.VanillaCFG", "params": {"dyn_thresh": threshold}}
