@@ -279,7 +279,7 @@ def _line(error: Exception) -> str:
     return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]})"
 
 
-def _report(error: ValueError | RuntimeError) -> None:
+def _report(error: Exception) -> None:
     """Print the error once: from rank 0, or from the only rank that failed."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.schema.components import instantiate, resolve
-from cogfast.schema.config import COMMAND_LINE, SECTIONS, Config, find_origin
+from cogfast.schema.config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
 from cogfast.schema.sections import check_sections, complete_sections
 from cogfast.schema.values import KeyProblem, cut, one_line
 from cogfast.schema.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
@@ -48,14 +48,14 @@ def load_config(
     in them are refused. Raises ValueError with file, key, value and fix.
     """
     origins: dict[str, str] = {}
-    merged = OmegaConf.create({})
+    merged: DictConfig = OmegaConf.create({})
     for path, name in zip(paths, _file_names(paths), strict=True):
         if not Path(path).is_file():
             raise ValueError(f"--base {path}: no such file")
         loaded = read_yaml(Path(path), name, is_plain=is_of_run)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
-            merged = OmegaConf.merge(merged, loaded)
+            merged = _merge(merged, loaded)
             check_interpolations(merged)
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -65,12 +65,12 @@ def load_config(
     try:
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???)")
-        plain = OmegaConf.to_container(merged, resolve=True)
+        plain = to_dict(merged)
         check_resolved(plain)
         complete_sections(plain, origins)
         unused = check_sections(plain, origins, tuple(allow_import))
     except OmegaConfBaseException as error:
-        key, what = error.full_key, str(error).splitlines()[0]
+        key, what = error.full_key or "", str(error).splitlines()[0]
         raise ValueError(one_line(f"{find_origin(origins, key)}: {key}: {what}")) from None
     except RecursionError:
         text = "an interpolation ${...} refers to itself, or values nest too deeply"
@@ -94,6 +94,12 @@ def _file_names(paths: Sequence[str | Path]) -> list[str]:
     """File names for messages; the whole path if two files have the same name."""
     short = [Path(path).name for path in paths]
     return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
+
+
+def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
+    merged = OmegaConf.merge(below, above)
+    assert isinstance(merged, DictConfig), "two mappings merge to a mapping"
+    return merged
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -128,6 +134,13 @@ def _parents(key: str) -> Iterator[str]:
         yield key
 
 
+def _parsed(text: str) -> object:
+    """Return the node that `text` describes as YAML."""
+    parsed = OmegaConf.create(f"value: {text}")
+    assert isinstance(parsed, DictConfig), "a text that begins with a key is a mapping"
+    return parsed._get_node("value")
+
+
 def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> None:
     """Apply one `key=value` argument. The value is parsed as YAML; if that fails, it is text."""
     key, equals, text = override.partition("=")
@@ -137,7 +150,7 @@ def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> Non
         # YAML would drop a comment and everything after the first line; keep such a value as text.
         is_text = not text or text.startswith("#") or " #" in text or "\n" in text
         check_nesting("" if is_text else text)
-        value = text if is_text else OmegaConf.create(f"value: {text}")._get_node("value")
+        value = text if is_text else _parsed(text)
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:

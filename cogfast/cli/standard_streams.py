@@ -10,12 +10,16 @@ import io
 import os
 import select
 import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class _Stream(io.FileIO):
     """A standard stream's file descriptor. Output that cannot be written is dropped."""
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         try:
             # None: the terminal is non-blocking and its buffer is full.
             while (written := super().write(data)) is None:
@@ -42,7 +46,7 @@ def keep_streams() -> None:
     sys.stderr = _kept(sys.stderr, 2)
 
 
-def _kept(stream: io.TextIOWrapper | None, descriptor: int) -> io.TextIOWrapper:
+def _kept(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
     if stream is not None:
         with contextlib.suppress(OSError):
             stream.flush()

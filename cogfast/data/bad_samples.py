@@ -58,21 +58,21 @@ class BadSampleLog:
         self._num_read = 0  # bytes of complete lines read from the file so far
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._read_earlier()
+            self._read_earlier(self.file)
 
-    def _read_earlier(self) -> None:
+    def _read_earlier(self, file: Path) -> None:
         """Read the list of the run that this one resumes; set a damaged list aside."""
-        if not self.file.exists():
+        if not file.exists():
             return
         try:
-            text = read_limited(self.file, _MAX_BYTES)
+            text = read_limited(file, _MAX_BYTES)
             text.decode()
             self._listed_before = set(_read(text))
             self._num_read = _end_of_lines(text)
         except ValueError as error:
             with suppress(OSError):  # the folder is read-only, or another rank was first
-                kept = set_aside(self.file).name
-                logger.warning("%s is damaged (%s); renamed to %s", self.file, error, kept)
+                kept = set_aside(file).name
+                logger.warning("%s is damaged (%s); renamed to %s", file, error, kept)
 
     @property
     def limit(self) -> int:
@@ -89,7 +89,7 @@ class BadSampleLog:
         is_new = path not in self._listed_before
         if is_new and self.file is not None:
             try:
-                is_new = self._list(path, reason)
+                is_new = self._list(self.file, path, reason)
             except (OSError, ValueError) as error:  # disk full, or file damaged since opened
                 if not self._has_failed:
                     why = getattr(error, "strerror", None) or error
@@ -102,9 +102,9 @@ class BadSampleLog:
             logger.warning("skipped %s: %s", printable(path), printable(reason))
         return is_new
 
-    def _list(self, path: str, reason: str) -> bool:
+    def _list(self, file: Path, path: str, reason: str) -> bool:
         """Append a line for the sample; returns False if another rank has done so."""
-        with open(self.file, "a+b") as f:
+        with open(file, "a+b") as f:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
             f.seek(self._num_read)

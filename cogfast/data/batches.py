@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.cache.dataset import CachedVideos
-from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers.read_ahead import Reads, read_ahead
@@ -51,7 +51,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: SizedDataset,
         order: GlobalOrder,
         *,
         micro_batch: int,
@@ -205,7 +205,7 @@ class _Slots:
 class _MicroBatches(Reads):
     """Reads the micro-batch of a (step, slots)."""
 
-    def __init__(self, dataset: Dataset, order: GlobalOrder, timeout: float) -> None:
+    def __init__(self, dataset: SizedDataset, order: GlobalOrder, timeout: float) -> None:
         self._dataset, self._order, self._timeout = dataset, order, timeout
         # {sample: reason}. They are not tried again: each try leaves a hanging thread behind.
         self._timed_out: dict[int, str] = {}
@@ -216,8 +216,8 @@ class _MicroBatches(Reads):
         own._order = copy.deepcopy(self._order)
         return own.__getitem__
 
-    def name(self, step_and_slots: tuple[int, list[int]]) -> str:
-        step, slots = step_and_slots
+    def name(self, key: tuple[int, list[int]]) -> str:
+        step, slots = key
         names = [_name_of(self._dataset, self._order.index(step, slot)) for slot in slots]
         return f"step {step}, {', '.join(names)}"
 
@@ -262,7 +262,7 @@ class _MicroBatches(Reads):
             raise
 
 
-def read_sample(dataset: Dataset, index: int, timeout: float) -> dict:
+def read_sample(dataset: SizedDataset, index: int, timeout: float) -> dict:
     """Read a sample; raise TooSlow after `timeout` seconds (0: no limit)."""
     if timeout == 0:
         return dataset[index]
@@ -284,7 +284,7 @@ def read_sample(dataset: Dataset, index: int, timeout: float) -> dict:
         del error
 
 
-def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:
+def _put_item(dataset: SizedDataset, index: int, result: queue.SimpleQueue) -> None:
     try:
         result.put((dataset[index], None))
     # The caller raises it; an exception that leaves a thread would only be printed.
@@ -292,7 +292,7 @@ def _put_item(dataset: Dataset, index: int, result: queue.SimpleQueue) -> None:
         result.put((None, error))
 
 
-def _name_of(dataset: Dataset, index: int) -> str:
+def _name_of(dataset: SizedDataset, index: int) -> str:
     """The sample's name in logs; a user's own data set may have no `name` method."""
     return dataset.name(index) if isinstance(dataset, CaptionedVideos) else f"sample {index}"
 

@@ -56,10 +56,11 @@ def survey(dataset: CaptionedVideos) -> Survey:
         key = (header, span, settings.fps)
         if key not in seen:
             seen[key] = choose(header, settings, sizes, span)
-        if isinstance(seen[key], str):
-            reasons[i] = seen[key]
+        bucket = seen[key]
+        if isinstance(bucket, str):
+            reasons[i] = bucket
         else:
-            buckets[i] = seen[key]
+            buckets[i] = bucket
             if settings.frame_selection == "timestamp" and header.fps < _SLOW * settings.fps:
                 slow.append(i)
     return Survey(buckets, reasons, slow)

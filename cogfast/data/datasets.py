@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -50,6 +50,8 @@ from cogfast.data.video.settings import (
     ShortClips,
     Side,
     SkippedFrames,
+    checked_buckets,
+    checked_size,
 )
 from cogfast.data.video.transform import FrameSelection
 from cogfast.schema.values import cut
@@ -58,6 +60,14 @@ logger = logging.getLogger(__name__)
 
 Buckets = list[list[Side]]
 _LONGEST_EPOCH = 2**27  # samples: its order takes 1 GiB
+
+
+class SizedDataset(Protocol):
+    """A data set with a length: cogfast's, a user's own class, or a torch Subset of one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Sample(TypedDict):
@@ -143,7 +153,8 @@ class CaptionedVideos(Dataset):
     def __len__(self) -> int:
         return len(self.clips)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return a Sample; a subclass may return other keys."""
         if index in self._kept:
             # A copy, so that a caller that adds keys does not change the kept sample.
             return self._kept[index].copy()
@@ -162,11 +173,12 @@ class CaptionedVideos(Dataset):
         clips, settings = self.clips, self.settings_of(index)
         file = clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
-        if not self._is_in_shard(index):
+        place = self._place(index)
+        if place is None:
             clip, selection = read_clip(file, settings, span)
         else:
             # Video libraries take paths, so the member's bytes get a temporary one.
-            data = read_member(file, *clips.places[index, :2])
+            data = read_member(file, *place[:2])
             with named_bytes(data, os.path.splitext(file)[1]) as path:
                 clip, selection = read_clip(path, settings, span)
         sample: Sample = {
@@ -182,15 +194,17 @@ class CaptionedVideos(Dataset):
             sample["images"] = image.to(clip.device)
         return sample
 
-    def _is_in_shard(self, index: int) -> bool:
-        return self.clips.places is not None and self.clips.places[index, 0] >= 0
+    def _place(self, index: int) -> np.ndarray | None:
+        """The sample's row of `places`; None if its video is a file of its own."""
+        places = self.clips.places
+        return None if places is None or places[index, 0] < 0 else places[index]
 
     def _image(self, index: int, size: tuple[int, int], first_frame: Tensor) -> Tensor:
         """The conditioning image, uint8 [3, rows, columns]; the first frame if there is no other."""
-        clips = self.clips
-        if self._is_in_shard(index) and clips.places[index, 2] >= 0:
+        clips, place = self.clips, self._place(index)
+        if place is not None and place[2] >= 0:
             file = clips.files[index]
-            return read_image(read_member(file, *clips.places[index, 2:]), file, size)
+            return read_image(read_member(file, *place[2:]), file, size)
         image = "" if clips.images is None else clips.images[index]
         return read_image(image, image, size) if image else first_frame.clone()
 
@@ -220,7 +234,7 @@ class ListedVideos(CaptionedVideos, ABC):
         buckets: Buckets | None = None,
     ) -> None:
         settings = ClipSettings(
-            video_size=tuple(video_size),
+            video_size=checked_size(video_size),
             fps=fps,
             max_num_frames=max_num_frames,
             skip_frms_num=skip_frms_num,
@@ -228,7 +242,7 @@ class ListedVideos(CaptionedVideos, ABC):
             short_clips=short_clips,
             video_backend=video_backend,
             keep_decoded_mib=keep_decoded_mib,
-            buckets=buckets,
+            buckets=checked_buckets(buckets),
         )
         lists = self.find(data_dir, allow_empty_captions)
         super().__init__(join(lists), settings, [len(one) for one in lists])

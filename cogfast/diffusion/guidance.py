@@ -15,6 +15,7 @@ from torch import Tensor
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.schema.json_files import Range
 
+Ramp = Literal["timestep", "step"]
 Scale = Annotated[float, Range(-(10**4), 10**4)]
 
 
@@ -108,7 +109,7 @@ class DynamicCFG:
         exp: Annotated[float, Range(0, 100)],
         num_steps: Annotated[int, Range(1, 10**5)],
         dyn_thresh: Thresholding | None = None,
-        ramp: Literal["timestep", "step"] = "timestep",
+        ramp: Ramp = "timestep",
     ) -> None:
         if ramp not in ("timestep", "step"):
             raise ValueError(f"guider_config ramp={ramp!r} must be 'timestep' or 'step'")
@@ -123,7 +124,7 @@ class DynamicCFG:
         self.exp = exp
         self.num_steps = num_steps
         self.thresholding = dyn_thresh or NoDynamicThresholding()
-        self.ramp = ramp
+        self.ramp: Ramp = ramp
 
     def inputs(
         self, conditioning: Conditioning, unconditional: Conditioning | None

@@ -82,7 +82,9 @@ class VideoDDIMSampler:
                 )
             self.steps = discretization.steps_of_sat(num_steps)
         else:
-            self.steps = discretization.steps_of_diffusers(num_steps, *self._spacing)
+            self.steps = discretization.steps_of_diffusers(
+                num_steps, timestep_spacing, set_alpha_to_one, steps_offset
+            )
 
     def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
         """Return this sampler with another number of steps; the guider's ramp follows."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from cogfast.schema.config import Config
+from cogfast.schema.config import Config, to_dict
 from cogfast.schema.json_files import Range
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -179,8 +179,8 @@ class TrainArguments:
         ZeRO stage, learning rate and weight decay.
         """
         known = {f.name for f in fields(cls)}
-        values = {k: v for k, v in _plain(config.args).items() if k in known}
-        deepspeed = _plain(config.deepspeed)
+        values = {k: v for k, v in to_dict(config.args).items() if k in known}
+        deepspeed = to_dict(config.deepspeed)
         if values.get("mode") != "inference":
             for name, key in (
                 ("batch_size", "train_micro_batch_size_per_gpu"),
@@ -228,14 +228,10 @@ class ModelArguments:
     @classmethod
     def from_config(cls, config: Config) -> ModelArguments:
         known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in _plain(config.model).items() if k in known})
+        return cls(**{k: v for k, v in to_dict(config.model).items() if k in known})
 
 
 def _asks_to_recompute(config: Config) -> bool:
     """Read SAT's key of the network, which args.checkpoint_activations overwrites if it is set."""
     key = "network_config.params.transformer_args.checkpoint_activations"
     return bool(OmegaConf.select(config.model, key, default=False))
-
-
-def _plain(section: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(section, resolve=True)

@@ -12,10 +12,11 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
+from cogfast.schema.config import to_dict
 from cogfast.schema.places import allowed_path, describe_place, place_of
 from cogfast.schema.sat_classes import REFUSED, TARGETS, SatClass
 from cogfast.schema.values import (
@@ -80,7 +81,7 @@ def check_component(
             check_component(component, key, allow_import, unused)
 
 
-def is_component(node: object) -> bool:
+def is_component(node: object) -> TypeGuard[Mapping]:
     return isinstance(node, Mapping | DictConfig) and "target" in node
 
 
@@ -136,7 +137,7 @@ def _arguments(
 ) -> tuple[Callable, dict[str, Argument]]:
     """Return a node's callable and its arguments, with SAT's names translated to cogfast's."""
     if isinstance(node, DictConfig):
-        node = OmegaConf.to_container(node, resolve=True)
+        node = to_dict(node)
     if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
         raise KeyProblem(where, f"{where or 'component'} must be a mapping with target and params")
     check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
@@ -197,7 +198,11 @@ def _fit(value: object, annotation: object, key: str) -> object:
         return value
     check_type(key, value, annotation)
     for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+        if (
+            isinstance(option, type)
+            and dataclasses.is_dataclass(option)
+            and isinstance(value, Mapping)
+        ):
             check_fields(value, option, key)
             hints = typing.get_type_hints(option, include_extras=True)
             fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
@@ -207,7 +212,9 @@ def _fit(value: object, annotation: object, key: str) -> object:
                 # In SAT's network_config the fields of the argument `config` are params themselves.
                 where = key.removesuffix(".config")
                 raise KeyProblem(where, f"{where}: {error}") from None
-    return tuple(value) if get_origin(annotation) is tuple else value
+    if get_origin(annotation) is tuple and isinstance(value, list | tuple):
+        return tuple(value)
+    return value
 
 
 def _is_plain(annotation: object) -> bool:

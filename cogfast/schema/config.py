@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -45,7 +45,7 @@ class Config:
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = OmegaConf.to_container(section, resolve=True)
+            plain = to_dict(section)
             rows += [("  " + text, origin) for text, origin in self._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
@@ -67,6 +67,12 @@ class Config:
                         yield ("    " if n else "  - ") + text, origin
             else:
                 yield f"{key}: {_flow(value)}", find_origin(self.origins, ".".join(here))
+
+
+def to_dict(section: DictConfig) -> dict[str, Any]:
+    """Return a section as dicts, lists and plain values, with interpolations resolved."""
+    # A cast: OmegaConf types the result as whatever any of its nodes can hold.
+    return cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
 
 
 def refuse(config: Config, key: str, text: str) -> NoReturn:

@@ -9,6 +9,8 @@ from cogfast.schema.json_files import Range
 
 _COUNT = Annotated[float, Range(0, 10**12)]  # bucket sizes are often written as 5e8
 _BATCH = Annotated[int, Range(1, 10**5)]
+_CHECKPOINTS = Annotated[int, Range(1, 10**5)] | None
+_STEPS = Annotated[int, Range(1, 10**9)] | None
 
 # Top-level key -> type. Source: deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
 TOP_KEYS: dict[str, Any] = {
@@ -16,7 +18,7 @@ TOP_KEYS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": _BATCH,
     "gradient_accumulation_steps": _BATCH,
     "gradient_clipping": float,
-    "steps_per_print": Annotated[int, Range(1, 10**9)] | None,
+    "steps_per_print": _STEPS,
     "prescale_gradients": bool,
     "gradient_predivide_factor": float,
     "communication_data_type": Literal["fp32", "fp16", "bf16"] | None,
@@ -157,7 +159,7 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
         "full_warm_up_rounds": Annotated[int, Range(0, 10**9)],
     },
     "activation_checkpointing": {
-        "number_checkpoints": Annotated[int, Range(1, 10**5)] | None,
+        "number_checkpoints": _CHECKPOINTS,
         **dict.fromkeys(
             (
                 "partition_activations",

@@ -90,7 +90,9 @@ _STREAM_ONLY = {
 }
 
 
-def _shard_arguments(params: Mapping, where: str, unused: dict[str, str]) -> dict[str, object]:
+def _shard_arguments(
+    params: Mapping[str, object], where: str, unused: dict[str, str]
+) -> dict[str, object]:
     """Translate the params of SAT's VideoDataset, which streams shards; cogfast reads them by index."""
     kept: dict[str, object] = {}
     for name, value in params.items():

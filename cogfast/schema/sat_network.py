@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from cogfast.schema.config import to_dict
 from cogfast.schema.json_files import Range
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import KeyProblem, check_mapping, check_type, join, show, unknown_key
@@ -25,6 +26,7 @@ _NORM_GROUPS = 32  # groups of GroupNorm in SAT's Normalize
 
 # The ranges refuse a mistyped size before memory is allocated for it.
 _Width = Annotated[int, Range(1, 2**16)]  # embedding width
+_OptionalWidth = _Width | None
 _Side = Annotated[int, Range(1, 4096)]
 _Length = Annotated[int, Range(1, 10**5)]
 _TextLength = Annotated[int, Range(0, 4096)]  # tokens
@@ -42,8 +44,8 @@ _NETWORK_KEYS: dict[str, Any] = {
     "num_attention_heads": _Side,
     "patch_size": _PatchSize,
     "elementwise_affine": bool,
-    "time_embed_dim": _Width | None,
-    "ofs_embed_dim": _Width | None,
+    "time_embed_dim": _OptionalWidth,
+    "ofs_embed_dim": _OptionalWidth,
     "default_ofs": Annotated[
         float, Range(-(10**6), 10**6)
     ],  # ours: what the network gets as `ofs` where nothing else is given
@@ -141,7 +143,7 @@ def transformer_arguments(
 
     unused = {} if unused is None else unused
     if isinstance(params, DictConfig):
-        params = OmegaConf.to_container(params, resolve=True)
+        params = to_dict(params)
     own = {k: v for k, v in params.items() if k not in ("transformer_args", "modules")}
     fields = _read(own, _NETWORK_KEYS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
     _require(fields, _REQUIRED, where)

@@ -174,15 +174,16 @@ def fits(value: object, annotation: object) -> bool:
     """Whether a value from YAML or JSON fits a type annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and abs(value) <= sys.float_info.max  # false for NaN; any int compares
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return abs(value) <= sys.float_info.max  # false for NaN; any int compares
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if annotation is Path:
         return isinstance(value, str)
     if isinstance(annotation, Mapping):
         return isinstance(value, Mapping)
-    if origin is None and annotation in _KINDS:
+    if isinstance(annotation, type) and annotation in _KINDS:
         return isinstance(value, annotation)
     if origin is Annotated:  # with rules of json_files
         return fits(value, args[0]) and all(rule.allows(value) for rule in args[1:])

@@ -216,7 +216,7 @@ def _checksum(path: Path, tensors: Mapping[str, Tensor]) -> int:
     found = zlib.crc32(path.name.encode())
     for name in sorted(tensors):
         content = tensors[name].contiguous().flatten().view(torch.uint8)
-        found = zlib.crc32(content.numpy(), zlib.crc32(name.encode(), found))
+        found = zlib.crc32(content.numpy().data, zlib.crc32(name.encode(), found))
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import stat
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -35,7 +35,7 @@ def hash_text(text: str) -> str:
 def hash_file(path: str, start: int = 0, num_bytes: int | None = None) -> str:
     """Hash the content of a file or of a part of it; if it cannot be read, hash its name."""
     digest = hashlib.blake2b(digest_size=16)
-    left = math.inf if num_bytes is None else num_bytes
+    left = sys.maxsize if num_bytes is None else num_bytes
     try:
         if not _stamp(path):
             raise FileNotFoundError(path)

@@ -24,7 +24,8 @@ class PackedStrings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, index: int) -> str:
+    # No slices: a part of a column is taken by ClipList.take.
+    def __getitem__(self, index: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not -len(self) <= index < len(self):
             raise IndexError(f"{index=} of {len(self)} strings")
         index %= len(self)
@@ -55,7 +56,7 @@ class ClipList:
     def __len__(self) -> int:
         return len(self.files)
 
-    def take(self, indices: Sequence[int]) -> ClipList:
+    def take(self, indices: Sequence[int] | np.ndarray) -> ClipList:
         """Return the samples at `indices`, in that order."""
         columns = {}
         for name, column in _columns(self).items():
@@ -93,7 +94,7 @@ def join(lists: Sequence[ClipList]) -> ClipList:
             )
             columns[field.name] = PackedStrings(text for part in filled for text in part)
         else:
-            like = next(part for part in parts if part is not None)
+            like = next(part for part in parts if isinstance(part, np.ndarray))
             columns[field.name] = np.concatenate(
                 [
                     part

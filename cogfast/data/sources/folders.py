@@ -121,11 +121,11 @@ def label_of(path: str, folder: Path) -> Path | None:
 
 def decoded(data: bytes, name: str) -> str:
     """Decode UTF-8 text, with or without a byte order mark. name: its source, for the error."""
+    at = data.find(b"\0")  # a zero byte means UTF-16 or UTF-32
     try:
-        # A zero byte means UTF-16 or UTF-32.
-        at, text = data.find(b"\0"), data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        at = error.start
+        at, text = error.start, ""
     if at < 0:
         return text
     line = 1 + len(_LINE_END.findall(data[:at].decode("latin-1")))

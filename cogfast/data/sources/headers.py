@@ -51,25 +51,24 @@ def read_headers(clips: ClipList) -> list[Header]:
     """Return the header of every sample's file, from the index or from the file."""
     file = index_of(clips)
     known = _read_index(file)
-    stamps = list(_stamps(clips))
-    wanted: dict[str, int] = {}  # sample of each file that must be opened
+    wanted: dict[str, tuple[int, str]] = {}  # sample and stamp of each file that must be opened
     found: dict[str, Header] = {}
-    for i, (name, stamp) in enumerate(zip(clips.files, stamps, strict=True)):
+    for i, (name, stamp) in enumerate(zip(clips.files, _stamps(clips), strict=True)):
         if isinstance(stamp, Header):
             found[name] = stamp
         elif known.get(name, ("",))[0] == stamp:
             found[name] = known[name][1]
         else:
-            wanted[name] = i
+            wanted[name] = i, stamp
     if wanted:
         with _Index(file) as index, ThreadPoolExecutor(_NUM_THREADS) as pool:
-            headers = pool.map(lambda i: _probe(clips, i), wanted.values())
+            headers = pool.map(lambda of: _probe(clips, of[0]), wanted.values())
             start = last = time.monotonic()
             for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
                 found[name] = header
                 # Files that failed are tried again: a change of permissions keeps the stamp.
                 if not header.reason:
-                    index.add(name, stamps[wanted[name]], header)
+                    index.add(name, wanted[name][1], header)
                 if time.monotonic() - last > _SECONDS:
                     last = time.monotonic()
                     rate = number / (last - start)
@@ -87,7 +86,8 @@ def _stamps(clips: ClipList) -> Iterator[str | Header]:
     """Yield each sample's stamp (size and mtime), or a Header with the reason if it has none."""
     versions: dict[str, str | Header] = {}
     for i, name in enumerate(clips.files):
-        is_member = clips.places is not None and clips.places[i, 0] >= 0
+        offset = -1 if clips.places is None else clips.places[i, 0]
+        is_member = offset >= 0
         store = name.partition(MEMBER)[0] if is_member else name
         if store not in versions:
             try:
@@ -97,7 +97,7 @@ def _stamps(clips: ClipList) -> Iterator[str | Header]:
         version = versions[store]
         # Members of a shard share its version; the offset tells them apart.
         is_text = is_member and isinstance(version, str)
-        yield f"{version}-{clips.places[i, 0]}" if is_text else version
+        yield f"{version}-{offset}" if is_text else version
 
 
 def _probe(clips: ClipList, index: int) -> Header:
@@ -118,6 +118,7 @@ def _probe(clips: ClipList, index: int) -> Header:
 def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
     """Read the header of an open video file or path; a Header with a reason if that fails."""
     import av
+    from av.error import FFmpegError
 
     if num_bytes == 0:
         return Header(reason="the file is empty (0 bytes)")
@@ -126,15 +127,16 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
             stream = video_stream("", container)
             rate = stream.average_rate or stream.guessed_rate
             # Matroska gives the duration of the file only, and often no frame count.
-            seconds = stream.duration and float(stream.duration * stream.time_base)
-            if not seconds:
+            if stream.duration and stream.time_base:
+                seconds = float(stream.duration * stream.time_base)
+            else:
                 seconds = (container.duration or 0) / av.time_base
             fps = float(rate or 0)
             num_frames = stream.frames or round(seconds * fps)
             height, width = stream.height or 0, stream.width or 0
     except BadSample as error:
         return Header(reason=error.reason)
-    except (av.error.FFmpegError, ValueError, OSError) as error:
+    except (FFmpegError, ValueError, OSError) as error:
         return Header(reason=f"not a readable video ({one_line(error)})")
     if not num_frames or not fps or not height or not width:
         return Header(reason="no frame in it")

@@ -14,7 +14,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import check_caption_size, decoded, named
 from cogfast.data.sources.store import Store, index_file
 from cogfast.files import WriteError, write_text
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +100,11 @@ class Member(io.RawIOBase):
         self._at = max(0, start + offset)
         return self._at
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer)
         self._store.seek(self._offset + self._at)
-        data = self._store.read(max(0, min(len(buffer), self._size - self._at)))
-        buffer[: len(data)] = data
+        data = self._store.read(max(0, min(len(view), self._size - self._at)))
+        view[: len(data)] = data
         self._at += len(data)
         return len(data)
 
@@ -268,10 +272,13 @@ class _HeaderReads:
 
 def _headers(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Yield every member with the offset of its end; ReadError at a damaged header."""
-    tar, end = None, 0
+    # Any: the stubs ask for a file with write(), which reading does not call, and lack `members`.
+    reads: Any = _HeaderReads(file)
+    tar: Any = None
+    end = 0
     while True:
         try:
-            tar = tar or tarfile.open(fileobj=_HeaderReads(file), mode="r:")  # noqa: SIM115
+            tar = tar or tarfile.open(fileobj=reads, mode="r:")  # noqa: SIM115
             member = tar.next()
         # tarfile raises these for invalid numbers and text, and for deeply nested pax headers.
         except (ValueError, OverflowError, RecursionError, LookupError, TypeError) as error:

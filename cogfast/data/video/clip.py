@@ -81,7 +81,7 @@ def read_clip(
     """
     dali = dali_of_this_process(settings.video_backend)
     video = None if dali is None else dali.open(path)
-    if video is None:
+    if dali is None or video is None:
         clip, selection = _read_on_cpu(path, settings, span)
         return (clip if dali is None else clip.to(dali.device)), selection
     chosen, selection = _choose(video, settings, span)

@@ -218,8 +218,11 @@ class DaliReader:
 
 def _pipeline(device: torch.device) -> Callable[..., Tensor]:
     """Build a DALI pipeline: a function of (file's bytes, indices, scaled size, cropped size)."""
-    from nvidia.dali import fn, pipeline_def, types
-    from nvidia.dali.plugin.pytorch.torch_utils import to_torch_tensor
+    # DALI is optional: `make test-dali` installs it.
+    from nvidia.dali import fn, pipeline_def, types  # pyright: ignore[reportMissingImports]
+    from nvidia.dali.plugin.pytorch.torch_utils import (  # pyright: ignore[reportMissingImports]
+        to_torch_tensor,
+    )
 
     is_gpu = device.type == "cuda"
 

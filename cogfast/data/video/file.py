@@ -54,9 +54,9 @@ def one_line(error: BaseException) -> str:
 
 def decode_errors() -> tuple[type[Exception], ...]:
     """The exceptions that PyAV raises for damaged files."""
-    import av
+    from av.error import FFmpegError
 
-    return (av.error.FFmpegError, ValueError, OSError)
+    return (FFmpegError, ValueError, OSError)
 
 
 def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> InputContainer:
@@ -66,6 +66,7 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
     and probing takes as long as decoding several frames.
     """
     import av
+    from av.error import ArgumentError
 
     options = {"format_whitelist": _FORMATS, "max_pixels": str(MAX_PIXELS)}
     if isinstance(source, str):
@@ -75,8 +76,8 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
         options["skip_frame"] = "all"
     # Tags in other encodings than UTF-8 do not make a video unreadable.
     try:
-        return av.open(source, options=options, metadata_errors="ignore")
-    except av.error.ArgumentError:
+        return av.open(source, "r", options=options, metadata_errors="ignore")
+    except ArgumentError:
         raise ValueError("damaged, or not mp4, mov, mkv, webm, avi, ts or the like") from None
 
 
@@ -159,8 +160,9 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
     except decode_errors() as error:
         raise BadSample(path, f"not a readable video ({one_line(error)})") from None
     # Packets come in decoding order; frames are numbered by their times, as in decord.
-    shown = [i for i, p in enumerate(packets) if p.pts is not None and not p.is_discard]
-    shown.sort(key=lambda i: packets[i].pts)
+    shown = sorted(
+        (p.pts, i) for i, p in enumerate(packets) if p.pts is not None and not p.is_discard
+    )
     base, rate = stream.time_base, stream.average_rate
     if not shown or base is None:
         raise BadSample(path, "no frame in it")
@@ -169,7 +171,7 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
     expected = min(stream.frames, len(stream.index_entries))
     if len(packets) < expected:
         raise BadSample(path, f"truncated: {len(packets)} of {expected} frames are there")
-    ticks = np.array([packets[i].pts for i in shown], dtype=np.int64)
+    ticks = np.array([pts for pts, _ in shown], dtype=np.int64)
     if len(ticks) > 1 and ticks[0] == ticks[-1]:
         raise BadSample(path, f"its {len(ticks)} frames are all shown at the same time")
     times = (ticks - ticks[0]) * float(base)
@@ -180,7 +182,7 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
         codec=stream.codec_context.name,
         num_bytes=container.size,
         packets=packets,
-        shown=shown,
+        shown=[i for _, i in shown],
     )
 
 

@@ -122,6 +122,7 @@ class DecordReader(VideoReader):
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
         for i in range(0, len(indices), _FRAMES_AT_ONCE):
             part = list(indices[i : i + _FRAMES_AT_ONCE])
+            assert self._reader is not None, "the reader is closed"
             try:
                 frames = torch.from_numpy(self._reader.get_batch(part).asnumpy())
             except self._errors as error:
@@ -183,14 +184,17 @@ class PyAVReader(VideoReader):
                 if is_sound and left and frame.pts == packets[shown[left[-1]]].pts:
                     yield from self._copies(frame, left)
 
-    def _decode(self, first: int, last: int, wanted: set[int]) -> Iterator[av.VideoFrame]:
+    def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
-        stream, context = self._container.streams.video[0], self._context
-        self._container.seek(start.pts if start.dts is None else start.dts, stream=stream)
+        container, context = self._opened, self._context
+        stream = container.streams.video[0]
+        at = start.pts if start.dts is None else start.dts
+        assert at is not None and self._delay is not None, "packets without pts are counted"
+        container.seek(at, stream=stream)
         context.reorder_depth = max(context.reorder_depth, self._delay)
         has_begun = False  # seeking may stop at an earlier packet
-        for packet in self._container.demux(stream):
+        for packet in container.demux(stream):
             has_begun = has_begun or packet.pts == start.pts
             if not has_begun:
                 continue
@@ -234,8 +238,13 @@ class PyAVReader(VideoReader):
             left.pop()
 
     @property
+    def _opened(self) -> InputContainer:
+        assert self._container is not None, "the reader is closed"
+        return self._container
+
+    @property
     def _context(self) -> av.VideoCodecContext:
-        return self._container.streams.video[0].codec_context
+        return self._opened.streams.video[0].codec_context
 
 
 def _delay(packets: Sequence[Packet]) -> int | None:
@@ -244,20 +253,29 @@ def _delay(packets: Sequence[Packet]) -> int | None:
     None if the pts are missing or repeated. FFmpeg finds the delay by probing, which open_container
     leaves out.
     """
-    pts = [packet.pts for packet in packets]
-    if None in pts or len(set(pts)) < len(pts):
+    pts = [packet.pts for packet in packets if packet.pts is not None]
+    if len(set(pts)) < len(packets):
         return None
     return int(np.max(np.arange(len(pts)) - np.argsort(np.argsort(pts))))
 
 
 def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges (first, last) of packets to decode for those at `places`, in display order."""
+    """The ranges (first, last) of packets to decode for those at `places`, in display order.
+
+    All packets have pts.
+    """
+
+    def shown_before(keyframe: int, place: int) -> bool:
+        first, at = packets[keyframe].pts, packets[place].pts
+        assert first is not None and at is not None, "packets without pts are counted"
+        return first <= at
+
     keyframes = [i for i, p in enumerate(packets) if p.is_keyframe and not p.is_discard]
     runs: list[tuple[int, int]] = []
     for place in places:
         # A keyframe may be followed by frames that are shown before it and refer to earlier frames.
         before = reversed(keyframes[: bisect_right(keyframes, place)])
-        first = next((k for k in before if packets[k].pts <= packets[place].pts), 0)
+        first = next((k for k in before if shown_before(k, place)), 0)
         if runs and first <= runs[-1][1] + 1:
             runs[-1] = min(runs[-1][0], first), max(runs[-1][1], place)
         else:

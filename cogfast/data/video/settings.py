@@ -55,7 +55,7 @@ class ClipSettings:
     short_clips: ShortClips | None = None
     video_backend: VideoBackend = "auto"
     keep_decoded_mib: int = 0
-    buckets: Sequence[Sequence[int]] | None = None
+    buckets: tuple[Bucket, ...] | None = None
 
     def __post_init__(self) -> None:
         # object.__setattr__: the dataclass is frozen, and a YAML gives lists.
@@ -109,7 +109,8 @@ def checked_size(size: Sequence[int]) -> tuple[int, int]:
         raise ValueError(
             f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
         )
-    return tuple(size)
+    rows, columns = size
+    return rows, columns
 
 
 def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import to_dict
 from cogfast.train.distributed.fused_step import (
     FusedStep,
     WeightGather,
@@ -68,7 +68,7 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     Stage 0 runs as stage 1: the same update with sharded state. (DeepSpeed's bf16 optimizer of
     stage 0 is a different one and gives different losses.)
     """
-    section = OmegaConf.to_container(config.deepspeed, resolve=True)
+    section = to_dict(config.deepspeed)
     for handled_here in ("optimizer", "scheduler", "train_batch_size"):
         section.pop(handled_here, None)
     section["train_micro_batch_size_per_gpu"] = args.batch_size

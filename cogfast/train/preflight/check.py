@@ -18,7 +18,7 @@ from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.config import find_origin, refuse
+from cogfast.schema.config import find_origin, refuse, to_dict
 from cogfast.schema.json_files import brief
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_classes import transformer_arguments
@@ -163,7 +163,7 @@ def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _check_placeholders(config: Config) -> None:
     for name, section in config.sections().items():
-        for key, value in _strings(OmegaConf.to_container(section, resolve=True), name):
+        for key, value in _strings(to_dict(section), name):
             if PLACEHOLDER.search(value):
                 refuse(
                     config,

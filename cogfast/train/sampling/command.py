@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config
@@ -20,6 +19,7 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import to_dict
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.distributed.attention_choice import choose_for_sampling
@@ -162,7 +162,7 @@ def _settings(
     config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
 ) -> dict[str, Any]:
     """Return all settings that affect the result, for all prompts."""
-    plain = OmegaConf.to_container(config.model, resolve=True)
+    plain = to_dict(config.model)
     size = maker.size
     return {
         "dtype": args.precision,

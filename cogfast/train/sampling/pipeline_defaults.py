@@ -20,6 +20,7 @@ from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.names import read_vae_config
+from cogfast.schema.config import to_dict
 from cogfast.schema.json_files import Range, brief, read_json
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
@@ -177,7 +178,7 @@ def fill_from_pipeline(config: Config) -> Config:
     folder = None if config.args.get("load") is None else Path(config.args.load)
     if folder is None or not (folder / "vae" / "config.json").is_file():
         return config
-    model = OmegaConf.to_container(config.model, resolve=True)
+    model = to_dict(config.model)
     found: list[str] = []  # keys taken from the folder
     stage = model.get("first_stage_config")
     if is_none(stage) or _is_unnamed(stage, "ckpt_path") or _is_unnamed(stage, "path"):
