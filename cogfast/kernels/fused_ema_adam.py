@@ -11,9 +11,6 @@ With g the gradient, t the parameter's own count of updates (1 at the first) and
 A GPU runs the Triton kernels of gpu/fused_ema_adam.py, or torch's fused Adam and a lerp.
 """
 
-# pyright: reportPrivateImportUsage=false
-# torch does not export its fused Adam and its foreach functions, which torch.optim uses.
-
 from __future__ import annotations
 
 import math

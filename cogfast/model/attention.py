@@ -13,9 +13,9 @@ class DeferredBiasLinear(nn.Linear):
     """Linear whose forward leaves out the bias: the kernel that reads the product adds it, and sums
     its gradient in the same pass in which it writes the product's gradient."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return F.linear(x, self.weight)
+        return F.linear(input, self.weight)
 
 
 class HeadNorm(nn.LayerNorm):

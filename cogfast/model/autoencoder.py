@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from cogfast.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLCogVideoX
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,9 @@ class Moments:
     def sample(self, noise: Tensor | None) -> Tensor:
         """Return latents [B, C, T, h, w] from standard normal `noise` of that shape; None: the mean."""
         mean = self.mean.float()
-        return mean if self.logvar is None or noise is None else mean + self.std * noise
+        if noise is None or (std := self.std) is None:
+            return mean
+        return mean + std * noise
 
 
 class VideoAutoencoder(nn.Module):
@@ -86,10 +91,14 @@ class VideoAutoencoder(nn.Module):
                 f"first_stage_config.params.path={path}: give the vae folder of a diffusers "
                 "CogVideoX model (SAT's 3d-vae.pt goes with encoder_config and decoder_config)"
             )
-        self.inner = _read_folder(Path(path), dtype) if inner is None else inner
+        if inner is None:
+            assert path is not None, "either path or inner is given"
+            inner = _read_folder(Path(path), dtype)
+        # diffusers is imported late, so `inner` is annotated as a module and only named here.
+        self.inner = cast("AutoencoderKLCogVideoX", inner)
         self.encode_chunks = encode_chunks
         self.decode_chunks = decode_chunks
-        self.latent_channels: int = self.inner.config.latent_channels
+        self.latent_channels: int = self.inner.config["latent_channels"]
         self.inner.use_slicing = use_slicing
         self.use_tiling = self.has_decode_tiles = use_tiling
         if use_tiling:
@@ -117,7 +126,7 @@ class VideoAutoencoder(nn.Module):
         self.inner.use_tiling = self.use_tiling
         is_whole = self.encode_chunks == "whole"
         self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
-        posterior = self.inner.encode(video.to(self.dtype).contiguous()).latent_dist
+        posterior = self.inner.encode(video.to(self.dtype).contiguous(), return_dict=False)[0]
         return Moments(posterior.mean, posterior.logvar)  # clamped to [-30, 20] there
 
     @torch.no_grad()
@@ -130,7 +139,7 @@ class VideoAutoencoder(nn.Module):
             latents = torch.cat([latents[:, :, :1], latents], dim=2)
         self._set_decode_chunks(latents.shape[2])
         self.inner.use_tiling = self.has_decode_tiles
-        video = self.inner.decode(latents.to(self.dtype)).sample
+        video = self.inner.decode(latents.to(self.dtype), return_dict=False)[0]
         return video[:, :, -num_frames:]
 
     def limit_decode_memory(
@@ -182,7 +191,7 @@ def video_autoencoder_from_sat(
 
     sizes = autoencoder_sizes(encoder_config, decoder_config)
     num_levels = len(sizes["block_out_channels"])
-    blocks = {
+    blocks: dict[str, Any] = {
         "down_block_types": ("CogVideoXDownBlock3D",) * num_levels,
         "up_block_types": ("CogVideoXUpBlock3D",) * num_levels,
     }
@@ -315,19 +324,21 @@ class _LiveBytes(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
 
-def bytes_per_pixel(vae: nn.Module, num_latents: int) -> float:
+def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     """Return the peak bytes of diffusers' decoder per pixel of a frame, in the dtype of `vae` and
     with its chunk size, for `num_latents` latent frames. Workspace of convolutions is included."""
     # A dry run on the meta device: it follows diffusers' code, whatever the version.
     with torch.device("meta"):
-        copy = type(vae).from_config(vae.config).eval()
+        copy = type(vae).from_config(vae.config)
+        assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
+        copy.eval()
         chunk = copy.num_latent_frames_batch_size = vae.num_latent_frames_batch_size
         # The second of the serial calls needs most memory: it has the caches of the first.
         frames = min(num_latents, 2 * chunk + 1)
-        latents = torch.empty(1, vae.config.latent_channels, frames, 2, 2)
+        latents = torch.empty(1, vae.config["latent_channels"], frames, 2, 2)
     counter = _LiveBytes()
     with torch.no_grad(), counter:
-        video = copy.decode(latents).sample
+        video = copy.decode(latents, return_dict=False)[0]
     per_number = next(vae.parameters()).element_size() / latents.element_size()
     return _INSIDE_CONVOLUTIONS * counter.peak * per_number / (video.shape[3] * video.shape[4])
 
@@ -360,7 +371,7 @@ def plan_decode(
     fitting = [plan for plan in plans if plan.num_bytes <= budget]
     if not fitting:
         return min(plans[0], whole, key=lambda plan: plan.num_bytes)
-    return min(fitting, key=lambda plan: _cost(height, width, plan.tile))
+    return min(fitting, key=lambda plan: _cost(height, width, plan))
 
 
 def tiled(
@@ -371,9 +382,10 @@ def tiled(
     return DecodePlan(tile, int(area * per_pixel + _VIDEOS_OF_TILES * video_bytes))
 
 
-def _cost(height: int, width: int, tile: tuple[int, int]) -> tuple[int, int]:
+def _cost(height: int, width: int, plan: DecodePlan) -> tuple[int, int]:
     """Return the number of tiles and the number of pixels decoded in total."""
-    down, across = _extents(height, tile[0], 0), _extents(width, tile[1], 1)
+    assert plan.tile is not None, "a plan for whole frames"
+    down, across = _extents(height, plan.tile[0], 0), _extents(width, plan.tile[1], 1)
     return len(down) * len(across), sum(down) * sum(across)
 
 

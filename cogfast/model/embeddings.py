@@ -153,6 +153,10 @@ class RotaryPositions(nn.Module):
     pipelines for CogVideoX 1.0, which stretch any video over the rows and columns of `grid`.
     """
 
+    frequencies_t: Tensor  # the buffers that _build registers
+    frequencies_h: Tensor
+    frequencies_w: Tensor
+
     def __init__(
         self, grid: TokenGrid, head_width: int, theta: float, is_rescaled: bool = False
     ) -> None:

@@ -20,7 +20,9 @@ _MOST_WEIGHTS = 2**26  # of ByteTextEncoder
 
 # transformers can build T5's tokenizer from either file.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
-_TOKENIZERS = ("T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
+_Tokenizer = Literal[
+    "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
+]
 
 
 class T5TextEncoder(nn.Module):
@@ -223,7 +225,7 @@ class _T5Config:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerConfig:
-    tokenizer_class: Literal[_TOKENIZERS] | None = None
+    tokenizer_class: _Tokenizer | None = None
 
 
 def _check_settings(weights: Path, vocabulary: Path) -> None:

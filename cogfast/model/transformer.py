@@ -91,6 +91,7 @@ class DiffusionTransformer(nn.Module):
         """Use `kernels` in the blocks and in the norms after them."""
         self.kernels = kernels
         for block in self.blocks:
+            assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
             block.kernels = block.attention.kernels = kernels
 
     def use_calls(
@@ -222,8 +223,10 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
         if config.lora_rank is not None:
             everywhere = tuple(range(config.num_layers))
             for i in everywhere if config.lora_layers is None else config.lora_layers:
+                block = transformer.blocks[i]
+                assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
                 add_lora(
-                    transformer.blocks[i].attention,
+                    block.attention,
                     config.lora_rank,
                     config.lora_alpha,
                     config.lora_dropout,

@@ -159,6 +159,10 @@ class WaveletAutoencoder(nn.Module):
     It computes in float32 whatever dtype it is moved to.
     """
 
+    analysis: Tensor  # the buffers that _register makes: [C, 768], [C], [C]
+    mean: Tensor
+    scale: Tensor
+
     def __init__(
         self, ckpt_path: str | Path | None = None, state: WaveletState | None = None
     ) -> None:
@@ -167,7 +171,10 @@ class WaveletAutoencoder(nn.Module):
             raise ValueError(
                 f"the wavelet needs either ckpt_path (got {ckpt_path}) or a state; give one of them"
             )
-        self.state = WaveletState.load(ckpt_path) if state is None else state
+        if state is None:
+            assert ckpt_path is not None, "either ckpt_path or a state is given"
+            state = WaveletState.load(ckpt_path)
+        self.state = state
         self.latent_channels = len(self.state.bands)
         self._register("cpu")
 

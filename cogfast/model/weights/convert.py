@@ -176,14 +176,14 @@ def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
         raise ValueError(f"--extract-lora {base} needs --rank R, such as --rank 64")
     if not Path(base).exists():
         raise ValueError(f"--extract-lora {base}: no such file or folder")
-    models = [source, open_source(Path(base))]
-    for model in models:
+    before = open_source(Path(base))
+    for model in (source, before):
         if _has_adapters(model):
             raise ValueError(
                 f"{model.description}: has LoRA tensors, but --extract-lora compares plain models; "
                 "first merge them with cogfast convert --merge-lora"
             )
-    return extract_lora(*models, rank)
+    return extract_lora(source, before, rank)
 
 
 def write_adapters(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -124,7 +123,7 @@ def _check_dtype(path: str, found: torch.dtype, wanted: torch.dtype) -> None:
         )
 
 
-def _target(name: str, parameters: dict[str, Tensor]) -> str | None:
+def _target(name: str, parameters: Container[str]) -> str | None:
     """Return the parameter that a checkpoint's tensor belongs to; with LoRA it is one level deeper."""
     module, _, kind = name.rpartition(".")
     for candidate in (name, f"{module}.original.{kind}"):

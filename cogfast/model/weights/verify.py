@@ -6,12 +6,14 @@ import gc
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from cogfast.model.config import TransformerConfig
+from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.peft import linear_parts
@@ -21,6 +23,9 @@ from cogfast.model.weights.lora.adapters import adapters_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
 from cogfast.shapes import TokenGrid
+
+if TYPE_CHECKING:
+    from diffusers import CogVideoXTransformer3DModel
 
 _EXACT = 1e-5  # relative to the largest output: two implementations of one float32 model
 _MOST_GRID = (2, 4, 6)  # tokens along time, rows and columns, if the model takes so few
@@ -99,7 +104,7 @@ def _ours(source: WeightSource, config: TransformerConfig, given: dict[str, Tens
     with torch.device("meta"):  # no initial values are drawn for what is loaded
         transformer = assemble_transformer(config)
     transformer.to_empty(device="cpu").eval()
-    if config.position == "sincos":
+    if isinstance(transformer.position_table, PositionTable) and config.position == "sincos":
         transformer.position_table.reset()
     load_source(transformer, source, source.description)
     return transformer(**given)
@@ -116,9 +121,11 @@ def _diffusers(
         raise ValueError(
             "--verify --to diffusers loads the target with diffusers; pip install diffusers"
         ) from None
-    model, report = CogVideoXTransformer3DModel.from_pretrained(
+    # Any: with output_loading_info it returns a pair, which its annotation does not know.
+    loaded: Any = CogVideoXTransformer3DModel.from_pretrained(
         str(folder), torch_dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
+    model, report = loaded
     for what in ("missing_keys", "unexpected_keys"):
         if report[what]:
             names = ", ".join(sorted(report[what])[:5])
@@ -136,7 +143,9 @@ def _diffusers(
     return run_diffusers(model, config, given), plain
 
 
-def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, Tensor]) -> Tensor:
+def run_diffusers(
+    model: CogVideoXTransformer3DModel, config: TransformerConfig, given: dict[str, Tensor]
+) -> Tensor:
     """Run diffusers' CogVideoXTransformer3DModel with cogfast's arguments: [B, C, T, h, w]."""
     latents = given["latents"]
     rotary = None
@@ -157,7 +166,7 @@ def run_diffusers(model: nn.Module, config: TransformerConfig, given: dict[str, 
 
 
 def _pipeline_rotation(
-    model: nn.Module, config: TransformerConfig, latents: Tensor
+    model: CogVideoXTransformer3DModel, config: TransformerConfig, latents: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin as diffusers' pipelines compute them for these latents from config.json.
 
@@ -166,18 +175,20 @@ def _pipeline_rotation(
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 
-    grid, patch = TokenGrid.from_latents(latents, config.patch_size), model.config.patch_size
-    base = (model.config.sample_height // patch, model.config.sample_width // patch)
+    grid, patch = TokenGrid.from_latents(latents, config.patch_size), model.config["patch_size"]
+    base = (model.config["sample_height"] // patch, model.config["sample_width"] // patch)
     size = (grid.h, grid.w)
     if config.patch_size.t > 1:
-        options = {"crops_coords": None, "grid_type": "slice", "max_size": base}
+        options: dict[str, Any] = {"crops_coords": None, "grid_type": "slice", "max_size": base}
     else:
         if config.trained_size is None and not config.has_rescaled_positions:
             base = size
         options = {"crops_coords": get_resize_crop_region_for_grid(size, base[1], base[0])}
-    return get_3d_rotary_pos_embed(
+    rotation = get_3d_rotary_pos_embed(
         config.head_width, grid_size=size, temporal_size=grid.t, **options
     )
+    assert isinstance(rotation, tuple), "use_real=True returns cos and sin"
+    return rotation
 
 
 _HEAD_WIDTH = 64  # arbitrary divisor of the width
@@ -197,7 +208,8 @@ def verify_peft(source: WeightSource, file: Path) -> str:
             "--verify --to peft loads the target with diffusers and peft; pip install diffusers peft"
         ) from None
     alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
-    num_layers = adapters_of(source).layers[-1] + 1
+    found = adapters_of(source)
+    assert found is not None, f"{source.description}: no adapters"
     width = source.shapes[next(n for n in source.shapes if ".qkv.matrix_A." in n or ".out." in n)][
         1
     ]
@@ -205,7 +217,7 @@ def verify_peft(source: WeightSource, file: Path) -> str:
         model = CogVideoXTransformer3DModel(
             num_attention_heads=width // _HEAD_WIDTH,
             attention_head_dim=_HEAD_WIDTH,
-            num_layers=num_layers,
+            num_layers=found.layers[-1] + 1,
             use_rotary_positional_embeddings=True,  # otherwise a position table is computed
         )
     # Adapters are moved to the device of their base weights, which therefore must not be meta.
@@ -223,7 +235,11 @@ def verify_peft(source: WeightSource, file: Path) -> str:
         layer = layers.pop(linear_parts(module)[int(part)])
         a, b = (source.read(name.replace("_A.", f"_{s}."), None).float() for s in "AB")
         (adapter,) = layer.scaling
-        given = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+        theirs = (
+            matrices[adapter].get_parameter("weight") for matrices in (layer.lora_A, layer.lora_B)
+        )
+        their_a, their_b = (weight.float() for weight in theirs)
+        given = their_b @ their_a
         expected = b @ a * (alpha / a.shape[0])
         off = (given * layer.scaling[adapter] - expected).abs().max()
         off = off.item()  # sync: none, conversion is on the CPU

@@ -195,8 +195,7 @@ class _Keys:
                 parts |= {theirs: (ours, i) for i, theirs in enumerate(linear_parts(ours))}
         for key in keys:
             match = next((m for m in (s.fullmatch(key) for s in _SPELLINGS) if m), None)
-            module = None if match is None else _plain_module(match["module"])
-            if module not in parts:
+            if match is None or (module := _plain_module(match["module"])) not in parts:
                 found.unexpected.append(key)
                 continue
             ours, part = parts[module]

@@ -62,7 +62,7 @@ class _Scan:
     def __init__(self) -> None:
         self.stack: list[_Item] = []
         self.below: list[list[_Item]] = []  # the stacks below marks
-        self.memo: dict[int, _Item] = {}
+        self.memo: dict[object, _Item] = {}
         self.work = 0
 
     def follow(self, opcode: str, argument: object) -> None:

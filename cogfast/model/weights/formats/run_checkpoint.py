@@ -72,7 +72,8 @@ class RunFiles:
             self._read(out, start, name, kind, wanted)
             return
         if shard is None:
-            shard = Shard(self.shapes[name], *self._cuts[name], 0, 1)
+            dim, num_parts = self._cuts[name]
+            shard = Shard(self.shapes[name], dim, num_parts, 0, 1)
         cut = (shard.dim, shard.num_parts)
         assert self._cuts.get(name, cut) == cut, f"{name} is cut otherwise: {self._cuts[name]}"
         stored = [Shard(shard.shape, *cut, index, count) for index in range(count)]

@@ -46,7 +46,7 @@ def grid_facts(
     where: the file's name in errors. ValueError for tensors that are no such tables.
     """
     facts: dict[str, Any] = {}
-    eps = None if table is None else torch.finfo(table.dtype).eps
+    eps = 0.0 if table is None else torch.finfo(table.dtype).eps
     sin, cos, table = (None if t is None else t.float() for t in (sin, cos, table))
     if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):
         raise ValueError(
@@ -222,7 +222,9 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
             )
     # Shards of a trained matrix cannot be equal: equal ones mean that a file was copied twice.
     name = next((n for n in ours if n.startswith("blocks.") and n.endswith("fc1.weight")), None)
-    for i, one in enumerate(shards if name else []):
+    if name is None:
+        return
+    for i, one in enumerate(shards):
         for j in range(i):
             if torch.equal(one[ours[name]], shards[j][ours[name]]) and one[ours[name]].any():
                 raise ValueError(
@@ -279,7 +281,8 @@ def sat_tensors(
     tables = () if config is None else _tables(source, config)
     for name, tensor in (*tables, *_weights(source, dtype)):
         shape, read = tensor.shape, tensor.read
-        if name == "patch_embedding.weight" and config.patch_size.t == 1:  # a convolution in SAT
+        is_patch = name == "patch_embedding.weight"
+        if is_patch and config is not None and config.patch_size.t == 1:  # a convolution in SAT
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
         cut = model_parallel_cut(name)
         if cut is not None and count > 1:

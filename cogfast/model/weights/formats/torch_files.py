@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
 
 from cogfast.model.weights.formats.pickle_scan import PickleError, check_pickle
 from cogfast.model.weights.formats.tensor_stream import Outgoing
@@ -102,7 +103,7 @@ def _check_zip(path: Path) -> None:
             )
 
 
-def _numpy_rng_globals() -> list[object]:
+def _numpy_rng_globals() -> list[Any]:
     """Return the types of numpy's generator state, which SAT's training checkpoints contain."""
     import numpy as np
     from numpy._core.multiarray import _reconstruct
@@ -127,6 +128,7 @@ def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:
 def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
     entry = zipfile.ZipInfo(f"{_ROOT}/{name}")
     entry.file_size = content.nbytes
+    assert archive.fp is not None, "the archive is closed"
     place = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(entry.filename) + _EXTRA_HEADER_BYTES
     padding = -place % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
@@ -149,7 +151,7 @@ class _Tensor:
     def __reduce__(self) -> tuple:
         stride = torch.empty(self.shape, device="meta").stride()
         arguments = (self.storage, 0, self.shape, stride, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        return _rebuild_tensor_v2, arguments
 
 
 # Bytes of a tensor whose rows share numbers: a file of a few bytes must not fill the memory.

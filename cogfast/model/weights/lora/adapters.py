@@ -124,6 +124,7 @@ def _theirs(module: str, part: int) -> str:
 def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
     found, has_layers = adapters_of(adapter), num_blocks(shapes)
+    assert found is not None, f"{adapter.description}: no adapters"
     alone = next(
         (n for n, s in adapter.shapes.items() if not _is_paired(n, s, adapter.shapes)), None
     )
@@ -135,6 +136,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
     num_layers = max(found.layers, default=-1) + 1
     for name, (rows, columns) in adapter.shapes.items():
         pair = _PAIR.fullmatch(name)
+        assert pair is not None, f"{name}: _is_paired found a pair"
         weight = shapes.get(f"{pair['module']}.weight")
         if weight is None and num_layers <= has_layers:
             raise ValueError(
@@ -155,21 +157,27 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
             )
 
 
+def _adapted(adapter: WeightSource) -> set[str]:
+    """Return the names of the linears that adapters belong to."""
+    return {pair["module"] for pair in map(_PAIR.fullmatch, adapter.shapes) if pair}
+
+
 def _is_paired(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether matrix A or B has its partner, of the same rank, in `shapes`."""
     pair = _PAIR.fullmatch(name)
     if pair is None:
         return False
     is_a = pair["side"] == "A"
-    other = shapes.get(f"{pair['module']}.matrix_{'B' if is_a else 'A'}.{pair['part']}", ())
-    return len(shape) == len(other) == 2 and (
-        shape[0] == other[1] if is_a else shape[1] == other[0]
-    )
+    other = shapes.get(f"{pair['module']}.matrix_{'B' if is_a else 'A'}.{pair['part']}")
+    if other is None or len(shape) != 2 or len(other) != 2:
+        return False
+    return shape[0] == other[1] if is_a else shape[1] == other[0]
 
 
 def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
     """Raise ValueError if a model of this config cannot continue to train these adapters."""
     found = adapters_of(adapter)
+    assert found is not None, f"{adapter.description}: no adapters"
     where = f"{_LORA_CONFIG}.params"
     alpha = config.lora_alpha if found.alpha is None else found.alpha
     lines = f"r: {found.ranks[0]}, lora_alpha: {alpha:g}"
@@ -227,7 +235,7 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
     ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
-    adapted = {_PAIR.fullmatch(name)["module"] for name in adapter.shapes}
+    adapted = _adapted(adapter)
     names = {}
     for name in base.shapes:
         module, _, kind = name.rpartition(".")
@@ -265,7 +273,8 @@ class MergeRounding:
         # The difference between the target and a conversion of the base alone.
         left = merged.to(dtype).float() - weight.to(dtype).float()
         sums = ((left * change).sum(), change.square().sum(), (left - change).square().sum())
-        self._sums[name] = tuple(s.item() for s in sums)  # sync: once for each weight
+        kept, total, error = (s.item() for s in sums)  # sync: once for each weight
+        self._sums[name] = kept, total, error
 
     def report(self, fix: str = "--dtype fp32") -> str | None:
         """Summarize in one line; None if nothing was rounded. fix: the option that keeps float32."""
@@ -293,7 +302,7 @@ def merge_lora(
     """
     check_fits(adapter, base.shapes)
     alpha = SAT_ALPHA if adapter.lora_alpha is None else adapter.lora_alpha
-    adapted = {_PAIR.fullmatch(name)["module"] for name in adapter.shapes}
+    adapted = _adapted(adapter)
 
     def read(name: str, shard: Shard | None) -> Tensor:
         module, _, kind = name.rpartition(".")

@@ -52,11 +52,11 @@ class Extraction:
 
     def report(self) -> str:
         """Summarize in one line what the adapters keep and which changed tensors they lose."""
-        least = min(self.kept, key=self.kept.get)
+        name, least = min(self.kept.items(), key=lambda item: item[1])
         mean = sum(self.kept.values()) / len(self.kept)
         line = (
             f"rank {self.rank} keeps {mean:.1%} of the change of a linear on average (Frobenius "
-            f"norm), at least {self.kept[least]:.1%} ({least})"
+            f"norm), at least {least:.1%} ({name})"
         )
         if self.lost:
             shown = ", ".join(self.lost[:5]) + (", ..." if len(self.lost) > 5 else "")

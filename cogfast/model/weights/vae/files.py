@@ -155,8 +155,10 @@ def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
 
     file = target / SAT_FILE_NAME
     written = open_vae(file if file.is_file() else target)
+    assert written is not None, f"{target}: convert_vae wrote a VAE"
     with torch.device("meta"):
         model = AutoencoderKLCogVideoX.from_config(vae_config(written))
+    assert not isinstance(model, tuple), "from_config without return_unused_kwargs"
     model.load_state_dict({name: written.read(name) for name in written.shapes}, assign=True)
     difference = 0.0
     for name, tensor in model.state_dict().items():

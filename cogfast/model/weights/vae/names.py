@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_f
 from cogfast.schema.json_files import Range, check, read_json
 from cogfast.shapes import TEMPORAL_COMPRESSION
 
+_T = TypeVar("_T")
 SAT_PREFIX = "first_stage_model."  # in checkpoints of SAT's whole engine
 CLASS_NAME = "AutoencoderKLCogVideoX"
 _SAT_SHORTCUT, _DIFFUSERS_SHORTCUT = ".nin_shortcut.", ".conv_shortcut."
@@ -49,17 +50,15 @@ def _rename(name: str, modules: Mapping[str, str], shortcut: tuple[str, str]) ->
     return name
 
 
-def to_diffusers(
-    state: Mapping[str, Tensor], num_levels: int, num_res_blocks: int
-) -> dict[str, Tensor]:
-    """Return SAT's tensors under diffusers' names."""
+def to_diffusers(state: Mapping[str, _T], num_levels: int, num_res_blocks: int) -> dict[str, _T]:
+    """Return SAT's tensors, or what else stands under their names, under diffusers' names."""
     modules = module_names(num_levels, num_res_blocks)
     shortcut = (_SAT_SHORTCUT, _DIFFUSERS_SHORTCUT)
     return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
 
 
-def to_sat(state: Mapping[str, Tensor], num_levels: int, num_res_blocks: int) -> dict[str, Tensor]:
-    """Return diffusers' tensors under SAT's names."""
+def to_sat(state: Mapping[str, _T], num_levels: int, num_res_blocks: int) -> dict[str, _T]:
+    """Return diffusers' tensors, or what else stands under their names, under SAT's names."""
     modules = {theirs: sat for sat, theirs in module_names(num_levels, num_res_blocks).items()}
     shortcut = (_DIFFUSERS_SHORTCUT, _SAT_SHORTCUT)
     return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
