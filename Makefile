@@ -1,6 +1,7 @@
 # make setup       .venv with everything, once
 # make quickstart  train a tiny model and look at its videos
-# make test        all tests;  make check: lint and the fast ones;  make soak: the long ones
+# make test        all tests;  make soak: the long ones
+# make check       lint, types and the fast tests
 # make test-dali   install DALI, which decodes videos on a GPU, and test what of it needs none
 # make bench       time a training step on this machine
 
@@ -32,10 +33,16 @@ test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
 	$(BIN)/python -m pytest tests/data/video/test_dali_reader.py
 
-check: $(INSTALLED)
+check: $(BIN)/pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(PYTEST) -m "not soak and not slow and not forks"
+
+# pyright comes with Node.js (244 MB, 7 s), so it is installed when it is first used.
+$(BIN)/pyright: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "pyright[nodejs]"
+	@touch $@
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m "soak and not forks"

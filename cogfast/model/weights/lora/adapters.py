@@ -180,7 +180,8 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
     assert found is not None, f"{adapter.description}: no adapters"
     where = f"{_LORA_CONFIG}.params"
     alpha = config.lora_alpha if found.alpha is None else found.alpha
-    lines = f"r: {found.ranks[0]}, lora_alpha: {alpha:g}"
+    rank = found.ranks[0]
+    lines = f"r: {rank}, lora_alpha: {alpha:g}"
     if found.others:
         raise ValueError(
             f"{adapter.description}: also adapts {', '.join(found.others)}, but cogfast trains "
@@ -199,9 +200,9 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
             f"adapters; add {_LORA_CONFIG} with params {lines}, or first merge them into the base "
             "(cogfast convert --merge-lora)"
         )
-    if (found.ranks[0], alpha) != (config.lora_rank, config.lora_alpha):
+    if (rank, alpha) != (config.lora_rank, config.lora_alpha):
         raise ValueError(
-            f"{adapter.description}: has rank {found.ranks[0]} and alpha {alpha:g}, the config has r="
+            f"{adapter.description}: has rank {rank} and alpha {alpha:g}, the config has r="
             f"{config.lora_rank} and lora_alpha={config.lora_alpha:g}; set {lines} in {where}"
         )
     if not set(found.targets) <= set(config.lora_targets):
