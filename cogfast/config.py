@@ -162,6 +162,7 @@ def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> Non
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {what}")) from None
     dotted = key.replace("[", ".").replace("]", "")
-    is_mapping = isinstance(value, DictConfig) and len(value)
-    inner = {f"{dotted}.{name}": node for name, node in _leaves(value)} if is_mapping else {}
+    inner: dict[str, object] = {}
+    if isinstance(value, DictConfig) and len(value):
+        inner = {f"{dotted}.{name}": node for name, node in _leaves(value)}
     _set_origins(origins, inner or {dotted: value}, COMMAND_LINE)
