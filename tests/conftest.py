@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 # Before anything imports the kernels: their Triton versions then run on CPU tensors. The model takes
@@ -62,6 +63,22 @@ def _own_file_size_limit() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture
+def file_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """A full disk: within `with file_limit(100)` no file can grow beyond 100 bytes."""
+
+    @contextmanager
+    def limited(num_bytes: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -55,15 +54,11 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
         write_text(tmp_path / "no" / "b", "x")
 
 
-def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError) as error, ChecksumFile(tmp_path / "a") as file:
-            file.write(bytes(900))
-            file.write(bytes(900))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path, file_limit) -> None:
+    path = tmp_path / "a"
+    with file_limit(1000), pytest.raises(OSError) as error, ChecksumFile(path) as file:
+        file.write(bytes(900))
+        file.write(bytes(900))
     assert is_disk_full(error.value)
     assert not is_disk_full(PermissionError(13, "Permission denied"))
 

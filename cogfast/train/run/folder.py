@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.files import set_aside
+from cogfast.files import WriteError, set_aside, write_text
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -151,10 +151,9 @@ def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_
     """
     try:
         _write_description(folder, checkpoint, config_text, world_size)
-    except OSError as error:
+    except (OSError, WriteError) as error:
         raise ValueError(
-            f"args.save={folder.parent}: {folder.name} cannot be written ({error.strerror}); free "
-            "space or name another folder"
+            f"args.save={folder.parent}: {error}; free space or name another folder"
         ) from None
 
 
@@ -171,12 +170,12 @@ def _write_description(
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
     if changed or not first.is_file():
-        (folder / f"training_config{mark if changed else ''}.yaml").write_text(config_text)
+        write_text(folder / f"training_config{mark if changed else ''}.yaml", config_text)
     environment = json.dumps(_environment(world_size), indent=2)
-    (folder / f"environment{mark}.json").write_text(environment + "\n")
+    write_text(folder / f"environment{mark}.json", environment + "\n")
     changes = git("diff", "HEAD")
     if changes:
-        (folder / f"changes{mark}.diff").write_text(changes + "\n")
+        write_text(folder / f"changes{mark}.diff", changes + "\n")
 
 
 def _changed_keys(before: Path, after: str) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from cogfast.files import UNFINISHED, WriteError, write_text, write_whole
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 
@@ -169,14 +171,15 @@ class Profiler:
         text = tables(trace.key_averages(), self.step - self.first)
         try:
             self.folder.mkdir(exist_ok=True)
-            path = self.folder / "rank0-trace.json.gz"
-            trace.export_chrome_trace(str(path))
-            if self.blocks is not None:
-                _separate_backward_blocks(path)
-            (self.folder / "top_ops.txt").write_text(text)
-        except OSError as error:
-            logger.warning("%s cannot be written (%s); training continues", self.folder, error)
-        logger.info("profile from step %d to step %d in %s", self.first, self.step, self.folder)
+            with TemporaryDirectory(dir=self.folder, suffix=UNFINISHED) as scratch:
+                plain = Path(scratch) / "trace.json"
+                trace.export_chrome_trace(str(plain))
+                write_whole(self.folder / "rank0-trace.json.gz", partial(_pack, plain))
+            write_text(self.folder / "top_ops.txt", text)
+        except (OSError, WriteError) as error:
+            logger.warning("profile: %s; training continues", error)
+        else:
+            logger.info("profile from step %d to step %d in %s", self.first, self.step, self.folder)
         logger.info(text)
 
 
@@ -234,13 +237,15 @@ class _BlockRanges:
         self.is_backward = False
 
 
-def _separate_backward_blocks(path: Path) -> None:
-    """Move the backward ranges of blocks to a separate line in the trace.
+def _pack(plain: Path, packed: Path) -> None:
+    """Compress a trace, and move the backward ranges of blocks to a separate line in it.
 
     They begin within one autograd node and end within another; viewers drop overlapping ranges.
     """
-    with gzip.open(path, "rt") as file:
-        trace = json.load(file)
+    try:
+        trace = json.loads(plain.read_bytes())
+    except (FileNotFoundError, ValueError):  # PyTorch ignores errors while it writes a trace
+        raise OSError("PyTorch could not write its trace") from None
     events = trace["traceEvents"]
     moved = [e for e in events if re.fullmatch(r"block \d+ backward", e.get("name", ""))]
     moved = [e for e in moved if e.get("cat") == "user_annotation"]
@@ -249,7 +254,7 @@ def _separate_backward_blocks(path: Path) -> None:
     for pid in {event["pid"] for event in moved}:
         name = {"name": "thread_name", "ph": "M", "args": {"name": "backward by block"}}
         events.append({**name, "pid": pid, "tid": _BACKWARD_LINE})
-    with gzip.open(path, "wt", compresslevel=5) as file:
+    with gzip.open(packed, "wt", compresslevel=5) as file:
         json.dump(trace, file)
 
 

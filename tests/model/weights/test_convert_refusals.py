@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,16 +231,12 @@ def test_folders_without_a_tensor_of_a_transformer(made: Path, tmp_path: Path) -
 @pytest.mark.parametrize("to", ["sat", "diffusers", "cogfast"])
 @pytest.mark.parametrize("limit", [5, 20_000])
 def test_a_real_limit_on_files_ends_in_one_line(
-    made: Path, tmp_path: Path, to: str, limit: int, capsys: pytest.CaptureFixture[str]
+    made: Path, tmp_path: Path, to: str, limit: int, file_limit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The system enforces a limit as a quota does, in the first small file and in the tensors."""
     source = copied(made, "sat", tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
+    with file_limit(limit):
         status = main(["convert", str(source), str(tmp_path / "target"), "--to", to])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "target: the disk is full" in last and "source is unchanged; free disk space" in last

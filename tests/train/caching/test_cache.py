@@ -438,3 +438,22 @@ def test_a_full_disk_ends_in_one_line_and_leaves_what_is_written(
     done = run(words)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].startswith(f"cogfast: args.latent_cache={base}: cannot be")
+
+
+def test_a_real_full_disk_costs_no_entry(data: Path, tmp_path: Path, file_limit) -> None:
+    """The disk fills at the hashes, at the captions and at the clips; what is written stays."""
+    cache = tmp_path / "cache"
+    base = write_config(tmp_path / "base.yaml", data, latent_cache=str(cache))
+    before = {}
+    for limit, name in ((500, "sources.json"), (8_000, "text-00000"), (13_200, "video-00000")):
+        expected = (
+            rf"^args.latent_cache: .*/{name}\S* cannot be written \(File too large\); the cache "
+        )
+        with file_limit(limit), pytest.raises(RuntimeError, match=expected):
+            cache_latents(load_config([base]))
+        assert before.items() <= contents(cache).items()
+        assert not list(cache.glob("*.incomplete"))
+        before = contents(cache)
+    assert set(before) == {"index.jsonl", "sources.json", "text-00000.safetensors"}
+    cache_latents(load_config([base]))
+    assert before.items() <= contents(cache).items()

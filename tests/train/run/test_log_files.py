@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 
 
-@contextmanager
-def size_limit(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond it: what a quota does, on any machine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_lines_follow_when_there_is_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_follow_when_there_is_space(
+    tmp_path: Path, file_limit, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="cogfast")
     log = LogFile(tmp_path / "new" / "log")
     log.append(b"1 before\n")
-    with size_limit(13):  # the second record would end in its middle
+    with file_limit(13):  # the second record would end in its middle
         for number in (2, 3, 4):
             log.append(b"%d within\n" % number)
         assert log.path.read_bytes() == b"1 before\n"
@@ -40,10 +28,10 @@ def test_lines_follow_when_there_is_space(tmp_path: Path, caplog: pytest.LogCapt
     assert caplog.text.count("is written again, nothing is missing") == 1
 
 
-def test_tensorboard_reads_what_a_full_disk_held_up(tmp_path: Path) -> None:
+def test_tensorboard_reads_what_a_full_disk_held_up(tmp_path: Path, file_limit) -> None:
     first = TensorBoardFile(tmp_path, purge_step=None)
     for step in range(1, 6):
-        with size_limit(150 if step in (3, 4) else 10_000):
+        with file_limit(150 if step in (3, 4) else 10_000):
             first.add(step, {"loss": 1 / step, "lr": 0.5})
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [(s.step, s.value) for s in found.Scalars("loss")] == [

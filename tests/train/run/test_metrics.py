@@ -254,6 +254,57 @@ def test_a_full_disk_costs_nothing_that_can_follow(
     assert "Traceback" not in caplog.text
 
 
+class WithFullDiskToTheEnd(Trainer):
+    """No file may have more than 500 bytes from the third step on."""
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        if self.step == 2:
+            self.writer.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+        return super().compute_loss(batch)
+
+
+def test_a_disk_that_stays_full_ends_a_run_in_one_line(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that were complete stay as they are, and no part of another is left."""
+    caplog.set_level("INFO", logger="cogfast")
+    before, args = {}, {"valid_data": [str(data)], "eval_interval": 2, "eval_sampling_steps": 1}
+    trainer = make(
+        tmp_path,
+        data,
+        kind=WithFullDiskToTheEnd,
+        train_iters=4,
+        save_interval=2,
+        profiling=3,
+        profiling_steps=1,
+        **args,
+    )
+    loss = WithFullDiskToTheEnd.compute_loss
+
+    def note_files(self: Trainer, batch: dict) -> Tensor:
+        found = loss(self, batch)
+        if self.step == 2:
+            before.update(files(run_folder(tmp_path / "runs")))
+        return found
+
+    monkeypatch.setattr(WithFullDiskToTheEnd, "compute_loss", note_files)
+    with pytest.raises(RuntimeError, match="step 4 could not be saved .*; the last checkpoint is"):
+        trainer.train()
+    run = run_folder(tmp_path / "runs")
+    assert files(run) == before and "checkpoints/00000002/manifest.json" in before
+    ours = [r for r in caplog.records if r.name.startswith("cogfast")]
+    failed = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
+    for what in ("metrics.jsonl", "events.out", "sampling at step 4", "loss.png", "profile:"):
+        assert len([text for text in failed if what in text and "cannot" in text]) == 1, failed
+    assert "Traceback" not in caplog.text
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
 class Halved(Trainer):
     """A user's loss, independent of cogfast's."""
 

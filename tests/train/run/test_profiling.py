@@ -275,6 +275,28 @@ def test_a_full_disk_costs_the_profile_alone(
     assert "training continues" in caplog.text
 
 
+@pytest.mark.parametrize("limit", [100, 1000])
+def test_a_real_limit_on_files_leaves_no_part_of_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, file_limit, limit: int
+) -> None:
+    """PyTorch itself does not notice that it could not write its trace."""
+    on_cpu = dataclasses.replace(GPU, device=torch.device("cpu"))
+    for name in NSYS:
+        monkeypatch.delenv(name, raising=False)
+    profiler = make_profiler(tmp_path / "profile", on_cpu)
+    write = profiler._write
+
+    def write_on_full_disk(trace: torch.profiler.profile) -> None:
+        with file_limit(limit):
+            write(trace)
+
+    monkeypatch.setattr(profiler, "_write", write_on_full_disk)
+    assert run_steps(profiler) == [4]
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and re.match("profile: .*cannot be written", warnings[0]), warnings
+    assert list((tmp_path / "profile").iterdir()) == []
+
+
 def test_tables_of_a_gpu_count_kernels() -> None:
     """The time on the device by kernel, without the ranges that lie over the kernels."""
 

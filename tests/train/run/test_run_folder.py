@@ -102,6 +102,7 @@ def test_another_projects_git_is_not_asked(tmp_path: Path, monkeypatch: pytest.M
 def test_a_description_that_cannot_be_written(tmp_path: Path) -> None:
     gone = tmp_path / "runs" / "sft-1"
     with pytest.raises(
-        ValueError, match=r"args.save=.*runs: sft-1 cannot be written \(No such file"
+        ValueError,
+        match=r"args.save=.*runs: .*/sft-1/training_config.yaml cannot be written \(No such file",
     ):
         describe_run(gone, None, "args: {}", 1)

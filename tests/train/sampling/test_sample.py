@@ -90,6 +90,38 @@ def test_videos_of_a_run(tmp_path: Path, runs: dict[str, Path], picture: Path, f
     assert settings["frames"] == (6 if family.startswith("1.5") else 3)
 
 
+# A limit on the size of files, options, and the files that are complete nevertheless.
+FULL_DISKS = {
+    "settings": (500, [], 0),
+    "videos": (2_000, [], 0),
+    "the contact sheet": (4_000, [], 2),
+    "latents": (1_650, [LATENTS], 0),
+}
+
+
+@pytest.mark.parametrize("what", FULL_DISKS)
+def test_a_full_disk_ends_in_one_line_that_says_what_is_kept(
+    what: str, tmp_path: Path, runs: dict[str, Path], file_limit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit, options, num_kept = FULL_DISKS[what]
+    out = tmp_path / "out"
+    words = ["sample", str(runs["5b"]), "--out", str(out), "--prompt", "a bar", "--prompt", "two"]
+    with file_limit(limit):
+        assert main([*words, *options]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].startswith(f"cogfast: {out}: cannot be written (")
+    assert f"{num_kept} files of samples are in it; free disk space and sample again" in error
+    names = sorted(path.suffix for path in out.iterdir())
+    assert (
+        names == [".json"] * (what != "settings") + [".json"] * (num_kept > 0) + [".mp4"] * num_kept
+    )
+    for file in out.glob("*.mp4"):
+        video = open_video(str(file))
+        assert len(video) == 9
+        video.close()
+
+
 def test_prompts_of_a_file_with_images(
     tmp_path: Path, runs: dict[str, Path], picture: Path
 ) -> None:

@@ -70,7 +70,7 @@ def _check_free_space(path: Path, nbytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if nbytes + _SPARE_BYTES > free:
         raise ValueError(
-            f"{path}: {_gib(nbytes)} are needed and {_gib(free)} are free there; free disk space or "
+            f"{path}: {_gib(nbytes + _SPARE_BYTES)} are needed and {_gib(free)} are free there; free disk space or "
             "name another disk"
         )
 
