@@ -12,7 +12,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
@@ -209,42 +209,42 @@ class CaptionedVideos(Dataset):
         return read_image(image, image, size) if image else first_frame.clone()
 
 
+@dataclass(eq=False, repr=False)
 class ListedVideos(CaptionedVideos, ABC):
     """Base class of data sets that list their samples with `find`, one list per source.
 
+    Its fields are `data.params` of the YAML; a subclass that is a dataclass too adds its own.
     reads_pixels: items are pixels of video files that data.params describes. Then the sizes are
     checked before training, and a latent cache can replace the files. A subclass that returns
     anything else sets it to False.
     """
 
+    data_dir: DataDir
+    video_size: Sequence[Side]
+    fps: FramesPerSecond
+    max_num_frames: NumFrames
+    skip_frms_num: SkippedFrames = 0.0
+    frame_selection: FrameSelection = "timestamp"
+    short_clips: ShortClips | None = None
+    allow_empty_captions: bool = False
+    video_backend: VideoBackend = "auto"
+    keep_decoded_mib: Mebibytes = 0
+    buckets: Buckets | None = None
     reads_pixels: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        data_dir: DataDir,
-        video_size: Sequence[Side],
-        fps: FramesPerSecond,
-        max_num_frames: NumFrames,
-        skip_frms_num: SkippedFrames = 0.0,
-        frame_selection: FrameSelection = "timestamp",
-        short_clips: ShortClips | None = None,
-        allow_empty_captions: bool = False,
-        video_backend: VideoBackend = "auto",
-        keep_decoded_mib: Mebibytes = 0,
-        buckets: Buckets | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         settings = ClipSettings(
-            video_size=checked_size(video_size),
-            fps=fps,
-            max_num_frames=max_num_frames,
-            skip_frms_num=skip_frms_num,
-            frame_selection=frame_selection,
-            short_clips=short_clips,
-            video_backend=video_backend,
-            keep_decoded_mib=keep_decoded_mib,
-            buckets=checked_buckets(buckets),
+            video_size=checked_size(self.video_size),
+            fps=self.fps,
+            max_num_frames=self.max_num_frames,
+            skip_frms_num=self.skip_frms_num,
+            frame_selection=self.frame_selection,
+            short_clips=self.short_clips,
+            video_backend=self.video_backend,
+            keep_decoded_mib=self.keep_decoded_mib,
+            buckets=checked_buckets(self.buckets),
         )
-        lists = self.find(data_dir, allow_empty_captions)
+        lists = self.find(self.data_dir, self.allow_empty_captions)
         super().__init__(join(lists), settings, [len(one) for one in lists])
 
     @abstractmethod
@@ -341,6 +341,7 @@ class VideoManifest(ListedVideos):
         return [read_manifest(Path(file), allow_empty_captions) for file in data_sources(data_dir)]
 
 
+@dataclass(eq=False, repr=False)
 class VideoList(ListedVideos):
     """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, one sample per line.
 
@@ -351,45 +352,18 @@ class VideoList(ListedVideos):
 
     missing_source = staticmethod(_missing_folder)
 
-    def __init__(
-        self,
-        data_dir: DataDir,
-        video_size: Sequence[Side],
-        fps: FramesPerSecond,
-        max_num_frames: NumFrames,
-        skip_frms_num: SkippedFrames = 0.0,
-        frame_selection: FrameSelection = "timestamp",
-        short_clips: ShortClips | None = None,
-        allow_empty_captions: bool = False,
-        video_backend: VideoBackend = "auto",
-        keep_decoded_mib: Mebibytes = 0,
-        buckets: Buckets | None = None,
-        caption_column: str = "prompts.txt",
-        video_column: str = "videos.txt",
-        image_column: str | None = None,
-    ) -> None:
-        self._columns = {"video_column": video_column, "caption_column": caption_column}
-        if image_column is not None:
-            self._columns["image_column"] = image_column
-        super().__init__(
-            data_dir,
-            video_size,
-            fps,
-            max_num_frames,
-            skip_frms_num=skip_frms_num,
-            frame_selection=frame_selection,
-            short_clips=short_clips,
-            allow_empty_captions=allow_empty_captions,
-            video_backend=video_backend,
-            keep_decoded_mib=keep_decoded_mib,
-            buckets=buckets,
-        )
+    caption_column: str = "prompts.txt"
+    video_column: str = "videos.txt"
+    image_column: str | None = None
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
 
     def _list(self, folder: Path, allow_empty_captions: bool) -> ClipList:
-        files = {key: folder / name for key, name in self._columns.items()}
+        columns = {"video_column": self.video_column, "caption_column": self.caption_column}
+        if self.image_column is not None:
+            columns["image_column"] = self.image_column
+        files = {key: folder / name for key, name in columns.items()}
         lines = {}
         for key, file in files.items():
             if not file.is_file():
@@ -423,6 +397,7 @@ class VideoList(ListedVideos):
         )
 
 
+@dataclass(eq=False, repr=False)
 class VideoShards(ListedVideos):
     """Samples in tar files, in the format that tar_shards.py describes.
 
@@ -434,42 +409,14 @@ class VideoShards(ListedVideos):
 
     missing_source = staticmethod(_missing_shard)
 
-    def __init__(
-        self,
-        data_dir: DataDir,
-        video_size: Sequence[Side],
-        fps: FramesPerSecond,
-        max_num_frames: NumFrames,
-        skip_frms_num: SkippedFrames = 0.0,
-        frame_selection: FrameSelection = "timestamp",
-        short_clips: ShortClips | None = None,
-        allow_empty_captions: bool = False,
-        video_backend: VideoBackend = "auto",
-        keep_decoded_mib: Mebibytes = 0,
-        buckets: Buckets | None = None,
-        caption_key: str = "caption",
-        image_key: str | None = None,
-    ) -> None:
-        self._caption_key, self._image_key = caption_key, image_key
-        super().__init__(
-            data_dir,
-            video_size,
-            fps,
-            max_num_frames,
-            skip_frms_num=skip_frms_num,
-            frame_selection=frame_selection,
-            short_clips=short_clips,
-            allow_empty_captions=allow_empty_captions,
-            video_backend=video_backend,
-            keep_decoded_mib=keep_decoded_mib,
-            buckets=buckets,
-        )
+    caption_key: str = "caption"
+    image_key: str | None = None
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists = []
         for source in data_sources(data_dir):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
-            parts = [list_shard(shard, self._caption_key, self._image_key) for shard in shards]
+            parts = [list_shard(shard, self.caption_key, self.image_key) for shard in shards]
             lists.append(join(parts))
         if not allow_empty_captions:
             empty = [
@@ -478,7 +425,7 @@ class VideoShards(ListedVideos):
                 for file, text in zip(clips.files, clips.captions, strict=True)
                 if not text
             ]
-            what = f"samples without a caption (caption_key={self._caption_key})"
+            what = f"samples without a caption (caption_key={self.caption_key})"
             refuse_samples(empty, sum(map(len, lists)), what, ADD_CAPTIONS)
         return lists
 

@@ -257,7 +257,9 @@ def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
 
 def _hints(target: Callable) -> dict[str, object]:
     try:
-        call = target.__init__ if inspect.isclass(target) else target
+        # A dataclass itself, whose hints are found in the modules of its base classes, too.
+        is_plain_class = inspect.isclass(target) and "__dataclass_fields__" not in vars(target)
+        call = target.__init__ if is_plain_class else target
         return typing.get_type_hints(call, include_extras=True)
     except (NameError, TypeError, AttributeError):  # annotations imported under TYPE_CHECKING only
         return {}

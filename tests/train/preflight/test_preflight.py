@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from cogfast.config import Config, load_config
+from cogfast.config import Config, load_config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
@@ -372,6 +373,20 @@ class OwnVideos(ListedVideos):
 
 class OwnLatents(OwnVideos):
     reads_pixels = False
+
+
+@dataclass(eq=False)
+class OwnOption(OwnVideos):
+    stride: int = 1
+
+
+def test_a_users_data_set_adds_params_and_all_are_checked(config) -> None:
+    own = f"data.target={__name__}.OwnOption"
+    load = lambda word: config("cogvideox_2b", own, word, allow_import=("tests",))
+    assert resolve(load("data.params.stride=2").data, ("tests",))[1]["stride"] == 2
+    for word in ("data.params.stride=x", "data.params.fps=0", "data.params.strides=2"):
+        with pytest.raises(ValueError, match=f"command line: .*{word.partition('=')[0]}"):
+            load(word)
 
 
 def test_a_users_data_set_of_videos_is_checked_and_takes_a_cache(config, tmp_path: Path) -> None:
