@@ -230,6 +230,8 @@ def test_plans_of_real_sizes(name: str, golden: Path) -> None:
 def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
     """The table, both ways, against maps that upstream's converter and diffusers agreed on."""
     path = golden / "keys" / "sat_to_diffusers.json"
+    if not path.is_file():
+        pytest.skip(f"{golden} has no maps; set COGFAST_GOLDEN to the complete folder")
     for mapped in json.loads(path.read_text())["verified_full_maps_tiny"].values():
         held = {from_sat_name(key): theirs for key, theirs in mapped.items()}
         held = {name: theirs for name, theirs in held.items() if theirs != ["(dropped)"]}
@@ -245,8 +247,9 @@ def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
 def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> None:
     """Its folders through diffusers' format and back: tensors, shares and outputs are upstream's."""
     folder = golden / case
-    if not (folder / "1").is_dir():
-        pytest.skip(f"{golden} has no weights of this case; set COGFAST_GOLDEN to all of them")
+    # The part in the project has replicated tensors of t2v_5b_mp2 on rank 0 only.
+    if not (golden / "keys" / "sat_to_diffusers.json").is_file():
+        pytest.skip(f"{golden} has only a part; set COGFAST_GOLDEN to the complete folder")
     count = 2 if "mp2" in case else 1
     convert(folder, tmp_path / "theirs", "diffusers", verify=True)
     convert(tmp_path / "theirs", tmp_path / "back", "sat", model_parallel_size=count)
