@@ -44,6 +44,16 @@ class PatchSize:
             raise ValueError(f"patch_size={list(value)} must be one number or three (t, h, w)")
         return cls(*(int(v) for v in value))
 
+    @property
+    def joins_frames(self) -> bool:
+        """Whether a token covers several latent frames, as in CogVideoX 1.5 and not in 1.0."""
+        return self.t > 1
+
+    @property
+    def version(self) -> str:
+        """The version of CogVideoX with such patches, for messages."""
+        return "1.5" if self.joins_frames else "1.0"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenGrid:
@@ -93,9 +103,8 @@ def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: st
         return
     most = (max_frames - 1) // step * step + 1
     fits = sorted({n for n in (below, below + step) if 1 <= n <= max_frames} or {most})
-    version = "1.0" if patch.t == 1 else "1.5"
     raise ValueError(
-        f"{key}={num_frames}: CogVideoX {version} takes {step}N+1 frames, at most {most}; "
+        f"{key}={num_frames}: CogVideoX {patch.version} takes {step}N+1 frames, at most {most}; "
         f"use {' or '.join(map(str, fits))}"
     )
 

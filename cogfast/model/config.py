@@ -131,7 +131,7 @@ class TransformerConfig:
     @property
     def has_rescaled_positions(self) -> bool:
         """Whether the positions of rows and columns depend on the video's size."""
-        return self.rotary_positions == "pipeline" and self.patch_size.t == 1
+        return self.rotary_positions == "pipeline" and not self.patch_size.joins_frames
 
     @property
     def grid(self) -> TokenGrid:

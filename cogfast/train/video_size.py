@@ -11,6 +11,7 @@ from typing import Any
 from cogfast.config import Config, data_arguments
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
+from cogfast.model.weights.family import COGVIDEOX_5B
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.schema.sat_network import POSITION_KEY
 from cogfast.shapes import (
@@ -20,7 +21,7 @@ from cogfast.shapes import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FPS = 8  # of CogVideoX 1.0
+DEFAULT_FPS = COGVIDEOX_5B.fps  # for all models, as upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def has_pipeline_positions(model: TransformerConfig, sizes: Sequence[LatentSize]
 
     Pipelines rescale every size except the model's own.
     """
-    is_rescaled = model.position == "rotary" and model.patch_size.t == 1
+    is_rescaled = model.position == "rotary" and not model.patch_size.joins_frames
     own = (model.latent_height, model.latent_width)
     is_own = all((size.height, size.width) == own for size in sizes)
     return is_own or not is_rescaled or model.has_rescaled_positions

@@ -17,7 +17,7 @@ from cogfast.config import Config, instantiate, load_config
 from cogfast.data.datasets import VideoFolder
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.family import Family
+from cogfast.model.weights.family import MEMBERS, Family
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.schema.arguments import ModelArguments, TrainArguments
@@ -204,7 +204,24 @@ def test_options_that_pages_name_exist() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_errors_of_loading_name_our_files(model: str) -> None:
-    arguments = transformer_arguments(load(model).model.network_config.params)
-    family = Family.of_config(TransformerConfig(**arguments))
-    assert family.config_file == f"configs/{model}.yaml"
+def test_the_table_of_members_agrees_with_our_files(model: str) -> None:
+    config = load(model)
+    network = TransformerConfig(**transformer_arguments(config.model.network_config.params))
+    data = config.data.params
+    member = Family.of_config(network).member
+    assert member.config_file == f"configs/{model}.yaml"
+    assert member.name in (CONFIGS / f"{model}.yaml").read_text().splitlines()[0]
+    assert member.patch == network.patch_size
+    assert member.is_rotary == (network.position == "rotary")
+    assert member.has_image == config.model.noised_image_input
+    assert (member.num_frames, member.fps) == (network.num_frames, data.fps)
+    assert member.video_size == tuple(data.video_size)
+    assert member.table_size == (network.latent_height, network.latent_width)
+    assert (member.text_length, member.scale_factor) == (
+        network.text_length,
+        config.model.scale_factor,
+    )
+
+
+def test_each_member_has_one_file() -> None:
+    assert sorted(Path(m.config_file).stem for m in MEMBERS) == sorted(MODELS)

@@ -9,7 +9,7 @@ import torch
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.family import Shapes, num_blocks
+from cogfast.model.weights.family import Shapes, member_of, num_blocks
 from cogfast.model.weights.lora.adapters import adapters_of
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.shapes import PatchSize
@@ -19,13 +19,8 @@ _PATCH_HW = 2
 _HEAD_WIDTH = 64  # used if the model has no query norm, whose weight has this size
 _NEEDED = ("patch_embedding.weight", "output.weight", "text_embedding.weight")
 _NEEDED += ("time_embedding.fc1.weight",)
-# Published sizes by latent frames per patch, for values that neither the shapes nor the format store.
-# SAT trained 1.5 with 224 rows of text, diffusers' published config has 226.
-_PUBLISHED = {
-    1: {"num_frames": 49, "latent_height": 60, "latent_width": 90, "text_length": 226},
-    2: {"num_frames": 81, "latent_height": 300, "latent_width": 300, "text_length": 226},
-}
-
+# SAT trained 1.5 with 224 rows of text; diffusers' published configs have 226 for all models.
+_TEXT_LENGTH = 226
 _INTERPOLATION_2B = {"height_interpolation": 1.875, "width_interpolation": 1.875}
 
 
@@ -59,9 +54,7 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
                 f"{source.description}: its config has {key}={value}, its tensors {found[key]}; "
                 "use the config.json that belongs to these tensors"
             )
-    published = _PUBLISHED[min(found["patch_size"].t, 2)]
-    if found["position"] == "sincos":
-        published = published | _INTERPOLATION_2B
+    published = _published(found)
     config = _config(source, {**published, **source.facts, **found})
     table = shapes.get("position_table.weight")
     if table is not None and len(table) == 3:
@@ -75,6 +68,16 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
                 "a run of cogfast)"
             )
     return config
+
+
+def _published(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the published values that neither the shapes nor every format store."""
+    is_rotary = found["position"] == "rotary"
+    has_image = found["in_channels"] > found["out_channels"]
+    member = member_of(found["patch_size"], has_image, is_rotary)
+    rows, columns = member.table_size
+    sizes = {"num_frames": member.num_frames, "latent_height": rows, "latent_width": columns}
+    return sizes | {"text_length": _TEXT_LENGTH} | ({} if is_rotary else _INTERPOLATION_2B)
 
 
 def _config(source: WeightSource, fields: dict[str, Any]) -> TransformerConfig:
@@ -104,7 +107,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         )
     ofs = shapes.get("ofs_embedding.fc1.weight")
     unused = shapes.get("unused_position_embeddings")
-    is_rotary = source.is_rotary or size.t > 1
+    is_rotary = source.is_rotary or size.joins_frames
     found = {
         "num_layers": num_blocks(shapes),
         "hidden_size": patch[0],

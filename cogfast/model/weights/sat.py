@@ -17,7 +17,7 @@ def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
     config = transformer.config
     patch = config.patch_size
     state = {sat_name(n): p.detach() for n, p in transformer.named_parameters()}
-    if patch.t == 1:
+    if not patch.joins_frames:
         key = sat_name("patch_embedding.weight")
         state[key] = state[key].view(config.hidden_size, config.in_channels, patch.h, patch.w)
         if config.position == "rotary":

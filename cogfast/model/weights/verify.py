@@ -178,7 +178,7 @@ def _pipeline_rotation(
     grid, patch = TokenGrid.from_latents(latents, config.patch_size), model.config["patch_size"]
     base = (model.config["sample_height"] // patch, model.config["sample_width"] // patch)
     size = (grid.h, grid.w)
-    if config.patch_size.t > 1:
+    if config.patch_size.joins_frames:
         options: dict[str, Any] = {"crops_coords": None, "grid_type": "slice", "max_size": base}
     else:
         if config.trained_size is None and not config.has_rescaled_positions:

@@ -37,7 +37,8 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
             f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
             f"table holds {most}: use {most} at most",
         )
-    patch_t = network["patch_size"].t
+    patch: PatchSize = network["patch_size"]
+    patch_t = patch.t
     step = 2 * patch_t  # latent frames of 8 or 16 pixel frames
     surplus = (latent_frames - 1) % patch_t
     frames = num_pixel_frames(latent_frames - surplus)
@@ -50,7 +51,7 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
         config,
         key,
         f"{key}={latent_frames} latent frames{padding} make {frames} frames; CogVideoX "
-        f"{'1.0' if patch_t == 1 else '1.5'} takes {8 * patch_t}N+1 frames, which are "
+        f"{patch.version} takes {8 * patch_t}N+1 frames, which are "
         f"{step}N+{patch_t} of latents: use {fits}",
     )
 
@@ -75,7 +76,11 @@ def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> 
     one_size = "computed" if network["position"] == "sincos" else None
     if network["position"] != "sincos" and network["learnable_position"]:
         one_size = "learned"
-    if network.get("rotary_positions") == "pipeline" and patch.t == 1 and one_size is None:
+    if (
+        network.get("rotary_positions") == "pipeline"
+        and not patch.joins_frames
+        and one_size is None
+    ):
         held = None  # positions of any size are rescaled to the table's
     try:
         check_video_size(height, width, patch, key, held, one_size)

@@ -45,8 +45,6 @@ _NUMBERS = (
     "elementwise_affine",
 )
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
-# Rows and columns of CogVideoX 1.5's latent position table, enough for any aspect ratio.
-_TABLE_15 = 300
 _SAMPLERS = {
     "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
     "CogVideoXDDIMScheduler": "VideoDDIMSampler",
@@ -90,11 +88,11 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
         raise ValueError(text) from None
     model = identify(source)
     family = Family.of_config(model)
-    files = [place / Path(family.config_file).name for place in _CONFIGS]
+    files = [place / Path(family.member.config_file).name for place in _CONFIGS]
     file = next((path for path in files if path.is_file()), None)
     if file is None:
         raise ValueError(
-            f"{folder} holds {family.name}, but {files[0]} is not there; give the model's YAML: "
+            f"{folder} holds {family.member.name}, but {files[0]} is not there; give the model's YAML: "
             f"--base model.yaml inference.yaml args.load={folder}"
         )
     values = {"args.load": str(folder), "args.mode": "inference"}
@@ -107,12 +105,11 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
     """Return the keys of the model and data sections that describe the model."""
     patch, position = model.patch_size, POSITION_KEY
     size = [model.latent_height, model.latent_width]
-    is_15 = patch.t > 1
+    # 1.5's table is larger than its videos, enough for any aspect ratio.
+    least = Family.of_config(model).member.table_size if patch.joins_frames else (0, 0)
     values: dict[str, Any] = {name: getattr(model, name) for name in _NUMBERS}
-    values["patch_size"] = [patch.t, patch.h, patch.w] if is_15 else patch.h
-    values["latent_height"], values["latent_width"] = (
-        [max(side, _TABLE_15) for side in size] if is_15 else size
-    )
+    values["patch_size"] = [patch.t, patch.h, patch.w] if patch.joins_frames else patch.h
+    values["latent_height"], values["latent_width"] = map(max, size, least)
     if model.ofs_embed_dim is not None:
         values["ofs_embed_dim"] = model.ofs_embed_dim
     values["modules.patch_embed_config.params.text_hidden_size"] = model.text_hidden_size
@@ -125,7 +122,7 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
         values[f"{position}.positions"] = model.rotary_positions
     if model.lora_rank is not None:
         values[f"{NETWORK_KEY}.modules.lora_config"] = _lora_node(model)
-    if not is_15 or max(size) < _TABLE_15:
+    if not patch.joins_frames or max(size) < max(least):
         values["data.params.video_size"] = [side * SPATIAL_COMPRESSION for side in size]
     return values
 

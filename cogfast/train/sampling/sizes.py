@@ -11,13 +11,13 @@ from torch import Tensor
 from cogfast.config import Config, data_arguments
 from cogfast.data.video.clip import read_pixels
 from cogfast.data.video.settings import checked_size
+from cogfast.model.config import TransformerConfig
+from cogfast.model.weights.family import Family
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_classes import transformer_arguments
 from cogfast.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.train.preflight.video_size import check_frames, check_size, size_problem
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize
-
-_SIZE_15 = (768, 1360)  # default rows and columns of CogVideoX 1.5
 
 
 def sampled_sizes(
@@ -55,8 +55,8 @@ def _pixels(
 ) -> tuple[int, int]:
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
-    if size is None and image is not None and network["patch_size"].t > 1:
-        short_side = min(given) if given is not None else min(_SIZE_15)
+    if size is None and image is not None and network["patch_size"].joins_frames:
+        short_side = min(given if given is not None else _published_size(network))
         height, width = _fit_image(image, network["patch_size"], short_side)
         problem = size_problem(network, height, width, f"--image {image}: its shape")
         if problem is not None:
@@ -66,11 +66,16 @@ def _pixels(
         key, size = "data.params.video_size", checked_size(given)
     if size is None:
         held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
-        is_15 = network["patch_size"].t > 1  # its position table is larger than its videos
-        return tuple(map(min, held, _SIZE_15)) if is_15 else tuple(held)
+        if network["patch_size"].joins_frames:  # 1.5's position table is larger than its videos
+            held = map(min, held, _published_size(network))
+        return tuple(held)
     height, width = map(int, size)
     check_size(config, network, height, width, key)
     return height, width
+
+
+def _published_size(network: dict[str, Any]) -> tuple[int, int]:
+    return Family.of_config(TransformerConfig(**network)).member.video_size
 
 
 def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:

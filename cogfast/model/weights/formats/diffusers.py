@@ -201,7 +201,7 @@ def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
     has_table = config.position == "sincos" or config.learnable_position
     if config.trained_size is None or has_table:
         return own
-    is_fixed = config.has_rescaled_positions or config.patch_size.t > 1
+    is_fixed = config.has_rescaled_positions or config.patch_size.joins_frames
     return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size
 
 
@@ -236,7 +236,7 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
             raise ValueError(
                 f"{key}={value} must {rule} for diffusers' {CLASS_NAME}; use --to sat or cogfast"
             )
-    is_rotary, is_15 = config.position == "rotary", config.patch_size.t > 1
+    is_rotary, joins_frames = config.position == "rotary", config.patch_size.joins_frames
     frames, rows, columns = _sample_size(config)
     return {
         "_class_name": CLASS_NAME,
@@ -255,9 +255,9 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
         "num_layers": config.num_layers,
         "ofs_embed_dim": config.ofs_embed_dim,
         "out_channels": config.out_channels,
-        "patch_bias": not is_15,
+        "patch_bias": not joins_frames,
         "patch_size": config.patch_size.h,
-        "patch_size_t": config.patch_size.t if is_15 else None,
+        "patch_size_t": config.patch_size.t if joins_frames else None,
         "sample_frames": frames,
         "sample_height": rows,
         "sample_width": columns,
@@ -276,7 +276,7 @@ def diffusers_tensors(
     source: WeightSource, config: TransformerConfig, dtype: torch.dtype | None = None
 ) -> Iterator[Outgoing]:
     """Yield the tensors of `source` under diffusers' names, without the tables it computes itself."""
-    is_conv = config.patch_size.t == 1
+    is_conv = not config.patch_size.joins_frames
     for name, shape in source.shapes.items():
         if name in _NOT_IN_DIFFUSERS or (
             name == "position_table.weight" and config.position == "sincos"

@@ -282,7 +282,8 @@ def sat_tensors(
     for name, tensor in (*tables, *_weights(source, dtype)):
         shape, read = tensor.shape, tensor.read
         is_patch = name == "patch_embedding.weight"
-        if is_patch and config is not None and config.patch_size.t == 1:  # a convolution in SAT
+        if is_patch and config is not None and not config.patch_size.joins_frames:
+            # a convolution in SAT
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
         cut = model_parallel_cut(name)
         if cut is not None and count > 1:
@@ -307,7 +308,7 @@ def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[s
             (config.time_interpolation, config.height_interpolation, config.width_interpolation),
         ).weight
         yield _TABLE, Outgoing(sat_name(_TABLE), tuple(rows.shape), rows.dtype, lambda: rows)
-    if config.position == "rotary" and config.patch_size.t == 1:
+    if config.position == "rotary" and not config.patch_size.joins_frames:
         rotary = RotaryPositions(config.grid, config.head_width, config.rope_theta)
         turns = rotary(config.grid).per_row(num_text=0)  # [V, D/2] complex
         shape = (turns.shape[0], config.head_width)

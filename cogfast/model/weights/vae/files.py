@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.model.weights.family import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
     write_json,
@@ -38,7 +39,7 @@ from cogfast.shapes import TEMPORAL_COMPRESSION
 logger = logging.getLogger(__name__)
 
 SAT_FILE_NAME = "3d-vae.pt"
-SCALING_FACTOR = 0.7  # for all models except 2B; the tensors do not show it
+SCALING_FACTOR = COGVIDEOX_5B.scale_factor  # of all members except 2B; the tensors do not show it
 _STEM = "diffusion_pytorch_model"
 _FIRST = "encoder.conv_in.conv.weight"  # in both formats, and in no transformer
 _SHOWN = (_FIRST, "decoder.conv_in.conv.weight", "decoder.conv_out.conv.weight")
@@ -116,7 +117,7 @@ def convert_vae(
     scaling_factor: float | None = None,
 ) -> None:
     """Write a folder with 3d-vae.pt (`to` sat), or diffusers' vae folder. scaling_factor: the latents'
-    factor in diffusers' config; None: the source's, or 0.7."""
+    factor in diffusers' config; None: the source's, or SCALING_FACTOR."""
     if to not in ("sat", "diffusers"):
         raise ValueError(f"{vae.description}: a VAE converts --to sat or diffusers, not {to}")
     config = vae_config(vae)
@@ -127,9 +128,10 @@ def convert_vae(
         if to == "diffusers":
             logger.info(
                 "%s does not store its scaling factor: %s is written, which is right for all models "
-                "except 2B (--scaling-factor 1.15258426)",
+                "except 2B (--scaling-factor %s)",
                 vae.description,
                 SCALING_FACTOR,
+                COGVIDEOX_2B.scale_factor,
             )
     names = {name: name for name in vae.shapes}
     if to == "sat":
