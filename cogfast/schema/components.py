@@ -7,8 +7,10 @@ A param `foo` or `foo_config` that is itself a component is built first and pass
 from __future__ import annotations
 
 import dataclasses
+import dis
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.schema.config import to_dict
+from cogfast.schema.config import SECTIONS, to_dict
 from cogfast.schema.places import allowed_path, describe_place, place_of
 from cogfast.schema.sat_classes import REFUSED, TARGETS, SatClass
 from cogfast.schema.values import (
@@ -34,6 +36,9 @@ from cogfast.schema.values import (
 
 _KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
+_SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
+# Python's messages about arguments that do not fit a signature.
+_MISFIT = re.compile(r"\(\) (got an unexpected|got multiple values|missing \d+ required|takes )")
 # Additional keys of the entries of conditioner_config.params.emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 
@@ -46,15 +51,39 @@ class Argument:
     key: str
 
 
-def instantiate(node: Mapping, allow_import: Sequence[str] = (), **given: object) -> Any:
-    """Build the object that a `{target, params}` node describes. `given`: additional arguments."""
-    return _instantiate(node, "", allow_import, given)
+def instantiate(
+    node: Mapping, allow_import: Sequence[str] = (), where: str = "", **given: object
+) -> Any:
+    """Build the object that a `{target, params}` node describes.
 
-
-def _instantiate(node: Mapping, where: str, allow_import: Sequence[str], given: Mapping) -> Any:
+    where: the node's dotted key, for messages. given: additional arguments.
+    """
     target, arguments = _arguments(node, where, allow_import, given, {})
-    built = {name: _build(a.value, name, allow_import) for name, a in arguments.items()}
-    return target(**built, **given)
+    built = {name: _build(a.value, a.key, allow_import) for name, a in arguments.items()}
+    try:
+        return target(**built, **given)
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        if not where or text.startswith(_SECTIONS) or not _is_refusal(error, target):
+            raise
+        raise KeyProblem(where, f"{where}: {text}") from error
+
+
+def _is_refusal(error: TypeError | ValueError, target: Callable) -> bool:
+    """Return whether arguments did not fit the signature of `target`, or its own code refused them.
+
+    Other errors, such as one of an operation inside a constructor, need their traceback.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
+    bases = target.__mro__ if inspect.isclass(target) else ()
+    constructors = [getattr(base.__init__, "__code__", None) for base in bases]
+    if module not in (__name__, target.__module__) and code not in constructors:
+        return False
+    is_raise_statement = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raise_statement or (isinstance(error, TypeError) and bool(_MISFIT.search(str(error))))
 
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
@@ -230,13 +259,13 @@ def _require(target: Callable, parameters: Mapping, have: set[str], where: str) 
             raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
 
 
-def _build(value: object, name: str, allow_import: Sequence[str]) -> object:
-    """Build the value of argument `name` if it is a component or a list of components."""
-    if is_component(value):
-        return _instantiate(value, name, allow_import, {})
-    if isinstance(value, list) and _components(value, ""):
-        return [_build(item, name, allow_import) for item in value]
-    return value
+def _build(value: object, key: str, allow_import: Sequence[str]) -> object:
+    """Build an argument's value if it is a component or a list of components."""
+    components = _components(value, key)
+    built = [instantiate(node, allow_import, where) for node, where in components]
+    if not built:
+        return value
+    return built[0] if is_component(value) else built
 
 
 def _components(value: object, key: str) -> list[tuple[object, str]]:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -53,11 +53,10 @@ class Diffusion:
 
 
 def assemble_diffusion(config: Config) -> Diffusion:
-    model = config.model
     return Diffusion(
-        denoiser=instantiate(model.denoiser_config, config.allow_import),
-        loss=_optional(model.get("loss_fn_config"), config),
-        sampler=_optional(model.get("sampler_config"), config),
+        denoiser=_optional("denoiser_config", config),
+        loss=_optional("loss_fn_config", config),
+        sampler=_optional("sampler_config", config),
     )
 
 
@@ -135,21 +134,21 @@ def assemble_encoder(
     device, dtype = groups.device, DTYPES[args.precision]
     text_node, text_dropout = _text_entry(config)
 
-    def build_frozen(node: dict | None) -> nn.Module | None:
+    def build_frozen(node: dict | None, where: str) -> nn.Module | None:
         if is_none(node):
             return None
         target, _ = resolve(node, config.allow_import)
         # Large modules take a dtype, so that they are never in memory in float32. They may keep some
         # weights in float32: in fp16, T5 overflows in its second feed-forward matrix.
         if "dtype" in inspect.signature(target).parameters:
-            module = instantiate(node, config.allow_import, dtype=dtype).to(device)
+            module = instantiate(node, config.allow_import, where, dtype=dtype).to(device)
         else:
-            module = instantiate(node, config.allow_import).to(device, dtype)
+            module = instantiate(node, config.allow_import, where).to(device, dtype)
         return module.eval().requires_grad_(False)
 
     return Encoder(
-        partial(build_frozen, config.model.get("first_stage_config")),
-        partial(build_frozen, text_node),
+        partial(build_frozen, config.model.get("first_stage_config"), "model.first_stage_config"),
+        partial(build_frozen, text_node, "model.conditioner_config.params.emb_models[0]"),
         broadcast_within_model=groups.broadcast_tensor_in_model,
         scale_factor=model.scale_factor,
         patch=transformer.patch_size,
@@ -173,8 +172,10 @@ def _text_entry(config: Config) -> tuple[dict | None, float]:
     return None, 0.0
 
 
-def _optional(node: dict | None, config: Config) -> object | None:
-    return None if is_none(node) else instantiate(node, config.allow_import)
+def _optional(name: str, config: Config) -> Any:
+    """Build a component of the model section; None if the configuration leaves it out."""
+    node = config.model.get(name)
+    return None if is_none(node) else instantiate(node, config.allow_import, f"model.{name}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
         raise ValueError("data: section is missing; name a data set, as sft.yaml does")
     if not folders:
         raise ValueError("args.train_data is empty; name the folders of the training videos")
-    return instantiate(config.data, config.allow_import, data_dir=list(folders))
+    return instantiate(config.data, config.allow_import, "data", data_dir=list(folders))
 
 
 def specs_of(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from cogfast.config import Config, instantiate, load_config, resolve
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.values import KeyProblem
 
 MODELS = (
     "cogvideox_2b",
@@ -302,3 +303,89 @@ def test_a_moved_value_keeps_its_origin_beside_an_override(tmp_path):
     assert origins["deepspeed.zero_optimization.offload_optimizer.device"] == "a.yaml"
     assert origins["deepspeed.fp16.loss_scale"] == "a.yaml"
     assert origins["deepspeed.zero_optimization.stage"] == "command line"
+
+
+PARTS = """
+import torch
+
+class Part(torch.nn.Module):
+    def __init__(self, size: int = 1, guider=None):
+        super().__init__()
+        if size == 0:
+            raise ValueError("size=0 must be positive")
+        if size == 1:
+            self.check(size)
+        if size == 2:
+            raise TypeError("size=2 is no size")
+        if size == 3:
+            None + size
+        if size == 4:
+            torch.nn.Linear("a", size)
+        if size == 5:
+            raise ValueError("data.params.size=5 is too large")
+
+    def check(self, size):
+        raise ValueError("size=1 is odd")
+
+class Wider(Part):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+"""
+# The params of a component, and the type and message of the error.
+CONSTRUCTORS = {
+    "its own check": ({"size": 0}, KeyProblem, "data: size=0 must be positive"),
+    "a check of its module": ({"size": 1}, KeyProblem, "data: size=1 is odd"),
+    "a check of types": ({"size": 2}, KeyProblem, "data: size=2 is no size"),
+    "a wrong operation": ({"size": 3}, TypeError, "unsupported operand"),
+    "an error of another package": ({"size": 4}, TypeError, "argument .size."),
+    "a message with a key": ({"size": 5}, ValueError, "^data.params.size=5 is too large$"),
+    "a component inside": (
+        {"size": 6, "guider_config": {"target": "my_parts.Part", "params": {"size": 0}}},
+        KeyProblem,
+        r"^data\.params\.guider_config: size=0 must be positive$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTORS)
+def test_what_a_constructor_refuses_has_the_key(tmp_path, monkeypatch, case):
+    params, kind, message = CONSTRUCTORS[case]
+    write(tmp_path, "my_parts.py", PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(kind, match=message) as caught:
+        instantiate({"target": "my_parts.Part", "params": params}, ["my_parts"], "data")
+    assert type(caught.value) is kind
+
+
+def test_arguments_that_a_signature_hides_are_refused_with_the_key(tmp_path, monkeypatch):
+    write(tmp_path, "my_parts.py", PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for params, message in (
+        ({"siz": 6}, "unexpected keyword argument 'siz'"),
+        ({"size": 0}, "size=0 must"),
+    ):
+        with pytest.raises(KeyProblem, match=f"^model.first_stage_config: .*{message}"):
+            instantiate(
+                {"target": "my_parts.Wider", "params": params},
+                ["my_parts"],
+                "model.first_stage_config",
+            )
+
+
+def test_the_first_stage_and_the_text_encoder_name_their_keys(sat_configs, tmp_path):
+    """Their own checks of what they are built with."""
+    keys = "model.first_stage_config", "model.conditioner_config.params.emb_models[0]"
+    nodes = (
+        {
+            "target": "cogfast.model.wavelet_autoencoder.WaveletAutoencoder",
+            "params": {"ckpt_path": str(tmp_path)},
+        },
+        {
+            "target": "cogfast.model.text_encoder.T5TextEncoder",
+            "params": {"model_dir": str(tmp_path)},
+        },
+    )
+    for key, node in zip(keys, nodes, strict=True):
+        with pytest.raises(KeyProblem) as caught:
+            instantiate(node, (), key)
+        assert str(caught.value).startswith(f"{key}: ") and str(tmp_path) in str(caught.value)

@@ -17,6 +17,7 @@ from torch import nn
 from cogfast.config import Config, instantiate
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import find_origin
+from cogfast.schema.values import KeyProblem
 from cogfast.train.optimizer import build_learning_rate, build_optimizer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def try_diffusion(config: Config) -> dict[str, Any]:
         name: _try(
             config,
             f"model.{name}",
-            partial(instantiate, config.model[name], config.allow_import),
+            partial(instantiate, config.model[name], config.allow_import, f"model.{name}"),
         )
         for name in _DIFFUSION
         if config.model.get(name) is not None
@@ -88,7 +89,7 @@ def _try(config: Config, key: str, build: Callable[[], Any]) -> Any:
         return build()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         text = " ".join(str(error).split())
-        named = text.partition("=")[0]
-        if not named.startswith(("args.", "deepspeed.")):
+        named = error.key if isinstance(error, KeyProblem) else text.partition("=")[0]
+        if not named.startswith(("args.", "deepspeed.", "model.")):
             named, text = key, f"{key}: {text}"
         raise ValueError(f"{find_origin(config.origins, named)}: {text}") from None
