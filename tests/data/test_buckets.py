@@ -119,7 +119,7 @@ def test_headers_are_read_once(folder, monkeypatch):
     assert read_headers(data.clips) == first and opened == ["99.mp4"]
     write_clip(folder / "videos/03.mp4", constant_rate(17, 8), size=(48, 48))
     again = read_headers(data.clips)
-    assert opened[1:] == ["03.mp4", "99.mp4"]
+    assert sorted(opened[1:]) == ["03.mp4", "99.mp4"]  # threads read them in any order
     assert again[3] == (17, 8, 48, 48, "") and again[:3] + again[4:] == first[:3] + first[4:]
     sat_folder(folder / "videos/more", 1)  # a new file is the only one that is opened
     more = VideoFolder(folder, **SMALL, allow_empty_captions=True)

@@ -91,6 +91,8 @@ CASES = {
     )
 }
 
+QUICK = ("cogvideox_5b_i2v_lora", "cogvideox1.5_5b_i2v")  # the others are soaks
+
 
 @dataclass(frozen=True)
 class Files:
@@ -400,7 +402,10 @@ def train(words: list[str]) -> None:
     assert main(["train", *words]) == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.soak) for name in CASES],
+)
 def test_train_evaluate_resume_and_sample(
     name: str,
     files: Files,

@@ -403,7 +403,7 @@ Trainer(load_config([sys.argv[1]])).train()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_memory_does_not_grow(tmp_path: Path, data: Path, num_workers: int) -> None:
     """Resident memory after 200 steps equals that after 20 within 2%."""
     base = write_config(
