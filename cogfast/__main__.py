@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cogfast.cli.standard_streams import keep_streams
 from cogfast.schema.values import Problems, one_line, printable
@@ -68,16 +68,6 @@ def train(argv: Sequence[str]) -> None:
         if _is_first_rank():
             sys.stdout.write(config.describe())
         return
-    from cogfast.train.preflight.check import check_train
-
-    check_train(config)
-    _log_unused(config.unused)
-    from cogfast.train.preflight.dry_build import warn_of_different_schedules
-    from cogfast.train.video_size import warn_of_pipeline_positions
-
-    if _is_first_rank():
-        warn_of_different_schedules(config)
-        warn_of_pipeline_positions(config)
     from cogfast.train.trainer import Trainer
 
     Trainer(config).train()
@@ -120,13 +110,6 @@ def sample(argv: Sequence[str]) -> None:
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, images = read_prompts(request, config.args)
-    from cogfast.train.preflight.check import check_sample
-
-    check_sample(config, request.weights, has_images=any(images))
-    _log_unused(config.unused)
-    from cogfast.train.preflight.dry_build import warn_of_different_schedules
-
-    warn_of_different_schedules(config)
     from pathlib import Path
 
     from cogfast.train.sampling.command import sample as sample_videos
@@ -253,14 +236,6 @@ def _start_logging() -> None:
         category=FutureWarning,
         module=r"torch\.distributed\.c10d_logger",
     )
-
-
-def _log_unused(unused: Mapping[str, str]) -> None:
-    """Name the configuration keys that are accepted for compatibility but not used."""
-    names = dict.fromkeys(key.rpartition("params.")[2] for key in unused)
-    if names:
-        text = "accepted and not used (--dry-run says why): %s"
-        logging.getLogger("cogfast").info(text, ", ".join(names))
 
 
 def _is_raised_by_cogfast(error: BaseException) -> bool:

@@ -34,7 +34,8 @@ from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.optimizer import build_learning_rate, build_optimizer, parameter_groups
-from cogfast.train.preflight.check import check_train
+from cogfast.train.preflight.check import check_train, log_unused
+from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets
 from cogfast.train.run.checkpoint import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
@@ -47,7 +48,13 @@ from cogfast.train.run.folder import (
 from cogfast.train.run.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.profiling import Profiler
-from cogfast.train.video_size import DEFAULT_FPS, LatentSize, bucket_sizes, sampled_size
+from cogfast.train.video_size import (
+    DEFAULT_FPS,
+    LatentSize,
+    bucket_sizes,
+    sampled_size,
+    warn_of_pipeline_positions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +67,10 @@ class Trainer:
         self.args = args = TrainArguments.from_config(config)
         check_train(config)
         self.groups = start_processes(args.model_parallel_size)
+        if self.groups.is_main:
+            log_unused(config)
+            warn_of_different_schedules(config)
+            warn_of_pipeline_positions(config)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
+
+logger = logging.getLogger(__name__)
 
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 
@@ -142,6 +145,13 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         refuse(config, "args.vae_memory_gib", text)
     if args.sampling_num_frames is not None:
         check_latent_frames(config, network, args.sampling_num_frames)
+
+
+def log_unused(config: Config) -> None:
+    """Log the keys that are accepted for compatibility but not used."""
+    names = dict.fromkeys(key.rpartition("params.")[2] for key in config.unused)
+    if names:
+        logger.info("accepted and not used (--dry-run says why): %s", ", ".join(names))
 
 
 def _require_sections(config: Config, *names: str) -> None:

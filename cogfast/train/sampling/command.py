@@ -26,7 +26,8 @@ from cogfast.train.distributed.attention_choice import choose_for_sampling
 from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
-from cogfast.train.preflight.check import check_sample
+from cogfast.train.preflight.check import check_sample, log_unused
+from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.run.folder import git
 from cogfast.train.sampling.generate import Prompt, VideoMaker, write_samples
 from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
@@ -61,6 +62,9 @@ def sample(
     sizes = sampled_sizes(config, args, images)
     adapters = open_loras(loras, ema)
     groups = start_processes(args.model_parallel_size)
+    if groups.is_main:
+        log_unused(config)
+        warn_of_different_schedules(config)
     source = args.load if weights is None and ema else weights
     transformer = assemble_transformer(
         config, args, groups, source, ema, allow_missing=args.force_inference
