@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,47 @@ class Moments:
         if noise is None or (std := self.std) is None:
             return mean
         return mean + std * noise
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How to decode. tile: rows and columns in pixels, None for whole frames; num_bytes: peak memory."""
+
+    tile: tuple[int, int] | None
+    num_bytes: int
+
+
+class FirstStage(Protocol):
+    """A frozen video autoencoder: what an nn.Module must have to be model.first_stage_config's.
+
+    Pixels are [B, 3, F, H, W] in [-1, 1] and latents [B, C, T, h, w] with F = 4(T-1)+1, H = 8h and
+    W = 8w (cogfast/shapes.py). Latents are unscaled: callers apply model.scale_factor. Inputs come on
+    the module's device and in the dtype of its first parameter, or in float32 if it has none. The
+    same input must give the same moments, because a latent cache stores them. The cache's key has the
+    dotted path of the class: a cache is unusable after the class has moved.
+
+    A constructor that takes `dtype` gets args.precision's and keeps what must stay in float32;
+    another module is converted with `.to(dtype)`.
+    """
+
+    def encode(self, video: Tensor) -> Moments:
+        """Encode video [B, 3, F, H, W] to moments [B, C, T, h, w], without drawing from them."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents [B, C, T, h, w] to video [B, 3, F, H, W], not clamped to [-1, 1]."""
+        ...
+
+    def limit_decode_memory(
+        self, num_bytes: int, num_frames: int, height: int, width: int
+    ) -> DecodePlan:
+        """Choose how `decode` works on one video of `num_frames` frames of height x width pixels, so
+        that it needs at most `num_bytes` if that is possible, and return the choice."""
+        ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the weights; nn.Module has this method."""
+        ...
 
 
 class VideoAutoencoder(nn.Module):
@@ -341,14 +382,6 @@ def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
         video = copy.decode(latents, return_dict=False)[0]
     per_number = next(vae.parameters()).element_size() / latents.element_size()
     return _INSIDE_CONVOLUTIONS * counter.peak * per_number / (video.shape[3] * video.shape[4])
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """How to decode. tile: rows and columns in pixels, None for whole frames; num_bytes: peak memory."""
-
-    tile: tuple[int, int] | None
-    num_bytes: int
 
 
 def plan_decode(

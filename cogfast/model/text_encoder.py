@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,28 @@ VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
 _Tokenizer = Literal[
     "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
 ]
+
+
+class TextEncoder(Protocol):
+    """A frozen text encoder: what an nn.Module must have to be the emb_models entry of captions.
+
+    A constructor that takes `dtype` gets args.precision's and keeps what must stay in float32;
+    another module is converted with `.to(dtype)`. If it takes `max_length`, that must equal the
+    model's text_length and is a part of a latent cache's key.
+    """
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """Call `forward`; nn.Module has this method."""
+        ...
+
+    def forward(self, captions: Sequence[str]) -> Tensor:
+        """Encode captions [B] to embeddings [B, L, E] on the module's device, in any float dtype.
+
+        L is the model's text_length for every caption, so shorter ones are padded; the model attends
+        to all rows. E is the model's text_hidden_size. The same caption must give the same rows in
+        any batch, because a latent cache stores them.
+        """
+        ...
 
 
 class T5TextEncoder(nn.Module):
@@ -71,7 +93,7 @@ class T5TextEncoder(nn.Module):
                     module.float()
         return self
 
-    def tokenize(self, captions: list[str]) -> Tensor:
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
         ids = _tokenize(self, captions)
         largest, size = int(ids.max()), self.transformer.config.vocab_size
@@ -83,7 +105,7 @@ class T5TextEncoder(nn.Module):
         return ids
 
     @torch.no_grad()
-    def forward(self, captions: list[str]) -> Tensor:
+    def forward(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
         ids = self.tokenize(captions).to(self.transformer.device)
         # No attention mask, as in SAT: the video models were trained on rows that see the padding.
@@ -135,18 +157,18 @@ class ByteTextEncoder(nn.Module):
             self.transformer = T5EncoderModel(config)
         self.eval().requires_grad_(False)
 
-    def tokenize(self, captions: list[str]) -> Tensor:
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
         return _tokenize(self, captions)
 
     @torch.no_grad()
-    def forward(self, captions: list[str]) -> Tensor:
+    def forward(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
         ids = self.tokenize(captions).to(self.transformer.device)
         return self.transformer(input_ids=ids).last_hidden_state
 
 
-def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: list[str]) -> Tensor:
+def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: Sequence[str]) -> Tensor:
     """Captions [B] -> ids [B, max_length], truncated and padded. Warns once about truncation."""
     tokenizer, max_length = encoder.tokenizer, encoder.max_length
     batch = tokenizer(

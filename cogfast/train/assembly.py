@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from cogfast.config import Config, instantiate, resolve
@@ -134,7 +133,8 @@ def assemble_encoder(
     device, dtype = groups.device, DTYPES[args.precision]
     text_node, text_dropout = _text_entry(config)
 
-    def build_frozen(node: dict | None, where: str) -> nn.Module | None:
+    # Returns a FirstStage, a TextEncoder or None.
+    def build_frozen(node: dict | None, where: str) -> Any:
         if is_none(node):
             return None
         target, _ = resolve(node, config.allow_import)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.model.autoencoder import DecodePlan, Moments
+from cogfast.model.autoencoder import DecodePlan, FirstStage, Moments
+from cogfast.model.text_encoder import TextEncoder
 from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.slot_random import SlotRandom, random_bits
 
@@ -36,8 +37,8 @@ class Encoder:
 
     def __init__(
         self,
-        build_first_stage: Callable[[], nn.Module | None],
-        build_text_encoder: Callable[[], nn.Module | None],
+        build_first_stage: Callable[[], FirstStage | None],
+        build_text_encoder: Callable[[], TextEncoder | None],
         *,
         scale_factor: float,
         patch: PatchSize,
@@ -50,8 +51,8 @@ class Encoder:
         broadcast_within_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
-        self._first_stage: nn.Module | None = None
-        self._text_encoder: nn.Module | None = None
+        self._first_stage: FirstStage | None = None
+        self._text_encoder: TextEncoder | None = None
         self.scale_factor, self.patch = scale_factor, patch
         self.latent_input = latent_input
         self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
@@ -60,7 +61,7 @@ class Encoder:
         self._broadcast_within_model = broadcast_within_model
 
     @property
-    def first_stage(self) -> nn.Module:
+    def first_stage(self) -> FirstStage:
         if self._first_stage is None:
             self._first_stage = self._build_first_stage()
             if self._first_stage is None:
@@ -71,7 +72,7 @@ class Encoder:
         return self._first_stage
 
     @property
-    def text_encoder(self) -> nn.Module:
+    def text_encoder(self) -> TextEncoder:
         if self._text_encoder is None:
             self._text_encoder = self._build_text_encoder()
             if self._text_encoder is None:
@@ -243,6 +244,6 @@ def in_unit_range(pixels: Tensor) -> Tensor:
     return (pixels.float() - 127.5) / 127.5 if pixels.dtype == torch.uint8 else pixels
 
 
-def _dtype(module: nn.Module) -> torch.dtype:
-    """Return the input dtype of a module: its parameters' dtype, or float32 if it has none."""
-    return next((p.dtype for p in module.parameters()), torch.float32)
+def _dtype(stage: FirstStage) -> torch.dtype:
+    """Return the input dtype of a first stage: its parameters' dtype, or float32 if it has none."""
+    return next((p.dtype for p in stage.parameters()), torch.float32)
