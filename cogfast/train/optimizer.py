@@ -13,6 +13,7 @@ from torch import nn
 from cogfast.config import instantiate
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.schema.arguments import TrainArguments
 
 _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py NO_WD_MODULES
 
@@ -79,26 +80,9 @@ SCHEDULES = ("sat", "constant", "cosine", "linear")
 SAT_DECAY_STYLES = ("linear", "cosine", "exponential", "constant", "none")
 
 
-def build_learning_rate(
-    *,
-    lr: float,
-    num_steps: int,
-    schedule: str = "sat",
-    mode: str = "finetune",
-    warmup: float = 0.01,
-    warmup_steps: int | None = None,
-    min_lr_ratio: float = 0.0,
-    lr_decay_style: str | None = "linear",
-    lr_decay_iters: int | None = None,
-    lr_decay_ratio: float = 0.1,
-    iteration: int = 0,
-) -> Callable[[int], float]:
-    """Return a function from step (starting at 0) to learning rate.
-
-    The arguments are fields of args. warmup: fraction of the steps; warmup_steps replaces it if
-    given. Only schedule "sat" reads mode, lr_decay_* and iteration (the step at which a SAT
-    pre-training resumes; always 0 for cogfast's runs). Only the others read min_lr_ratio.
-    """
+def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int], float]:
+    """Return a function from step (starting at 0) to learning rate, for a run of `num_steps` steps."""
+    schedule, warmup, warmup_steps = args.lr_schedule, args.warmup, args.warmup_steps
     if schedule not in SCHEDULES:
         raise ValueError(f"args.lr_schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
     if not 0 <= warmup <= 1:
@@ -110,21 +94,25 @@ def build_learning_rate(
             f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
         )
     if schedule == "sat":
-        end = max(1, lr_decay_iters if lr_decay_iters is not None else num_steps)
+        end = max(1, num_steps if args.lr_decay_iters is None else args.lr_decay_iters)
         return sat_learning_rate(
-            lr=lr,
+            lr=args.lr,
             num_iters=end,
             warmup_iters=warmup * end if warmup_steps is None else warmup_steps,
-            decay_style=lr_decay_style,
-            decay_ratio=lr_decay_ratio,
-            is_pretraining=mode == "pretrain",
-            iteration=iteration,
+            decay_style=args.lr_decay_style,
+            decay_ratio=args.lr_decay_ratio,
+            is_pretraining=args.mode == "pretrain",
         )
-    if not 0 <= min_lr_ratio <= 1:
-        raise ValueError(f"args.min_lr_ratio={min_lr_ratio} is a share of lr, from 0 to 1; use 0.1")
-    ramp = round(warmup * num_steps) if warmup_steps is None else warmup_steps
+    if not 0 <= args.min_lr_ratio <= 1:
+        raise ValueError(
+            f"args.min_lr_ratio={args.min_lr_ratio} is a share of lr, from 0 to 1; use 0.1"
+        )
     return decayed_learning_rate(
-        lr=lr, num_steps=num_steps, style=schedule, warmup_steps=ramp, min_lr_ratio=min_lr_ratio
+        lr=args.lr,
+        num_steps=num_steps,
+        style=schedule,
+        warmup_steps=round(warmup * num_steps) if warmup_steps is None else warmup_steps,
+        min_lr_ratio=args.min_lr_ratio,
     )
 
 
@@ -136,27 +124,25 @@ def sat_learning_rate(
     decay_style: str | None = "linear",
     decay_ratio: float = 0.1,
     is_pretraining: bool = False,
-    iteration: int = 0,
 ) -> Callable[[int], float]:
     """Return SAT's AnnealingLR (sat/training/learning_rates.py) as SAT's trainer builds it.
 
-    Unless pre-training starts from 0, the first 100 steps use the lower of 0.05 lr and the warm-up;
-    then the rate jumps to the schedule. "linear" reaches 0 at num_iters + warmup_iters and stays
-    there (SAT's turns negative). "cosine" ends at decay_ratio * lr. "exponential" is constant.
-    Steps are counted from 1, and from 100 before `iteration`.
+    Except in pre-training, the first 100 steps use the lower of 0.05 lr and the warm-up; then the
+    rate jumps to the schedule. "linear" reaches 0 at num_iters + warmup_iters and stays there
+    (SAT's turns negative). "cosine" ends at decay_ratio * lr. "exponential" is constant. SAT counts
+    steps from 1.
     """
     style = (decay_style or "none").lower()
     if style not in SAT_DECAY_STYLES:
         raise ValueError(
             f"args.lr_decay_style={decay_style!r} must be one of {', '.join(SAT_DECAY_STYLES)}"
         )
-    first = max(iteration - _SAT_AUTO_WARMUP_STEPS, 0)
-    auto_warmup = 0 if is_pretraining and iteration == 0 else _SAT_AUTO_WARMUP_STEPS
+    auto_warmup = 0 if is_pretraining else _SAT_AUTO_WARMUP_STEPS
 
     def rate(step: int) -> float:
-        n = first + 1 + step - iteration
+        n = step + 1
         ramp = lr * n / warmup_iters if warmup_iters > 0 else math.inf
-        if n <= first + auto_warmup:
+        if n <= auto_warmup:
             return min(lr * _SAT_AUTO_WARMUP_RATE, ramp)
         if n <= warmup_iters:
             return ramp

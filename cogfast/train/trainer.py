@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -81,7 +80,7 @@ class Trainer:
         )
         self.order = assemble_order(self.datasets.train, args.seed, self.global_batch)
         self.num_steps = self._count_steps()
-        self.learning_rate = self._build_learning_rate()
+        self.learning_rate = build_learning_rate(args, self.num_steps)
         self.folder, self.checkpoint = open_run_folder(
             args.save or "runs", args.experiment_name, args.resume, self.groups
         )
@@ -285,21 +284,6 @@ class Trainer:
         if self.args.epochs is None:
             return self.args.train_iters
         return self.order.num_steps(self.args.epochs)
-
-    def _build_learning_rate(self) -> Callable[[int], float]:
-        args = self.args
-        return build_learning_rate(
-            lr=args.lr,
-            num_steps=self.num_steps,
-            schedule=args.lr_schedule,
-            mode=args.mode,
-            warmup=args.warmup,
-            warmup_steps=args.warmup_steps,
-            min_lr_ratio=args.min_lr_ratio,
-            lr_decay_style=args.lr_decay_style,
-            lr_decay_iters=args.lr_decay_iters,
-            lr_decay_ratio=args.lr_decay_ratio,
-        )
 
     def _open_metrics(self) -> Metrics:
         return Metrics(

@@ -34,7 +34,8 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
         build_optimizer, section, [{"params": [weight]}], allow_import=config.allow_import
     )
     _try(config, "deepspeed.optimizer", optimizer)
-    _try(config, "args.lr_schedule", partial(_learning_rate, args))
+    num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
+    _try(config, "args.lr_schedule", partial(build_learning_rate, args, num_steps))
 
 
 def try_diffusion(config: Config) -> dict[str, Any]:
@@ -70,18 +71,6 @@ def warn_of_different_schedules(config: Config) -> None:
                 "discretization_config equal (shift_scale is 3.0 for CogVideoX-2B, else 1.0)",
                 name,
             )
-
-
-def _learning_rate(args: TrainArguments) -> None:
-    build_learning_rate(
-        lr=args.lr,
-        num_steps=args.train_iters or sys.maxsize,  # steps of epochs are known only with the data
-        schedule=args.lr_schedule,
-        warmup=args.warmup,
-        warmup_steps=args.warmup_steps,
-        min_lr_ratio=args.min_lr_ratio,
-        lr_decay_style=args.lr_decay_style,
-    )
 
 
 def _try(config: Config, key: str, build: Callable[[], Any]) -> Any:
