@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -82,7 +83,7 @@ def load_config(
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
 
 
-def data_arguments(config: Config) -> dict[str, object]:
+def data_arguments(config: Config) -> dict[str, Any]:
     """Return the data set's arguments under cogfast's names, also if the section uses SAT's names.
 
     {} without a data section.

@@ -273,10 +273,9 @@ def _no_source(key: str, what: str, source: str) -> str:
 
 
 def _missing_shard(key: str, source: str) -> str | None:
+    # Listing the shards opens remote files and checks the folders after ";".
     if "://" in source or ";" in source:
-        return (
-            None  # remote files are opened, and folders after ";" checked, when shards are listed
-        )
+        return None
     try:
         gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
     except ValueError as error:

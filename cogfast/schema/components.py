@@ -77,6 +77,7 @@ def _is_refusal(error: TypeError | ValueError, target: Callable) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
+    assert trace is not None, "the error was raised"
     code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
     bases = target.__mro__ if inspect.isclass(target) else ()
     constructors = [getattr(base.__init__, "__code__", None) for base in bases]
@@ -86,7 +87,7 @@ def _is_refusal(error: TypeError | ValueError, target: Callable) -> bool:
     return is_raise_statement or (isinstance(error, TypeError) and bool(_MISFIT.search(str(error))))
 
 
-def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
+def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, Any]]:
     """Return a node's callable and its checked arguments. Nested components stay nodes."""
     target, arguments = _arguments(node, "", allow_import, None, {})
     return target, {name: argument.value for name, argument in arguments.items()}
@@ -268,7 +269,7 @@ def _build(value: object, key: str, allow_import: Sequence[str]) -> object:
     return built[0] if is_component(value) else built
 
 
-def _components(value: object, key: str) -> list[tuple[object, str]]:
+def _components(value: object, key: str) -> list[tuple[Any, str]]:
     """Return the components that a value is or lists, with their dotted keys."""
     if is_component(value):
         return [(value, key)]
