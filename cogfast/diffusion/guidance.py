@@ -82,26 +82,38 @@ class VanillaCFG:
     def inputs(
         self, conditioning: Conditioning, unconditional: Conditioning | None
     ) -> Conditioning:
-        return guided_inputs(conditioning, unconditional)
+        """Join both conditionings into one batch of 2B, the unconditional first."""
+        if unconditional is None:
+            raise ValueError(
+                "guidance needs the unconditional conditioning (the empty caption); "
+                "give it, or use IdentityGuider"
+            )
+        return Conditioning(
+            text=torch.cat([unconditional.text, conditioning.text]),
+            image_latents=_joined(unconditional.image_latents, conditioning.image_latents),
+            ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
+        )
+
+    def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
+        """Return the scale at step number `step` of num_steps, at `timestep`."""
+        return self.scale
 
     def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
         """denoised: [2B, C, T, h, w], unconditional first -> [B, C, T, h, w]."""
         uncond, cond = denoised.chunk(2)
-        return self.thresholding(uncond, cond, self.scale)
+        return self.thresholding(uncond, cond, self.scale_at(timestep, step, num_steps))
 
     def with_num_steps(self, before: int, after: int) -> VanillaCFG:
         return self
 
 
-class DynamicCFG:
+class DynamicCFG(VanillaCFG):
     """Guidance with scale 1 + scale * (1 - cos(pi * (s / num_steps)^exp)) / 2 at each step.
 
     ramp "timestep" (upstream's, used by the shipped configs): s is the number of steps minus the
     *timestep* (50 - 999, ...), so the scale jumps within [1, 1 + scale]. ramp "step": s counts the
     steps from 0, and the scale rises smoothly from 1.
     """
-
-    batch_factor = 2
 
     def __init__(
         self,
@@ -120,48 +132,21 @@ class DynamicCFG:
                 f"guider_config exp={exp} must be a whole number, since ramp=timestep raises "
                 "negative numbers to it; use 5, or ramp=step"
             )
-        self.scale = scale
-        self.exp = exp
-        self.num_steps = num_steps
-        self.thresholding = dyn_thresh or NoDynamicThresholding()
+        super().__init__(scale, dyn_thresh)
+        self.exp, self.num_steps = exp, num_steps
         self.ramp: Ramp = ramp
 
-    def inputs(
-        self, conditioning: Conditioning, unconditional: Conditioning | None
-    ) -> Conditioning:
-        return guided_inputs(conditioning, unconditional)
-
     def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
-        """Return the scale at step number `step` of num_steps, at `timestep`."""
         # The base is negative for "timestep": only a whole `exp` gives a real number.
         position = step if self.ramp == "step" else num_steps - timestep
         angle = math.pi * (position / self.num_steps) ** self.exp
         return 1 + self.scale * (1 - math.cos(angle)) / 2
-
-    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
-        """denoised: [2B, C, T, h, w], unconditional first -> [B, C, T, h, w]."""
-        uncond, cond = denoised.chunk(2)
-        return self.thresholding(uncond, cond, self.scale_at(timestep, step, num_steps))
 
     def with_num_steps(self, before: int, after: int) -> DynamicCFG:
         """Return the guider for a sampler with `after` steps instead of `before`."""
         # A num_steps that differs from the sampler's was chosen on purpose: keep it.
         num_steps = after if self.num_steps == before else self.num_steps
         return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding, self.ramp)
-
-
-def guided_inputs(conditioning: Conditioning, unconditional: Conditioning | None) -> Conditioning:
-    """Join both conditionings into one batch of 2B, the unconditional first."""
-    if unconditional is None:
-        raise ValueError(
-            "guidance needs the unconditional conditioning (the empty caption); "
-            "give it, or use IdentityGuider"
-        )
-    return Conditioning(
-        text=torch.cat([unconditional.text, conditioning.text]),
-        image_latents=_joined(unconditional.image_latents, conditioning.image_latents),
-        ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
-    )
 
 
 def _joined(uncond: Tensor | None, cond: Tensor | None) -> Tensor | None:

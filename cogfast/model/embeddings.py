@@ -195,15 +195,11 @@ class RotaryPositions(nn.Module):
         )
         return count(grid.t), rows, columns
 
-    def angles(self, grid: TokenGrid) -> Tensor:
-        """Return the angles of the three axes, concatenated as in Rotation.table: [N] float32."""
-        frequencies = (self.frequencies_t, self.frequencies_h, self.frequencies_w)
-        axes = zip(self.positions(grid), frequencies, strict=True)
-        return torch.cat([(p[:, None] * f).flatten() for p, f in axes])
-
     def forward(self, grid: TokenGrid) -> Rotation:
         """Return cos and sin of the angles of a grid of tokens."""
-        angles = self.angles(grid)
+        frequencies = (self.frequencies_t, self.frequencies_h, self.frequencies_w)
+        axes = zip(self.positions(grid), frequencies, strict=True)
+        angles = torch.cat([(p[:, None] * f).flatten() for p, f in axes])  # [N]
         return Rotation(torch.stack([angles.cos(), angles.sin()]), grid.t, grid.h, grid.w)
 
 

@@ -47,7 +47,50 @@ class TextEncoder(Protocol):
         ...
 
 
-class T5TextEncoder(nn.Module):
+class _PaddedT5(nn.Module):
+    """T5's encoder of captions that `tokenizer` pads and truncates to `max_length` tokens."""
+
+    max_length: int
+    tokenizer: Any
+    transformer: Any
+    has_warned_truncation = False
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Captions [B] -> token ids [B, L] int64 on the CPU. Warns once about truncation."""
+        batch = self.tokenizer(
+            list(captions),
+            truncation=True,
+            max_length=self.max_length,
+            padding="max_length",
+            return_tensors="np",
+        )
+        ids = batch["input_ids"]
+        if not self.has_warned_truncation:
+            # A caption without padding has max_length tokens or more: only these are counted again.
+            is_full = ids[:, -1] != self.tokenizer.pad_token_id
+            for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
+                num_tokens = len(self.tokenizer(caption)["input_ids"])
+                if num_tokens > self.max_length:
+                    self.has_warned_truncation = True
+                    logger.warning(
+                        "captions of more than max_length=%d tokens are truncated, such as this one of "
+                        "%d: %s...",
+                        self.max_length,
+                        num_tokens,
+                        caption[:60],
+                    )
+                    break
+        return torch.from_numpy(ids).long()
+
+    @torch.no_grad()
+    def forward(self, captions: Sequence[str]) -> Tensor:
+        """Captions [B] -> embeddings [B, L, E], padding rows included."""
+        ids = self.tokenize(captions).to(self.transformer.device)
+        # No attention mask, as in SAT: the video models were trained on rows that see the padding.
+        return self.transformer(input_ids=ids).last_hidden_state
+
+
+class T5TextEncoder(_PaddedT5):
     """T5's encoder as CogVideoX uses it: padded to `max_length`, without an attention mask.
 
     The arguments are those of SAT's FrozenT5Embedder (sat/sgm/modules/encoders/modules.py), whose
@@ -70,7 +113,6 @@ class T5TextEncoder(nn.Module):
 
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
-        self.has_warned_truncation = False
         _check_settings(Path(weights), Path(vocabulary))
         given = {"cache_dir": cache_dir, "trust_remote_code": False}
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
@@ -95,7 +137,7 @@ class T5TextEncoder(nn.Module):
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
-        ids = _tokenize(self, captions)
+        ids = super().tokenize(captions)
         largest, size = int(ids.max()), self.transformer.config.vocab_size
         if largest >= size:
             raise ValueError(
@@ -104,15 +146,8 @@ class T5TextEncoder(nn.Module):
             )
         return ids
 
-    @torch.no_grad()
-    def forward(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> embeddings [B, L, E], padding rows included."""
-        ids = self.tokenize(captions).to(self.transformer.device)
-        # No attention mask, as in SAT: the video models were trained on rows that see the padding.
-        return self.transformer(input_ids=ids).last_hidden_state
 
-
-class ByteTextEncoder(nn.Module):
+class ByteTextEncoder(_PaddedT5):
     """A small T5 with random weights that reads bytes; it needs no vocabulary and no download.
 
     Different captions get different embeddings, which a video model can learn to use. The weights
@@ -139,7 +174,6 @@ class ByteTextEncoder(nn.Module):
                 "smaller d_model, d_ff or num_layers"
             )
         self.max_length = max_length
-        self.has_warned_truncation = False
         self.width = d_model
         self.tokenizer = ByT5Tokenizer()
         config = T5Config(
@@ -156,45 +190,6 @@ class ByteTextEncoder(nn.Module):
             torch.manual_seed(seed)
             self.transformer = T5EncoderModel(config)
         self.eval().requires_grad_(False)
-
-    def tokenize(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> token ids [B, L] int64 on the CPU."""
-        return _tokenize(self, captions)
-
-    @torch.no_grad()
-    def forward(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> embeddings [B, L, E], padding rows included."""
-        ids = self.tokenize(captions).to(self.transformer.device)
-        return self.transformer(input_ids=ids).last_hidden_state
-
-
-def _tokenize(encoder: T5TextEncoder | ByteTextEncoder, captions: Sequence[str]) -> Tensor:
-    """Captions [B] -> ids [B, max_length], truncated and padded. Warns once about truncation."""
-    tokenizer, max_length = encoder.tokenizer, encoder.max_length
-    batch = tokenizer(
-        list(captions),
-        truncation=True,
-        max_length=max_length,
-        padding="max_length",
-        return_tensors="np",
-    )
-    ids = batch["input_ids"]
-    if not encoder.has_warned_truncation:
-        # A caption without padding has max_length tokens or more: only these are counted again.
-        is_full = ids[:, -1] != tokenizer.pad_token_id
-        for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
-            num_tokens = len(tokenizer(caption)["input_ids"])
-            if num_tokens > max_length:
-                encoder.has_warned_truncation = True
-                logger.warning(
-                    "captions of more than max_length=%d tokens are truncated, such as this one of "
-                    "%d: %s...",
-                    max_length,
-                    num_tokens,
-                    caption[:60],
-                )
-                break
-    return torch.from_numpy(ids).long()
 
 
 def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:

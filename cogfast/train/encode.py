@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.model.autoencoder import DecodePlan, FirstStage, Moments
+from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.slot_random import SlotRandom, random_bits
@@ -197,12 +197,6 @@ class Encoder:
         draw = rng.normal("image_noise_strength", (len(frame), 1, 1, 1, 1))
         sigma = torch.exp(IMAGE_NOISE_MEAN + IMAGE_NOISE_STD * draw)
         return frame + sigma * rng.normal("image_noise", frame.shape)
-
-    def limit_decode_memory(
-        self, num_bytes: int, num_frames: int, height: int, width: int
-    ) -> DecodePlan:
-        """Decode in tiles if full frames of height x width pixels need more than `num_bytes`."""
-        return self.first_stage.limit_decode_memory(num_bytes, num_frames, height, width)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, num_frames: int) -> Tensor:

@@ -79,15 +79,13 @@ class _GatherRows(_JoinRows):
         return _ops.wait_tensor(_start_scatter(grad, ctx.group)), None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ScatterSum(_SplitRows):
+    """Reduce-scatter the rows; backward gathers the gradients of all rows."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
         return _ops.wait_tensor(_start_scatter(x, group))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(_start_gather(grad, ctx.group), ctx.group), None
 
 
 class _GatheringLinear(torch.autograd.Function):

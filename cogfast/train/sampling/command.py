@@ -139,7 +139,9 @@ def _limit_decoding(
     plan, error = None, None
     try:
         if groups.is_first_of_model:
-            plan = encoder.limit_decode_memory(budget, largest.num_frames, *_pixels(largest))
+            plan = encoder.first_stage.limit_decode_memory(
+                budget, largest.num_frames, *_pixels(largest)
+            )
     except Exception as caught:
         error = caught
     groups.agree(error)
