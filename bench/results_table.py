@@ -454,7 +454,7 @@ def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
 
 
 def replace_section(text: str, section: str) -> str:
-    """Replace what stands between the comments; ValueError unless each occurs once, in order."""
+    """Replace the text between the comments; ValueError unless each occurs once, in order."""
     # Text outside of the comments is written by hand and stays.
     before, found, rest = text.partition(START)
     _, closed, after = rest.partition(END)

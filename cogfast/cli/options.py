@@ -184,7 +184,7 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     prompts = [prompt.strip() for prompt, _ in pairs]
     for prompt in prompts:  # Python decodes argument bytes that are not UTF-8 as surrogates
         if "\0" in prompt or any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise ValueError(f"{key}: {prompt[:80]!r} holds bytes that are no text; give UTF-8")
+            raise ValueError(f"{key}: {prompt[:80]!r} holds bytes that are not text; give UTF-8")
     names = request.images if request.images is not None else [image.strip() for _, image in pairs]
     if len(names) not in (1, len(prompts)):
         raise ValueError(f"--image is given {len(names)} times for {len(prompts)} prompts")

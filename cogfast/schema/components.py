@@ -140,7 +140,7 @@ def import_target(
 def _import_allowed(path: str, key: str, package: str) -> Callable:
     """Import a class or function that `package` itself defines, not one that it only imports."""
     if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
-        raise KeyProblem(key, f"{key}={cut(path)} is no dotted name of a class or function")
+        raise KeyProblem(key, f"{key}={cut(path)} is not a dotted name of a class or function")
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -153,7 +153,7 @@ def _import_allowed(path: str, key: str, package: str) -> Callable:
     home = str(getattr(found, "__module__", None))
     is_code = inspect.isclass(found) or inspect.isfunction(found)
     if not is_code or not f"{home}.".startswith(f"{package}."):
-        text = f"{key}={cut(path)} is no class or function that {package} defines"
+        text = f"{key}={cut(path)} is not a class or function that {package} defines"
         raise KeyProblem(key, text + (f", but one of {home}" if is_code else ""))
     return found
 

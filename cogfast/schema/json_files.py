@@ -104,7 +104,7 @@ def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) ->
         text = f"its values nest in more than {MOST_NESTED} levels"
         raise _error(where, text, fix) from None
     except UnicodeDecodeError as error:
-        raise _error(where, f"damaged, its byte {error.start} is no UTF-8 text", fix) from None
+        raise _error(where, f"damaged, its byte {error.start} is not UTF-8 text", fix) from None
     except (
         ValueError
     ) as error:  # JSONDecodeError, integers of too many digits, and the errors of the hooks below
@@ -142,7 +142,7 @@ def read_name(path: str | Path, fix: str = _AGAIN) -> str:
     try:
         name = read_limited(path, _MOST_NAME, fix).decode("utf-8").strip()
     except UnicodeDecodeError:
-        raise _error(str(path), "damaged, it is no UTF-8 text", fix) from None
+        raise _error(str(path), "damaged, it is not UTF-8 text", fix) from None
     return check(name, InsideName, str(path), fix)
 
 
@@ -161,7 +161,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {brief(twice)} is there twice")
+        raise ValueError(f"key {brief(twice)} occurs twice")
     return found
 
 

@@ -116,12 +116,12 @@ def allowed_path(path: str, place: str) -> str | None:
 def describe_place(path: str, place: str) -> str:
     """Describe what a place allows, for the error about `path`: the most similar name, or all."""
     if place and place not in PLACES:
-        return f"no class of cogfast goes to {place}"
+        return f"cogfast has no class for {place}"
     known = PLACES[place].paths if place else [p for one in PLACES.values() for p in one.paths]
     names = {*known, *(name for name, sat in TARGETS.items() if sat.path in known)}
     hint = nearest(path, names).removeprefix("; ")
     if not place:
-        return hint or "it is in no list of cogfast/schema/places.py"
+        return hint or "it is not listed in cogfast/schema/places.py"
     one = PLACES[place]
     listed = " or ".join((f"{', '.join(one.names)} of {one.module}", *one.others))
     return f"no {one.what}; {hint or f'use {listed}'}"

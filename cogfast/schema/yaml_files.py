@@ -41,7 +41,7 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise Refused(f"larger than {_MOST_BYTES} bytes, so it is no configuration")
+            raise Refused(f"larger than {_MOST_BYTES} bytes, so it is not a configuration")
         text = path.read_text(encoding="utf-8")
         check_nesting(text)
         loaded = OmegaConf.load(io.StringIO(text))
@@ -97,7 +97,7 @@ def check_nesting(text: str) -> None:
 def check_interpolations(config: DictConfig) -> None:
     """KeyProblem where the values of `config` would be too many or too long once they are resolved.
 
-    Names that nothing stands for and circles are left to OmegaConf, which stops at the first.
+    Undefined names and circular references are left to OmegaConf, which stops at the first.
     """
     _check_references(config, is_plain=False)
 
@@ -152,7 +152,7 @@ def _as_mappings(node: object) -> object:
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
     named = {str(key): _as_mappings(value) for key, value in pairs}
     if len(named) < len(node):
-        raise Refused("a key is there as text and as a number; keys are text")
+        raise Refused("a key occurs as text and as a number; keys are text")
     return named
 
 

@@ -242,7 +242,7 @@ def specs_of(
 def _weighed(dataset: Dataset, weights: Sequence[float]) -> Dataset:
     if not isinstance(dataset, CaptionedVideos):
         raise ValueError(
-            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not say which "
+            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not report which "
             "sample is of which source; remove it"
         )
     return dataset.with_source_weights(weights)

@@ -72,7 +72,7 @@ def test_sats_flags_become_overrides(sat_configs):
         "--train-data x data.params.fps=4 --base {0} {1} args.seed=5 --dry-run",
     ],
 )
-def test_key_value_words_stand_anywhere(sat_configs, words):
+def test_overrides_may_come_anywhere(sat_configs, words):
     files = [str(sat_configs / f"{name}.yaml") for name in ("cogvideox_2b", "sft")]
     request = parse_train(words.format(*files).split())
     assert request.base == files
@@ -90,7 +90,7 @@ BAD_WORDS = {
 
 
 @pytest.mark.parametrize("words", BAD_WORDS)
-def test_bad_words(sat_configs, capsys, words):
+def test_wrong_arguments(sat_configs, capsys, words):
     assert main(["train", *train_words(sat_configs, *words.split())]) == 2
     printed = capsys.readouterr()
     assert BAD_WORDS[words] in printed.err
@@ -172,7 +172,7 @@ def test_upstreams_script_names(sat_configs):
     assert "--base nothing.yaml: no such file" in refused.stderr
 
 
-def test_finetune_scripts_pass_words_on(tmp_path, sat_configs):
+def test_finetune_scripts_pass_arguments_on(tmp_path, sat_configs):
     base = f"{sat_configs / 'cogvideox_2b.yaml'} {sat_configs / 'sft.yaml'}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     one = run(
@@ -225,14 +225,14 @@ def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
     assert parse_sample([str(run_folder), "--prompt", "x", "--no-ema"]).ema is False
     assert parse_sample(["--base", "m.yaml", "--prompt", "x"]).ema is False
     with pytest.raises(
-        ValueError, match="it has no training_config.yaml either, so it is no run's"
+        ValueError, match="it has no training_config.yaml either, so it is not a run's"
     ):
         parse_sample([str(tmp_path), "--prompt", "x"])
     with pytest.raises(ValueError, match="--prompt and --prompt-file are both given"):
         parse_sample([str(run_folder), "--prompt", "x", "--prompt-file", "y"])
 
 
-def test_prompts_from_words_files_and_the_terminal(tmp_path, monkeypatch):
+def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     image = tmp_path / "dog.png"
     image.touch()
     file = tmp_path / "prompts.txt"

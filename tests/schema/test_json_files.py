@@ -58,7 +58,7 @@ REFUSED = {
     "cut": ('{"width": 8', dict[str, Any], r"damaged JSON \(Expecting"),
     "top is a list": ("[1]", dict[str, Any], r"\[1\] must be a mapping"),
     "top is null": ("null", Settings, "null must be a mapping"),
-    "key twice": ('{"width": 8, "width": 9}', Settings, "key width is there twice"),
+    "key twice": ('{"width": 8, "width": 9}', Settings, "key width occurs twice"),
     "missing key": ("{}", Settings, "key width is missing"),
     "missing key of a mapping": ("{}", {"a": int}, "key a is missing"),
     "NaN": ('{"width": 8, "scale": NaN}', Settings, "NaN is not a number of JSON"),
@@ -120,7 +120,7 @@ def test_nesting_has_a_limit() -> None:
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ValueError, match="a.json: damaged, its byte 7 is no UTF-8 text; copy"):
+    with pytest.raises(ValueError, match="a.json: damaged, its byte 7 is not UTF-8 text; copy"):
         read_json(tmp_path / "a.json")
 
 
@@ -176,7 +176,7 @@ def test_names_of_files_stay_inside(name: str) -> None:
 def test_a_key_that_is_twice_is_found_among_many() -> None:
     """The key is the last of 200,001; counting each in turn would take an hour."""
     text = "{" + ",".join(f'"{i}":0' for i in [*range(200_000), 199_999]) + "}"
-    with pytest.raises(ValueError, match="key 199999 is there twice"):
+    with pytest.raises(ValueError, match="key 199999 occurs twice"):
         parse_json(text, Any, "f")
 
 

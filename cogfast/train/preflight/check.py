@@ -198,7 +198,7 @@ def _check_paths(config: Config, args: TrainArguments) -> None:
     if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
         text = (
             f"args.resume={cut(args.resume, 160)} not found: refusing to start from scratch; use a run's "
-            "folder, or auto to start afresh where there is none"
+            "folder, or auto to start a new run where there is none"
         )
         missing.append(("args.resume", text))
     _refuse_missing(config, missing)
@@ -337,7 +337,7 @@ def _check_data(
             config,
             "args.latent_cache",
             f"args.latent_cache={args.latent_cache} does not go with {config.data.target}: the cache "
-            "stands for video files; use a data set of these, or set args.latent_cache=null",
+            "replaces video files; use a data set that reads them, or set args.latent_cache=null",
         )
 
 
@@ -346,12 +346,12 @@ def _check_noised_images(config: Config, args: TrainArguments, model: ModelArgum
     if number < 0:
         refuse(config, key, f"{key}={number} must be 0 or more; 0 noises the image in every step")
     if number and args.latent_cache is None:
-        text = f"{key}={number} is of a latent cache, but args.latent_cache is not set; name one"
+        text = (
+            f"{key}={number} applies to a latent cache, but args.latent_cache is not set; name one"
+        )
         refuse(config, key, text + " that `cogfast cache` fills, or set it to 0")
     if number and not model.noised_image_input:
-        text = (
-            f"{key}={number} is of image-to-video, but model.noised_image_input=false; set it to 0"
-        )
+        text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
         refuse(config, key, text)
 
 

@@ -51,7 +51,7 @@ def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
         folder = params.get("model_dir")
         is_cached = params.get("cache_dir") is not None  # then model_dir is a hub name
         if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
-            yield key, f"{key}={cut(folder, 160)} is no folder; name one that holds T5"
+            yield key, f"{key}={cut(folder, 160)} is not a folder; name one that holds T5"
 
 
 def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length: int) -> None:

@@ -261,7 +261,7 @@ def _pack(plain: Path, packed: Path) -> None:
 def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     """Format the time spent in `num_steps` steps, by range and then by op (on a GPU: by kernel)."""
     # Shares are of all events, so the first table gets all of them and is cut after the ranges. On a
-    # GPU a range is there twice: on the host, and from its first to its last kernel.
+    # GPU a range occurs twice: on the host, and from its first to its last kernel.
     place = lambda e: (not e.is_user_annotation, -e.cpu_time_total, -e.device_time_total)
     ranges = EventList(sorted(averages, key=place))
     # Leave out autograd's own events: they are no ops, and they overlap with the blocks' ranges.

@@ -84,7 +84,7 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
     try:
         source = open_source(folder)
     except ValueError as error:
-        text = f"{error} (it has no training_config.yaml either, so it is no run's folder)"
+        text = f"{error} (it has no training_config.yaml either, so it is not a run's folder)"
         raise ValueError(text) from None
     model = identify(source)
     family = Family.of_config(model)

@@ -151,7 +151,7 @@ def respelled(tensors: dict[str, torch.Tensor], spelling: str) -> dict[str, torc
 @pytest.mark.parametrize(
     "spelling", ["adapter's name", "down and up", "processor", "kohya", "PEFT's model"]
 )
-def test_spellings_and_where_alpha_stands(spelling: str, tmp_path: Path) -> None:
+def test_spellings_and_places_of_alpha(spelling: str, tmp_path: Path) -> None:
     source = source_of(tiny("5b", seed=5, lora_rank=4), 4.0)
     tensors = respelled(load_file(write_peft(source, tmp_path / "ours")), spelling)
     folder, alpha = tmp_path / "theirs", 4.0

@@ -102,7 +102,7 @@ REFUSED = {
     "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be a whole number from 0 to",
     "args.cached_noised_images=2": "but args.latent_cache is not set; name one that `cogfast cache`",
     "args.cached_noised_images=2 args.latent_cache=cache": (
-        "=2 is of image-to-video, but model.noised_image_input=false; set it to 0"
+        "=2 applies to image-to-video, but model.noised_image_input=false; set it to 0"
     ),
     "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
     "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
@@ -151,10 +151,10 @@ REFUSED = {
         "max_length=77 does not fit text_length=226 of the model's pos_embed_config"
     ),
     "model.conditioner_config.params.emb_models[0].params.model_dir=t5-v1_1-xxl": (
-        "model_dir=t5-v1_1-xxl is no folder; name one that holds T5"
+        "model_dir=t5-v1_1-xxl is not a folder; name one that holds T5"
     ),
     "model.conditioner_config.params.emb_models[0].params.model_dir=google/t5-v1_1-xxl": (
-        "model_dir=google/t5-v1_1-xxl is no folder; name one that holds T5"
+        "model_dir=google/t5-v1_1-xxl is not a folder; name one that holds T5"
     ),
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"

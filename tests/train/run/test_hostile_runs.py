@@ -124,7 +124,7 @@ def test_a_resume_refuses_a_flipped_bit_of_a_tensor(base: Path, good: Path, tmp_
     assert len(losses(run)) == 5
     flip_bit(old / "rank-00000.safetensors", 8 * 200_000)
     shutil.rmtree(run / "checkpoints" / "00000005")
-    with pytest.raises(ValueError, match="there is no other one in its folder"):
+    with pytest.raises(ValueError, match="its folder has no other checkpoint"):
         resume(base, new)
 
 

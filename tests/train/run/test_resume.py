@@ -117,7 +117,7 @@ def resume_copy(short_run: Path, folder: Path, base: Path, *overrides: str) -> P
     return copy
 
 
-def test_auto_starts_afresh_and_latest_refuses_to(tmp_path: Path, base: Path) -> None:
+def test_auto_starts_a_new_run_and_latest_refuses_to(tmp_path: Path, base: Path) -> None:
     with pytest.raises(
         ValueError, match=r"args\.resume=latest: no run of 'tiny' with a checkpoint"
     ):
@@ -196,7 +196,7 @@ def test_no_good_checkpoint_is_reported(tmp_path: Path, base: Path, short_run: P
     shutil.copytree(short_run, copy)
     for path in (copy / "checkpoints").glob("0*"):
         damage(path, "missing rank file")
-    with pytest.raises(ValueError, match="there is no other one in its folder"):
+    with pytest.raises(ValueError, match="its folder has no other checkpoint"):
         resume_copy(short_run, tmp_path, base, "args.resume=auto")
 
 

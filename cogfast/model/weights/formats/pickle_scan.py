@@ -130,7 +130,7 @@ class _Scan:
 
     def _call(self, function: _Item, arguments: _Item) -> None:
         if function.kind != "global" or arguments.kind != "tuple":
-            raise PickleError("it calls what is no function by name")
+            raise PickleError("it calls something that is not a function by name")
         if arguments.has_collections and function.name not in _KEEP_MAPPINGS:
             raise PickleError(f"it calls {brief(function.name)} with a list or mapping")
         if arguments.largest > _MOST_ALLOCATED and function.name in _ALLOCATE:

@@ -158,7 +158,7 @@ def _last_good(folder: Path, bad: Path | None) -> str:
         except DamageError:
             continue
         return f"the last good one is that of step {int(other.name)}: --resume {other}"
-    return "there is no other one in its folder"
+    return "its folder has no other checkpoint"
 
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:

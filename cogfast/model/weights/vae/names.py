@@ -51,14 +51,14 @@ def _rename(name: str, modules: Mapping[str, str], shortcut: tuple[str, str]) ->
 
 
 def to_diffusers(state: Mapping[str, _T], num_levels: int, num_res_blocks: int) -> dict[str, _T]:
-    """Return SAT's tensors, or what else stands under their names, under diffusers' names."""
+    """Return SAT's tensors, or whatever values have their names, under diffusers' names."""
     modules = module_names(num_levels, num_res_blocks)
     shortcut = (_SAT_SHORTCUT, _DIFFUSERS_SHORTCUT)
     return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
 
 
 def to_sat(state: Mapping[str, _T], num_levels: int, num_res_blocks: int) -> dict[str, _T]:
-    """Return diffusers' tensors, or what else stands under their names, under SAT's names."""
+    """Return diffusers' tensors, or whatever values have their names, under SAT's names."""
     modules = {theirs: sat for sat, theirs in module_names(num_levels, num_res_blocks).items()}
     shortcut = (_DIFFUSERS_SHORTCUT, _SAT_SHORTCUT)
     return {_rename(name, modules, shortcut): tensor for name, tensor in state.items()}
