@@ -152,24 +152,26 @@ class BatchLoader:
         self.close()
 
 
-def to_device(
-    batch: Batch, device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> Batch:
-    """Move the tensors of a batch to `device`; "mp4" becomes [B, F, 3, H, W] `dtype` in [-1, 1].
+def to_device(batch: Batch, device: torch.device | str) -> Batch:
+    """Move the tensors of a batch to `device`; "mp4" becomes [B, F, 3, H, W] float32 in [-1, 1].
 
-    Videos are copied as uint8 and scaled on the device, in float32, before the cast to `dtype`.
-    Other tensors (latents, embeddings) keep their dtype.
+    Videos are copied as uint8 and scaled on the device. Other tensors (latents, embeddings) keep
+    their dtype.
     """
     out = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and value.device != torch.device(device):
             value = value.to(device, non_blocking=True)
         if key == "mp4":
-            if value.dtype == torch.uint8:
-                value = value.to(torch.float32).sub_(_MIDDLE).div_(_MIDDLE)
-            value = value.to(dtype)
+            value = in_unit_range(value).float()
         out[key] = value
     return out
+
+
+def in_unit_range(pixels: torch.Tensor) -> torch.Tensor:
+    """Convert uint8 pixels to float32 in [-1, 1]; other pixels are in that range already."""
+    is_byte = pixels.dtype == torch.uint8
+    return pixels.float().sub_(_MIDDLE).div_(_MIDDLE) if is_byte else pixels
 
 
 class TooSlow(BadSample):

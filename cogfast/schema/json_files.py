@@ -137,13 +137,13 @@ def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
     return content
 
 
-def read_name(path: str | Path, fix: str = _AGAIN) -> str:
+def read_name(path: str | Path) -> str:
     """Read a file such as `latest`, whose only text is the name of a file or folder beside it."""
     try:
-        name = read_limited(path, _MOST_NAME, fix).decode("utf-8").strip()
+        name = read_limited(path, _MOST_NAME).decode("utf-8").strip()
     except UnicodeDecodeError:
-        raise _error(str(path), "damaged, it is not UTF-8 text", fix) from None
-    return check(name, InsideName, str(path), fix)
+        raise _error(str(path), "damaged, it is not UTF-8 text", _AGAIN) from None
+    return check(name, InsideName, str(path))
 
 
 def brief(text: str) -> str:

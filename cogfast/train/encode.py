@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
@@ -231,11 +232,6 @@ def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
     """Replace the samples of `values` [B, ...] that is_dropped [B] marks by zeros."""
     is_dropped = is_dropped.to(values.device, non_blocking=True)
     return values.masked_fill(is_dropped.view(-1, *[1] * (values.ndim - 1)), 0)
-
-
-def in_unit_range(pixels: Tensor) -> Tensor:
-    """Convert uint8 pixels to [-1, 1], bitwise as data/batches.to_device does; keep floats as is."""
-    return (pixels.float() - 127.5) / 127.5 if pixels.dtype == torch.uint8 else pixels
 
 
 def _dtype(stage: FirstStage) -> torch.dtype:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from cogfast.data.batches import BatchLoader
+from cogfast.data.batches import BatchLoader, in_unit_range
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.global_order import GlobalOrder
@@ -31,7 +31,7 @@ from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
 from cogfast.train.distributed.process_watch import is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
-from cogfast.train.encode import Encoder, in_unit_range
+from cogfast.train.encode import Encoder
 from cogfast.train.sampling.generate import EvaluationStopped, Prompt, VideoMaker, write_samples
 from cogfast.train.video_size import LatentSize
 

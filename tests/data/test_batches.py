@@ -220,9 +220,7 @@ def test_to_device():
     exact = (torch.arange(256, dtype=torch.float64) - 127.5) / 127.5
     assert out["mp4"].dtype == torch.float32 and out["mp4"].shape == levels.shape
     torch.testing.assert_close(out["mp4"][0, 0, 0].flatten().double(), exact, rtol=0, atol=1e-7)
-    half = to_device(batch, "cpu", torch.bfloat16)
-    assert torch.equal(half["mp4"], out["mp4"].bfloat16())
-    assert half["prompt_embedding"].dtype == torch.bfloat16 and half["txt"] == ["a"]
+    assert out["prompt_embedding"].dtype == torch.bfloat16 and out["txt"] == ["a"]
     already = torch.rand(1, 2, 3, 4, 4)  # a user's data set may give SAT's [-1, 1] itself
     assert torch.equal(to_device({"mp4": already}, "cpu")["mp4"], already)
     assert batch["mp4"] is levels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.batches import to_device
+from cogfast.data.batches import in_unit_range
 from cogfast.data.datasets import Sample
 from cogfast.model.autoencoder import Moments
 from cogfast.train.encode import Encoder
@@ -33,7 +33,7 @@ def encode_samples(
             yield from (({"bad": bad.reason}, {}) for bad in together)
             continue
         clips = torch.stack([sample["video"] for sample in together])
-        pixels = to_device({"mp4": clips}, device)["mp4"].transpose(1, 2)
+        pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
         parts = _tensors("", encoder.encode_moments(pixels))
         if encoder.image_input:
             images = torch.stack(

@@ -47,7 +47,6 @@ def sample(
     seed: int,
     weights: str | None,
     ema: bool,
-    num_steps: int | None = None,
     loras: Sequence[LoraOverlay] = (),
 ) -> list[Path]:
     """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
@@ -55,7 +54,7 @@ def sample(
     Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
     `seed` + n, which reproduces it from its prompt alone.
     weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
-    those of args.load. num_steps: replaces the sampler's number of steps. loras: adapters to merge.
+    those of args.load. loras: adapters to merge.
     """
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
@@ -95,7 +94,6 @@ def sample(
         encoder,
         sizes[0],
         device=groups.device,
-        num_steps=num_steps,
     )
     settings = {"weights": weights or args.load, "ema": ema}
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
