@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) ->
     return _kept_if(op in _ATTENTION)
 
 
-def _keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _keep_products(ctx: object, op: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
     is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
     return _kept_if(op in _ATTENTION or is_product)
 
@@ -91,7 +91,7 @@ _CONTEXTS = {
 @cache
 def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
     """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
-    options = {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
     if policy in _CONTEXTS:
         options["context_fn"] = _CONTEXTS[policy]
     if not is_compiled or policy == "full":
@@ -150,7 +150,9 @@ class ActivationCheckpointing:
         self.bytes_on_top: int | None = None
         trained = (p for p in transformer.parameters() if p.requires_grad)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-        self._use([choice if self.is_settled else "full"] * len(transformer.blocks))
+        first: Policy = "full" if choice == "auto" else choice
+        policies: list[Policy] = [first] * len(transformer.blocks)
+        self._use(policies)
 
     def _use(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)
@@ -189,11 +191,11 @@ class ActivationCheckpointing:
             return
         self.is_settled = True
         free, total = free_memory(self.groups.device)
-        self._look_ahead()
-        here = free - int(_MARGIN * total) - self._on_top()
+        layer = self.layer = self._look_ahead(self.layer)
+        here = free - int(_MARGIN * total) - self._on_top(layer)
         # The rank with the least memory decides, so that every rank uses the same policies.
-        self._use(plan_layers(self.layer, len(self.policies), min(self.groups.gather(here))))
-        peak = total - free + self._need(self.policies)
+        self._use(plan_layers(layer, len(self.policies), min(self.groups.gather(here))))
+        peak = total - free + self._need(layer, self.policies)
         logger.info(
             "activation checkpointing: %s; predicted peak %.1f of %.1f GiB",
             describe(self.policies),
@@ -201,25 +203,23 @@ class ActivationCheckpointing:
             total / 2**30,
         )
 
-    def _look_ahead(self) -> None:
-        """Scale the measurement to the run's largest micro-batch."""
-        measured, self.layer = (
-            self.layer,
-            replace(self.layer, num_rows=max(self.layer.num_rows, self.most_rows)),
-        )
+    def _look_ahead(self, measured: LayerShape) -> LayerShape:
+        """Scale the measurement to the run's largest micro-batch, and return its shape."""
+        layer = replace(measured, num_rows=max(measured.num_rows, self.most_rows))
         if self.bytes_on_top is not None:
             # Temporary activations grow with the number of rows; gradients do not.
             of_rows = max(0, self.bytes_on_top - self.gradient_bytes)
-            self.bytes_on_top += of_rows * self.layer.num_rows // measured.num_rows - of_rows
+            self.bytes_on_top += of_rows * layer.num_rows // measured.num_rows - of_rows
+        return layer
 
-    def _on_top(self) -> int:
+    def _on_top(self, layer: LayerShape) -> int:
         if self.bytes_on_top is not None:
             return self.bytes_on_top
-        return self.layer.live + self.gradient_bytes
+        return layer.live + self.gradient_bytes
 
-    def _need(self, policies: Sequence[Policy]) -> int:
+    def _need(self, layer: LayerShape, policies: Sequence[Policy]) -> int:
         """Return the bytes that a step adds to those in use before it."""
-        return self._on_top() + kept_by_all(self.layer, policies)
+        return self._on_top(layer) + kept_by_all(layer, policies)
 
     def __enter__(self) -> ActivationCheckpointing:
         return self
@@ -250,9 +250,9 @@ class ActivationCheckpointing:
         kept = kept_by_all(self.layer, self.policies)
         # From the policy that keeps most: recommend the fastest one that fits.
         for policy in reversed(LADDER):
-            policies = [policy] * len(self.policies)
+            policies: list[Policy] = [policy] * len(self.policies)
             less = kept_by_all(self.layer, policies)
-            if less < kept and self._need(policies) <= free:
+            if less < kept and self._need(self.layer, policies) <= free:
                 return (
                     f"{used} keeps {kept / 2**30:.1f} GiB of activations; {policy} keeps "
                     f"{less / 2**30:.1f} GiB and would fit: set args.activation_checkpointing={policy}"

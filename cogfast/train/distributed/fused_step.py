@@ -46,6 +46,7 @@ class WeightGather:
         for whole, part, group in zip(wholes, parts, zero.real_dp_process_group, strict=True):
             if dist.get_world_size(group) > 1:
                 work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                assert work is not None, "an asynchronous collective returns its work"
                 self._under_way.append(work)
 
     def wait(self) -> None:

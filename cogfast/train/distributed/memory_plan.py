@@ -85,7 +85,7 @@ def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Pol
     next. The last layers climb first: their activations are released first, before the
     recomputations of the early layers need memory.
     """
-    policies = [LADDER[0]] * num_layers
+    policies: list[Policy] = [LADDER[0]] * num_layers
     left = num_bytes - num_layers * layer.kept(LADDER[0])
     for before, rung in zip(LADDER, LADDER[1:], strict=False):
         price = layer.kept(rung) - layer.kept(before)
@@ -93,7 +93,8 @@ def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Pol
         if price > 0:  # LoRA with sequence parallelism: none can keep less than pointwise
             num_risen = min(num_layers, max(0, left // price))
         left -= num_risen * price
-        policies[num_layers - num_risen :] = [rung] * num_risen
+        risen: list[Policy] = [rung] * num_risen
+        policies[num_layers - num_risen :] = risen
         if num_risen < num_layers:
             break
     return tuple(policies)

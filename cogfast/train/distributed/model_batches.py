@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ class DeviceAhead:
         self._batches, self._device, self._depth = batches, device, depth
         self._stream = torch.cuda.Stream(device)
         self._ahead: deque[tuple[Batch, torch.cuda.Event] | Exception] = deque()
+
+    def __iter__(self) -> DeviceAhead:
+        return self
 
     def __next__(self) -> Batch:
         while len(self._ahead) <= self._depth and not self._has_ended():
@@ -59,7 +63,9 @@ class DeviceAhead:
                 else value
                 for key, value in batch.items()
             }
-        return batch, self._stream.record_event()
+            is_copied = torch.cuda.Event()
+            is_copied.record(self._stream)
+        return batch, is_copied
 
 
 class ModelBatches:
@@ -91,11 +97,14 @@ class ModelBatches:
         If the first rank cannot read it, the other ranks of the group raise OtherRankError.
         """
         if self.groups.tensor is None:
+            assert self._batches is not None, "without tensor parallelism every rank reads"
             return to_device(next(self._batches), self.groups.device)
         return to_device(self._shared(), self.groups.device)
 
     def _shared(self) -> Batch:
-        groups, batch, error = self.groups, {}, None
+        groups = self.groups
+        batch: Batch = {}
+        error: Exception | None = None
         if self._batches is not None:
             try:
                 batch = next(self._batches)
@@ -110,7 +119,7 @@ class ModelBatches:
             raise OtherRankError(f"rank {groups.first_of_model} failed: {message}")
         return {key: self._send(batch.get(key), of) for key, of in outline.items()}
 
-    def _send(self, value: object, outline: object) -> object:
+    def _send(self, value: Any, outline: object) -> object:
         if not isinstance(outline, _Outline):
             return outline
         device = self.groups.device
@@ -119,6 +128,7 @@ class ModelBatches:
         value = value.to(device, non_blocking=True).contiguous()
         # Send bytes: gloo does not support every dtype.
         bytes_ = value.flatten().view(torch.uint8)
+        assert self.groups.tensor is not None, "without tensor parallelism nothing is shared"
         tensor = self.groups.tensor.process_group
         dist.broadcast(bytes_, self.groups.first_of_model, group=tensor)
         return value

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import torch
+from torch import nn
 
 from cogfast.model.attention import Attention, HeadNorm
+from cogfast.model.block import Block
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer
@@ -93,11 +96,13 @@ def parallelize(
         column, row = RowGatheringLinear, RowScatteringLinear
     last = len(transformer.blocks) - 1
     for i, block in enumerate(transformer.blocks):
+        assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
         _parallelize_attention(block.attention, group, column, row)
-        block.fc1 = column(block.fc1, group)
-        block.fc2 = row(block.fc2, group)
-        modulation = block.modulation
-        modulation.linear = GatheredLinear(modulation.linear, group, sums_gradient=splits_rows)
+        block.set_submodule("fc1", column(block.fc1, group))
+        block.set_submodule("fc2", row(block.fc2, group))
+        linear = block.modulation.linear
+        gathered = GatheredLinear(linear, group, sums_gradient=splits_rows)
+        block.set_submodule("modulation.linear", gathered)
         if splits_rows:
             transformer.blocks[i] = SequenceParallelBlock(block, group, i == 0, i == last)
     _mark(transformer)
@@ -109,25 +114,30 @@ def _parallelize_attention(
     column: type[ColumnParallelLinear],
     row: type[RowParallelLinear],
 ) -> None:
-    qkv, out = attention.qkv, attention.out
+    qkv, out = attention.get_submodule("qkv"), attention.get_submodule("out")
     if isinstance(qkv, LoraLinear):
-        attention.qkv = ColumnParallelLora(qkv, column(qkv.original, group, num_parts=3))
+        sharded = ColumnParallelLora(qkv, column(qkv.original, group, num_parts=3))
     else:
-        attention.qkv = column(qkv, group, num_parts=3)
+        assert isinstance(qkv, nn.Linear), f"qkv is {type(qkv).__name__}"
+        sharded = column(qkv, group, num_parts=3)
+    attention.set_submodule("qkv", sharded)
     if isinstance(out, LoraLinear):
-        attention.out = RowParallelLora(out, row(out.original, group))
+        sharded = RowParallelLora(out, row(out.original, group))
     else:
-        attention.out = row(out, group)
+        assert isinstance(out, nn.Linear), f"out is {type(out).__name__}"
+        sharded = row(out, group)
+    attention.set_submodule("out", sharded)
     attention.query_norm = _shared(attention.query_norm, group)
     attention.key_norm = _shared(attention.key_norm, group)
 
 
 def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | None:
-    has_weights = norm is not None and norm.elementwise_affine
-    return SharedHeadNorm(norm, group) if has_weights else norm
+    if norm is None or not norm.elementwise_affine:
+        return norm
+    return SharedHeadNorm(norm, group)
 
 
-def find_shards(transformer: DiffusionTransformer) -> dict[str, Shard]:
+def find_shards(transformer: nn.Module) -> dict[str, Shard]:
     """Return {parameter name: this rank's shard} of all sharded parameters."""
     return {
         f"{path}.{name}": shard
@@ -147,7 +157,7 @@ def count_trained(transformer: DiffusionTransformer) -> int:
 def _mark(transformer: DiffusionTransformer) -> None:
     """Mark sharded parameters for DeepSpeed's gradient norm and for checkpoints."""
     for name, shard in find_shards(transformer).items():
-        parameter = transformer.get_parameter(name)
+        parameter: Any = transformer.get_parameter(name)  # Any: gets attributes
         # DeepSpeed counts parameters without tensor_model_parallel once per tensor-parallel group.
         parameter.tensor_model_parallel, parameter.shard = True, shard
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ class ProcessGroups:
             dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
         return value
 
-    def broadcast_in_model(self, value: object) -> object:
+    def broadcast_in_model(self, value: T) -> T:
         """Return the first rank's `value` on every rank of the tensor-parallel group."""
         if self.tensor is None:
             return value
@@ -130,7 +130,7 @@ class ProcessGroups:
         dist.all_gather_object(out, value, group=self.control)
         return out
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
         if self.world_size == 1:
             return value
@@ -156,12 +156,12 @@ class ProcessGroups:
         if self.control is None:
             return self
         # Two threads must not mix their collectives in one group.
-        group = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
-        return dataclasses.replace(self, control=group)
+        return dataclasses.replace(self, control=_decision_group())
 
     def on_main(self, make: Callable[[], T]) -> T:
         """Run `make` on rank 0 and return its result on every rank. Its error ends all ranks."""
-        value, error = None, None
+        value: Any = None  # on rank 0 a T; the other ranks get it
+        error = None
         if self.is_main:
             try:
                 value = make()
@@ -215,12 +215,17 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
         )
         if world_size == 1:
             atexit.register(_end_lone_process)
-    control = None
-    if world_size > 1:
-        control = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
+    control = _decision_group() if world_size > 1 else None
     watch = watch_processes(rank, world_size, control) if is_owner else None
     groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
     return groups if tensor_size == 1 else _with_shared_models(groups, tensor_size)
+
+
+def _decision_group() -> dist.ProcessGroup:
+    """Create a group of all ranks for decisions. Every rank must call it."""
+    group = dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def _with_shared_models(groups: ProcessGroups, tensor_size: int) -> ProcessGroups:
@@ -234,6 +239,7 @@ def _with_shared_models(groups: ProcessGroups, tensor_size: int) -> ProcessGroup
     control, _ = dist.new_subgroups_by_enumeration(
         models, timeout=_DECISION_TIMEOUT, backend="gloo"
     )
+    assert isinstance(model, dist.ProcessGroup), "every rank is in one of the groups"
     tensor = TensorParallelGroup(groups.rank % tensor_size, tensor_size, model)
     return dataclasses.replace(groups, tensor=tensor, model_control=control, data=data)
 
@@ -277,7 +283,7 @@ class StopRequest:
         self._signals.__enter__()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         self._signals.__exit__(*exc_info)
 
     def finish(self) -> None:
@@ -319,6 +325,7 @@ class StopRequest:
             self.is_stopping = bool(flag.item())  # sync: none, a CPU tensor
         flag = torch.tensor([int(self.is_asked)])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work"
         self._pending = (work, flag)
         return self.is_stopping
 
@@ -327,14 +334,14 @@ class ModelParallelUnit:
     """DeepSpeed's `mpu` interface over `groups`, which have a tensor-parallel group."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        assert groups.tensor is not None, "there is no tensor parallelism"
-        self.groups = groups
+        assert groups.tensor is not None and groups.data is not None, "no tensor parallelism"
+        self.groups, self._tensor, self._data = groups, groups.tensor, groups.data
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups.data
+        return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.groups.data)
+        return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
         return self.groups.data_size
@@ -343,7 +350,7 @@ class ModelParallelUnit:
         return self.groups.data_rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups.tensor.process_group
+        return self._tensor.process_group
 
     def get_model_parallel_world_size(self) -> int:
         return self.groups.tensor_size

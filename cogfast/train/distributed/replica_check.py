@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,7 @@ def _hash(values: Tensor, weights: Tensor) -> Tensor:
     return reduce(lambda total, chunk: total * _ODD + chunk, sums)
 
 
-def _own_values(parameter: nn.Parameter) -> Tensor:
+def _own_values(parameter: Any) -> Tensor:  # Any: ZeRO-3 adds attributes to a Parameter
     """Return the elements that this rank has, [N]; under ZeRO-3, those of its partition."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:

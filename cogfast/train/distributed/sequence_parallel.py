@@ -6,10 +6,12 @@ together they send as many bytes as the all-reduce that they replace. Backward a
 each column-parallel linear's input again, for the gradient of its weight.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
+
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +116,7 @@ class _GatheringLinear(torch.autograd.Function):
         if needs_dx:
             dx = _start_scatter(grad @ weight, group)
         rows = grad.flatten(0, -2)
-        if needs_dw:
+        if gathered is not None:
             dw = rows.T @ _joined(gathered, group).flatten(0, -2)
         if needs_db:
             db = rows.sum(0)
@@ -197,37 +199,48 @@ def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKern
         return min(max(num_text - group.rank * num_rows, 0), num_rows)
 
     def shared(*vectors: Tensor | None) -> list[Tensor | None]:
-        if not any(v is not None and v.requires_grad for v in vectors):
+        # Without affine norms all are None.
+        given = [v for v in vectors if v is not None]
+        if not any(v.requires_grad for v in given):
             return list(vectors)
-        copies = share_vectors(vectors, group)
-        return [copy.to(v.dtype) for copy, v in zip(copies, vectors, strict=True)]
+        copies = share_vectors(given, group)
+        return [copy.to(v.dtype) for copy, v in zip(copies, given, strict=True)]
 
     def adaptive_layernorm(
-        hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *modulation: Any
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shift: Tensor,
+        scale: Tensor,
+        num_text: int,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
-        shift, scale, num_text, eps = modulation
-        count = own_text(hidden, num_text)
-        return kernels.adaptive_layernorm(hidden, *shared(weight, bias), shift, scale, count, eps)
+        count, (weight, bias) = own_text(hidden, num_text), shared(weight, bias)
+        return kernels.adaptive_layernorm(hidden, weight, bias, shift, scale, count, eps)
 
     def residual_adaptive_layernorm(
         hidden: Tensor,
         branch: Tensor,
-        branch_bias: Tensor,
+        branch_bias: Tensor | None,
         gate: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        *modulation: Any,
+        shift: Tensor,
+        scale: Tensor,
+        num_text: int,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
-        shift, scale, num_text, eps = modulation
         count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
-        norm = (*shared(weight, bias), shift, scale, count, eps)
-        return kernels.residual_adaptive_layernorm(hidden, branch, branch_bias, gate, *norm)
+        weight, bias = shared(weight, bias)
+        return kernels.residual_adaptive_layernorm(
+            hidden, branch, branch_bias, gate, weight, bias, shift, scale, count, eps
+        )
 
     def gated_residual(
-        hidden: Tensor, branch: Tensor, branch_bias: Tensor, gate: Tensor, num_text: int
+        hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
     ) -> Tensor:
-        count = own_text(hidden, num_text)
-        return kernels.gated_residual(hidden, branch, *shared(branch_bias), gate, count)
+        count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
+        return kernels.gated_residual(hidden, branch, branch_bias, gate, count)
 
     return replace(
         kernels,

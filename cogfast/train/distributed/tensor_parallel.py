@@ -10,6 +10,9 @@ The collectives are PyTorch's functional ones, which torch.compile and torch.uti
 ordinary ops.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -139,7 +142,7 @@ def share_vectors(vectors: Sequence[Tensor], group: TensorParallelGroup) -> Sequ
     return copy_to_group(both, group).unbind()
 
 
-def take_share(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+def take_share(parameter: Tensor, shard: Shard) -> nn.Parameter:
     """Copy this rank's shard of a parameter, so that the whole parameter can be freed."""
     share = shard.of(parameter.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(share, parameter.requires_grad)
@@ -205,7 +208,7 @@ class GatheredLinear(ColumnParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias."""
 
-    def __init__(self, whole: DeferredBiasLinear, group: TensorParallelGroup) -> None:
+    def __init__(self, whole: nn.Linear, group: TensorParallelGroup) -> None:
         assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
         super().__init__(whole, group, 1)
 
@@ -245,10 +248,12 @@ class ColumnParallelLora(ParallelLora):
         self.matrix_B = self._cut("matrix_B", whole.matrix_B, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.original.enter(x)
+        original = self.original
+        assert isinstance(original, ColumnParallelLinear), "__init__ sets it"
+        x = original.enter(x)
         # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
         a = copy_to_group(torch.cat(list(self.matrix_A.values())), self.group)
-        return self.original.product(x) + self.delta(x, a, self.matrix_B.values())
+        return original.product(x) + self.delta(x, a, self.matrix_B.values())
 
 
 class RowParallelLora(ParallelLora):
@@ -259,9 +264,11 @@ class RowParallelLora(ParallelLora):
         self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        original = self.original
+        assert isinstance(original, RowParallelLinear), "__init__ sets it"
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
         delta = self.delta(x, torch.cat(list(self.matrix_A.values())), b)
-        return self.original.leave(self.original.product(x) + delta)
+        return original.leave(original.product(x) + delta)
 
 
 class SharedHeadNorm(HeadNorm):

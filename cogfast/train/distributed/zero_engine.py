@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from cogfast.train.distributed.fused_step import (
     own_weights,
     reason_for_stock_step,
 )
+from cogfast.train.distributed.process_groups import ModelParallelUnit
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,7 @@ class ZeroEngine:
         transformer: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: dict,
-        mpu: object | None = None,
+        mpu: ModelParallelUnit | None = None,
         use_stock_step: bool = False,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
@@ -133,7 +135,8 @@ class ZeroEngine:
         deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
         )
-        self.transformer, self.optimizer = transformer, optimizer
+        self.transformer = transformer
+        self.optimizer: Any = optimizer  # a fused one also has found_inf
         self.tensor_rank, self.data_rank = 0, torch.distributed.get_rank()
         if mpu is not None:
             self.tensor_rank = mpu.get_model_parallel_rank()
@@ -146,7 +149,7 @@ class ZeroEngine:
             mpu=mpu,
             dist_init_required=False,
         )
-        self.zero = self.engine.optimizer
+        self.zero: Any = self.engine.optimizer  # one of many classes, whose private names are used
         self.stage = config["zero_optimization"]["stage"]
         # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that
         # counting needs no sync.
@@ -212,6 +215,7 @@ class ZeroEngine:
 
         reason = reason_for_stock_step(self.zero, self.optimizer, deepspeed.__version__)
         if reason is None:
+            assert self._gather is not None, "stages 1 and 2 gather weights"
             FusedStep(self.zero, self._gather)
         else:
             logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
@@ -240,6 +244,7 @@ class ZeroEngine:
         update = self.optimizer.step
 
         def step(closure: None = None) -> None:
+            assert self.found_inf is not None, "the norm is computed before the step"
             if not self.found_inf.item():  # sync: this optimizer cannot skip on the device
                 update()
 
@@ -261,7 +266,8 @@ class ZeroEngine:
 
     def _stage3_slices(self, names: dict[int, str]) -> Iterator[Slice]:
         rank = torch.distributed.get_rank(group=self.zero.dp_process_group)
-        for parameter in self.transformer.parameters():
+        parameters: Iterator[Any] = self.transformer.parameters()  # Any: DeepSpeed adds attributes
+        for parameter in parameters:
             place = self.zero.grad_position.get(self.zero.get_param_id(parameter))
             if place is None:  # frozen
                 continue
@@ -319,6 +325,7 @@ class ZeroEngine:
             return
         for weights, source in zip(own_weights(self.zero), sources, strict=True):
             weights.data.copy_(source)
+        assert self._gather is not None, "stages 1 and 2 gather weights"
         self._gather.start()
         self._gather.wait()
 
