@@ -264,7 +264,7 @@ class _MicroBatches(Reads):
             raise
 
 
-def read_sample(dataset: SizedDataset, index: int, timeout: float) -> dict:
+def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
     """Read a sample; raise TooSlow after `timeout` seconds (0: no limit)."""
     if timeout == 0:
         return dataset[index]

@@ -47,7 +47,7 @@ _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 class Argument:
     """A constructor argument: its value (possibly a component node) and its dotted key."""
 
-    value: object
+    value: Any
     key: str
 
 

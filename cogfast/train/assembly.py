@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from cogfast.config import Config, instantiate, resolve
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.cache.shards import Spec
 from cogfast.data.cache.source_hashes import Sources
-from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.settings import ClipSettings
 from cogfast.diffusion.denoiser import DiscreteDenoiser
@@ -135,7 +135,7 @@ def assemble_encoder(
 
     # Returns a FirstStage, a TextEncoder or None.
     def build_frozen(node: dict | None, where: str) -> Any:
-        if is_none(node):
+        if node is None or is_none(node):
             return None
         target, _ = resolve(node, config.allow_import)
         # Large modules take a dtype, so that they are never in memory in float32. They may keep some
@@ -180,8 +180,8 @@ def _optional(name: str, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Datasets:
-    train: Dataset
-    valid: Dataset | None
+    train: SizedDataset
+    valid: SizedDataset | None
 
 
 def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
@@ -193,10 +193,13 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
     datasets = _video_datasets(config, args)
     if args.latent_cache is None:
         return datasets
-    folder = Path(args.latent_cache)
-    specs = specs_of(config, args, datasets.train.settings, Sources(folder))
-    valid = None if datasets.valid is None else CachedVideos(folder, datasets.valid, specs)
-    return Datasets(CachedVideos(folder, datasets.train, specs), valid)
+    train, valid, folder = datasets.train, datasets.valid, Path(args.latent_cache)
+    # Preflight refuses a cache for other data sets.
+    assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
+    assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
+    specs = specs_of(config, args, train.settings, Sources(folder))
+    cached = None if valid is None else CachedVideos(folder, valid, specs)
+    return Datasets(CachedVideos(folder, train, specs), cached)
 
 
 def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
@@ -224,7 +227,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     return Datasets(*(_part(train, part) for part in parts))
 
 
-def _dataset(config: Config, folders: Sequence[str]) -> Dataset:
+def _dataset(config: Config, folders: Sequence[str]) -> SizedDataset:
     if not config.data:
         raise ValueError("data: section is missing; name a data set, as sft.yaml does")
     if not folders:
@@ -239,7 +242,7 @@ def specs_of(
     return cache_specs(config, args, settings, _text_entry(config)[0], sources)
 
 
-def _weighed(dataset: Dataset, weights: Sequence[float]) -> Dataset:
+def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:
     if not isinstance(dataset, CaptionedVideos):
         raise ValueError(
             f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not report which "
@@ -248,13 +251,14 @@ def _weighed(dataset: Dataset, weights: Sequence[float]) -> Dataset:
     return dataset.with_source_weights(weights)
 
 
-def _part(dataset: Dataset, indices: Sequence[int]) -> Dataset:
-    return (
-        dataset.part(indices) if isinstance(dataset, CaptionedVideos) else Subset(dataset, indices)
-    )
+def _part(dataset: SizedDataset, indices: Sequence[int]) -> SizedDataset:
+    if isinstance(dataset, CaptionedVideos):
+        return dataset.part(indices)
+    whole: Any = dataset  # Subset asks for a torch Dataset, but anything with items works
+    return Subset(whole, indices)
 
 
-def assemble_order(dataset: Dataset, seed: int, global_batch: int) -> GlobalOrder:
+def assemble_order(dataset: SizedDataset, seed: int, global_batch: int) -> GlobalOrder:
     """Return the reading order of a data set's samples."""
     if isinstance(dataset, CaptionedVideos):
         return dataset.order(seed, global_batch)
@@ -262,7 +266,11 @@ def assemble_order(dataset: Dataset, seed: int, global_batch: int) -> GlobalOrde
 
 
 def assemble_batches(
-    dataset: Dataset, args: TrainArguments, groups: ProcessGroups, folder: Path, start_step: int
+    dataset: SizedDataset,
+    args: TrainArguments,
+    groups: ProcessGroups,
+    folder: Path,
+    start_step: int,
 ) -> ModelBatches:
     """Return the training micro-batches of this rank, starting at `start_step`."""
     accumulation = args.gradient_accumulation_steps

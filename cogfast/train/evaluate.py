@@ -10,15 +10,15 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from cogfast.data.batches import BatchLoader, in_unit_range
 from cogfast.data.cache.dataset import CachedVideos
-from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.diffusion.denoiser import Conditioning
@@ -54,7 +54,7 @@ class Evaluator:
         engine: ZeroEngine,
         diffusion: Diffusion,
         encoder: Encoder,
-        dataset: Dataset | None,
+        dataset: SizedDataset | None,
         args: TrainArguments,
         groups: ProcessGroups,
         folder: Path,
@@ -132,6 +132,7 @@ class Evaluator:
                 except Exception as caught:
                     error = caught
                 self.groups.agree(error)
+                assert inputs is not None, "agree raises where there are none"
                 try:
                     sums += self._band_losses(*inputs)
                 except Exception as caught:
@@ -144,15 +145,20 @@ class Evaluator:
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / num_bands, **named}
 
+    @property
+    def _held_out(self) -> SizedDataset:
+        assert self.dataset is not None, "there is held-out data"
+        return self.dataset
+
     def _order(self) -> GlobalOrder:
-        return assemble_order(self.dataset, _SEED, self.batch_size * self.groups.data_size)
+        return assemble_order(self._held_out, _SEED, self.batch_size * self.groups.data_size)
 
     def _batches(self, order: GlobalOrder, num_steps: int) -> ModelBatches:
         if not self.groups.is_first_of_model:
             return ModelBatches(None, self.groups)
         args = self.args
         loader = BatchLoader(
-            self.dataset,
+            self._held_out,
             order,
             micro_batch=self.batch_size,
             dp_rank=self.groups.data_rank,
@@ -185,6 +191,7 @@ class Evaluator:
     ) -> Tensor:
         """Return the summed loss per band and the number of samples, [bands + 1] float64."""
         num_bands, loss_fn = self.args.eval_timestep_bands, self.diffusion.loss
+        assert loss_fn is not None, "__call__ leaves the held-out loss out without one"
         noise = rng.normal("held-out noise", latents.shape)
         offset_noise = rng.normal("held-out offset noise", latents.shape[:1])
         given = (self.engine, self.diffusion.denoiser, latents, conditioning)
@@ -226,11 +233,10 @@ class Evaluator:
         texts: Sequence[str] = self.args.eval_prompts
         if texts and not self.encoder.image_input:
             return [Prompt(i, text, _SEED + i) for i, text in enumerate(texts)]
-        number = len(texts) or min(self.args.eval_num_samples, len(self.dataset))
-        chosen = [
-            i * len(self.dataset) // number for i in range(number)
-        ]  # evenly spaced over the data
-        captions = None if self.encoder.image_input else _captions(self.dataset)
+        dataset = self._held_out
+        number = len(texts) or min(self.args.eval_num_samples, len(dataset))
+        chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
+        captions = None if self.encoder.image_input else _captions(dataset)
         if captions is not None:
             return [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         return [
@@ -240,12 +246,13 @@ class Evaluator:
 
     def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
         """Build a prompt from a sample of the data set. text: replaces its caption."""
-        item, image, image_latents = self.dataset[sample], None, None
+        dataset: Any = self._held_out  # a cache, or a user's own class, may have first_frame
+        item, image, image_latents = dataset[sample], None, None
         if self.encoder.image_input and "image_latents" in item:
             image_latents = item["image_latents"]
         elif self.encoder.image_input:
             if "noised_image_mean" in item:  # a cache of noised images holds no clean frame
-                pixels = self.dataset.first_frame(sample)
+                pixels = dataset.first_frame(sample)
             else:
                 pixels = item["images"] if "images" in item else item["video"][0]
             # DALI's frames are on the GPU in the reader's memory; uint8 pixels are scaled on the CPU.
@@ -255,14 +262,16 @@ class Evaluator:
                 pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]
             image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")
-        text = text or item.get("txt", "")
-        return Prompt(index, text, _SEED + index, image, image_latents, embedding)
+        caption: str = text or item.get("txt", "")
+        return Prompt(index, caption, _SEED + index, image, image_latents, embedding)
 
 
-def _captions(dataset: Dataset) -> Sequence[str] | None:
+def _captions(dataset: SizedDataset) -> Sequence[str] | None:
     """Return the captions if the data set lists them without decoding and has no embeddings."""
     if isinstance(dataset, Subset):
-        inner = _captions(dataset.dataset)
+        whole: Any = dataset.dataset
+        inner = _captions(whole)
         return None if inner is None else [inner[i] for i in dataset.indices]
-    is_listed = isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos)
-    return dataset.captions if is_listed else None
+    if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
+        return dataset.captions
+    return None

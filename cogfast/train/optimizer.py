@@ -14,6 +14,7 @@ from cogfast.config import instantiate
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import to_dict
 
 _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py NO_WD_MODULES
 
@@ -53,7 +54,7 @@ def build_optimizer(
     kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
-    params = OmegaConf.to_container(OmegaConf.create(dict(section.get("params") or {})))
+    params = to_dict(OmegaConf.create(dict(section.get("params") or {})))
     if kind.lower() in ("adam", "adamw"):
         if not params.pop("bias_correction", True):
             raise ValueError(

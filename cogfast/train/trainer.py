@@ -85,11 +85,12 @@ class Trainer:
             args.save or "runs", args.experiment_name, args.resume, self.groups
         )
         self.manifest: dict = {}
-        if self.checkpoint is not None:
+        checkpoint = self.checkpoint
+        if checkpoint is not None:
             self.manifest = self.groups.on_main(
-                lambda: read_manifest(self.checkpoint, RESUMABLE, args.verify_checkpoints)
+                lambda: read_manifest(checkpoint, RESUMABLE, args.verify_checkpoints)
             )
-            check_changes(self.checkpoint, self.manifest, config, self.global_batch)
+            check_changes(checkpoint, self.manifest, config, self.global_batch)
         if self.groups.is_main:
             describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
             record_bad(self.folder, bad, len(self.datasets.train))
@@ -127,6 +128,7 @@ class Trainer:
             self.engine.wait_for_weights,
         )
         sizes = bucket_sizes(config, transformer.config)
+        assert args.activation_checkpointing is not None, "from_config chooses one"
         self.checkpointing = ActivationCheckpointing(
             transformer,
             args.activation_checkpointing,
@@ -153,8 +155,8 @@ class Trainer:
         self.writer = CheckpointWriter(
             self.folder / "checkpoints", self.engine, self.groups, args.keep_last
         )
-        if self.checkpoint is not None:
-            self._resume()
+        if checkpoint is not None:
+            self._resume(checkpoint)
 
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""
@@ -257,9 +259,9 @@ class Trainer:
         if self.engine.transformer.config.lora_dropout > 0:
             rng.seed_pytorch("lora dropout")
         with self.profiler.range("forward"):
-            denoiser = self.diffusion.denoiser
-            loss = self.diffusion.loss(self.engine, denoiser, latents, conditioning, rng)
-            return loss.mean()
+            denoiser, loss_fn = self.diffusion.denoiser, self.diffusion.loss
+            assert loss_fn is not None, "preflight asks for one"
+            return loss_fn(self.engine, denoiser, latents, conditioning, rng).mean()
 
     def _random(self, batch: dict) -> SlotRandom:
         first = next(v for v in batch.values() if isinstance(v, Tensor))
@@ -274,7 +276,8 @@ class Trainer:
         if not self.is_size_known:
             fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
             num_frames = self.encoder.num_frames(batch)
-            self.latent_size = LatentSize(*latents.shape[1:], num_frames, fps)
+            channels, frames, height, width = latents.shape[1:]
+            self.latent_size = LatentSize(channels, frames, height, width, num_frames, fps)
             self.is_size_known = True
 
     def _is_due(self, interval: int | None) -> bool:
@@ -282,6 +285,7 @@ class Trainer:
 
     def _count_steps(self) -> int:
         if self.args.epochs is None:
+            assert self.args.train_iters is not None, "from_config sets a default"
             return self.args.train_iters
         return self.order.num_steps(self.args.epochs)
 
@@ -362,9 +366,9 @@ class Trainer:
         stored = self.manifest.get("attention_backend")
         return choose_for_training(self.config, self.args, transformer.config, self.groups, stored)
 
-    def _resume(self) -> None:
+    def _resume(self, checkpoint: Path) -> None:
         manifest, is_verified = self.manifest, self.args.verify_checkpoints
-        load_checkpoint(self.checkpoint, manifest, self.engine, self.groups, is_verified)
+        load_checkpoint(checkpoint, manifest, self.engine, self.groups, is_verified)
         num_samples = len(self.datasets.train)
         order = self.order.fingerprint
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)
@@ -376,4 +380,4 @@ class Trainer:
                 "" if before[0] != num_samples else ", with different weights or buckets",
             )
         self.step = self.writer.saved_step = manifest["step"]
-        logger.info("resumed %s at step %d", self.checkpoint, self.step)
+        logger.info("resumed %s at step %d", checkpoint, self.step)

@@ -32,7 +32,7 @@ from cogfast.data.cache.shards import (
     write_shard,
 )
 from cogfast.data.cache.source_hashes import Sources, hash_text
-from cogfast.data.datasets import CaptionedVideos, Sample
+from cogfast.data.datasets import CaptionedVideos, Sample, SizedDataset
 from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers.read_ahead import Reads, read_ahead
 from cogfast.files import WriteError, remove_unfinished, write_text
@@ -72,6 +72,7 @@ class Clip:
 def cache_latents(config: Config) -> None:
     """Encode all samples of args.train_data and args.valid_data into args.latent_cache."""
     args = TrainArguments.from_config(config)
+    assert args.latent_cache is not None, "check_cache asks for a folder"
     groups = start_processes()
     folder = Path(args.latent_cache)
     try:
@@ -191,7 +192,9 @@ class _CacheRun:
     def _encode_text(
         self, shards: Sequence[Shard], clips: dict[str, Clip], progress: CacheProgress
     ) -> Iterator[tuple[Shard, dict[str, Tensor], list[dict]]]:
-        encoder = self._encoder() if shards else None
+        if not shards:
+            return
+        encoder = self._encoder()
         for shard in shards:
             tensors, rows = {}, []
             for start in range(0, len(shard.keys), _CAPTIONS_AT_ONCE):
@@ -273,6 +276,7 @@ class _CacheRun:
             self.bad.add(path, reason)
         self.bad.check()
         text = "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in lines.items())
+        assert self.bad.file is not None, "__init__ names a file"
         if lines:
             write_text(self.bad.file, text)
         else:
@@ -287,7 +291,7 @@ class _CacheRun:
         )
 
 
-def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
+def _in_order(videos: SizedDataset | None, seed: int) -> Iterator[Clip]:
     """Yield the samples in the order in which training first reads them, then the unused ones.
 
     How buckets alternate depends on the global batch of training, which is unknown here. The size of
@@ -295,6 +299,7 @@ def _in_order(videos: CaptionedVideos | None, seed: int) -> Iterator[Clip]:
     """
     if videos is None:
         return
+    assert isinstance(videos, CaptionedVideos), "preflight refuses other data sets"
     order = videos.order(seed, SHARD_SAMPLES["video"])
     steps = range(order.num_steps(1))
     first = [order.index(step, slot) for step in steps for slot in range(order.global_batch)]
@@ -308,8 +313,8 @@ class _Clips(Reads):
     def __init__(self, batches: list[list[Clip]], timeout: float) -> None:
         self.batches, self.timeout = batches, timeout
 
-    def name(self, number: int) -> str:
-        return ", ".join(clip.path for clip in self.batches[number])
+    def name(self, key: int) -> str:
+        return ", ".join(clip.path for clip in self.batches[key])
 
     def __getitem__(self, number: int) -> list[Sample | BadSample]:
         return [self._sample(clip) for clip in self.batches[number]]

@@ -27,7 +27,7 @@ class DeviceAhead:
     def __init__(self, batches: Iterator[Batch], device: torch.device, depth: int) -> None:
         self._batches, self._device, self._depth = batches, device, depth
         self._stream = torch.cuda.Stream(device)
-        self._ahead: deque[tuple[Batch, torch.cuda.Event] | Exception] = deque()
+        self._ahead: deque[tuple[Batch, torch.Event] | Exception] = deque()
 
     def __iter__(self) -> DeviceAhead:
         return self
@@ -51,7 +51,7 @@ class DeviceAhead:
     def _has_ended(self) -> bool:
         return bool(self._ahead) and isinstance(self._ahead[-1], Exception)
 
-    def _start_next(self) -> tuple[Batch, torch.cuda.Event] | Exception:
+    def _start_next(self) -> tuple[Batch, torch.Event] | Exception:
         try:
             batch = next(self._batches)
         except Exception as error:  # including StopIteration
@@ -63,9 +63,7 @@ class DeviceAhead:
                 else value
                 for key, value in batch.items()
             }
-            is_copied = torch.cuda.Event()
-            is_copied.record(self._stream)
-        return batch, is_copied
+        return batch, self._stream.record_event()
 
 
 class ModelBatches:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import to_dict
@@ -121,7 +122,7 @@ class ZeroEngine:
 
     def __init__(
         self,
-        transformer: nn.Module,
+        transformer: DiffusionTransformer,
         optimizer: torch.optim.Optimizer,
         config: dict,
         mpu: ModelParallelUnit | None = None,
@@ -169,7 +170,7 @@ class ZeroEngine:
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()
 
-    def __call__(self, *inputs: Tensor, **named: Tensor | None) -> Tensor:
+    def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
         return self.engine(*inputs, **named)
 
     @property

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-
-from torch.utils.data import Dataset
+from typing import TypeGuard
 
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, survey, table
 from cogfast.data.cache.dataset import CachedVideos
-from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import Datasets
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -31,14 +30,16 @@ def survey_datasets(
     train, valid = datasets.train, datasets.valid
     if groups.is_main:
         _warn_of_overlap(train, valid)
-    wanted = [_needs_scan(dataset, args) for dataset in (train, valid)]
-    if not any(wanted):
+    if not any(_needs_scan(dataset, args) for dataset in (train, valid)):
         return datasets, {}
     found: list[Survey | None] = groups.on_main(
-        lambda: [survey(d) if w else None for d, w in zip((train, valid), wanted, strict=True)]
+        lambda: [
+            survey(d) if _needs_scan(d, args) else None for d in (datasets.train, datasets.valid)
+        ]
     )
     bad: dict[str, str] = {}
     if found[0] is not None:
+        assert isinstance(train, CaptionedVideos), "only these are scanned"
         bad = {train.name(i): reason for i, reason in found[0].reasons.items()}
         log = BadSampleLog(None, len(train), args.max_bad_fraction)
         log.reasons.update(bad)
@@ -56,6 +57,7 @@ def survey_datasets(
         if train.settings.buckets is not None:
             logger.info(table(train, found[0], global_batch))
     if found[1] is not None:
+        assert isinstance(valid, CaptionedVideos), "only these are scanned"
         valid = in_buckets(valid, found[1])
         if found[1].reasons:
             first, reason = next(iter(found[1].reasons.items()))
@@ -64,7 +66,7 @@ def survey_datasets(
     return Datasets(train, valid), bad
 
 
-def _warn_of_overlap(train: Dataset, valid: Dataset | None) -> None:
+def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:
     if not (isinstance(train, CaptionedVideos) and isinstance(valid, CaptionedVideos)):
         return
     trained = {train.name(i) for i in range(len(train))}
@@ -74,7 +76,7 @@ def _warn_of_overlap(train: Dataset, valid: Dataset | None) -> None:
         logger.warning(text, len(both), len(valid), both[0])
 
 
-def _needs_scan(dataset: Dataset | None, args: TrainArguments) -> bool:
+def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:
     if not isinstance(dataset, CaptionedVideos):
         return False
     is_read = args.check_videos and not isinstance(dataset, CachedVideos)

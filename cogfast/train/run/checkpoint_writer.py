@@ -17,6 +17,7 @@ import shutil
 import weakref
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,7 @@ class CheckpointWriter:
         except (MemoryError, RuntimeError) as caught:
             error = caught
         self.groups.agree(error)
+        assert snapshot is not None, "agree raises where there is none"
         return snapshot
 
     def _write(self, about: dict) -> None:
@@ -121,15 +123,16 @@ class CheckpointWriter:
 
     def _write_all(self, about: dict) -> None:
         """Write the files of all ranks, the manifest and `latest`. One rank's error ends all."""
-        draft, groups = self._draft(about["step"]), self.groups
+        draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
+        assert snapshot is not None, "save takes it before it starts this thread"
         groups.on_main(lambda: _make_empty(draft))
         name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
         try:
-            slices, checksum = self._snapshot.write(draft / name)
+            slices, checksum = snapshot.write(draft / name)
         except Exception as caught:
             error = caught
         groups.agree(error)
-        reports = groups.gather((name, slices, checksum, self._snapshot.counters()))
+        reports = groups.gather((name, slices, checksum, snapshot.counters()))
         groups.on_main(lambda: self._complete(draft, reports, about))
 
     def _complete(self, draft: Path, reports: list, about: dict) -> None:
@@ -270,7 +273,8 @@ def _host_buffer(like: Tensor) -> Tensor:
     buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda and is_small)
     if like.is_cuda and not is_small:
         # torch's pinned allocator would round the size up to a power of two: register it instead.
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        address = buffer.data_ptr()
         if int(runtime.cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)) == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
         else:

@@ -14,11 +14,12 @@ from glob import escape
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
 from cogfast.files import WriteError, set_aside, write_text
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.schema.config import to_dict
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
 
@@ -180,8 +181,10 @@ def _write_description(
 
 def _changed_keys(before: Path, after: str) -> list[str]:
     """Return `key: old -> new` of every key that differs between a run's file and a configuration."""
-    both = read_yaml(before, before.name, is_plain=True), OmegaConf.create(after)
-    changes = _changes(*(OmegaConf.to_container(sections) for sections in both))
+    old = read_yaml(before, before.name, is_plain=True)
+    new = OmegaConf.create(after)
+    assert isinstance(new, DictConfig), "a configuration is a mapping"
+    changes = _changes(to_dict(old), to_dict(new))
     of_resume = ("args.resume", "args.accept_changes")
     return [text for key, text in changes.items() if key not in of_resume]
 

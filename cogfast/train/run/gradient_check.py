@@ -17,7 +17,8 @@ def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
         return None
     if not transformer.output.weight.any():
         return "the output layer is zero"
-    gates = [p for block in transformer.blocks for p in block.modulation.parameters()]
+    named = transformer.blocks.named_parameters()
+    gates = [p for name, p in named if ".modulation." in name]
     return None if any(p.any() for p in gates) else "the blocks' modulation is zero"
 
 

@@ -6,6 +6,7 @@ TensorBoard's own writer uses a thread, which a full disk ends with a traceback.
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -13,6 +14,7 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -65,27 +67,30 @@ class TensorBoardFile:
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         """purge_step: TensorBoard ignores this and later steps of earlier files in the folder."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
+        event = _messages("event")
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         # The name may exist: two runs in one process and second.
         taken = len(list(folder.glob(f"{name}.*")))
         self._file = LogFile(folder / f"{name}.{taken}")
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(event.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            start = event.SessionLog(status=event.SessionLog.START)
+            self._add(event.Event(wall_time=time.time(), step=purge_step, session_log=start))
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        summary = _messages("summary").Summary
+        values = [summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        event = _messages("event").Event
+        self._add(event(wall_time=time.time(), step=step, summary=summary(value=values)))
 
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
-        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def _add(self, event: object) -> None:
+    def _add(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         framed = io.BytesIO()  # a record with its length and checksums
         RecordWriter(framed).write(event.SerializeToString())
         self._file.append(framed.getvalue())
+
+
+def _messages(name: str) -> Any:
+    """Import a module of TensorBoard's messages, which get their classes when they are imported."""
+    return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")

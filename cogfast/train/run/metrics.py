@@ -137,7 +137,7 @@ class Metrics:
         purge_step = start_step + 1 if start_step else None
         self.tensorboard = TensorBoardFile(tensorboard_folder, purge_step)
         if wandb_project is not None:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports] - optional
 
             self.wandb = wandb.init(
                 project=wandb_project,
@@ -254,6 +254,7 @@ class Metrics:
         text = json.dumps({k: _plain(v) for k, v in line.items()})
         self.lines.append(text.encode() + b"\n")
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
+        assert self.tensorboard is not None, "rank 0 opens the writers"
         self.tensorboard.add(step, numbers)
         if self.wandb is not None:
             self.wandb.log(numbers, step=step)

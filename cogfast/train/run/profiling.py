@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +56,11 @@ class Profiler:
     ) -> None:
         """num_steps: last step of the run."""
         self.folder, self.groups = folder, groups
-        is_on = args.profiling is not None and args.profiling >= 0
-        self.first = args.profiling if is_on else None
-        self.end = min(self.first + args.profiling_steps, num_steps) if is_on else None
+        self.first: int | None = None  # None: no capture
+        self.end = 0
+        if args.profiling is not None and args.profiling >= 0:
+            self.first = args.profiling
+            self.end = min(self.first + args.profiling_steps, num_steps)
         self.blocks = _BlockRanges(blocks, self.range) if args.profiling_blocks else None
         self.is_capturing = self.has_captured = False
         self.step = 0  # completed steps
@@ -141,7 +144,8 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()  # sync: keep kernels of earlier steps out of the profile
             if self.groups.local_rank == 0:  # nsys captures all processes of a machine together
-                torch.cuda.cudart().cudaProfilerStart()
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaProfilerStart()
         if nsys is not None:  # only one profiler can trace a GPU
             logger.info("args.profiling: %s is set, so nsys captures the profile", nsys)
         elif self.groups.is_main:
@@ -152,7 +156,8 @@ class Profiler:
         if self.groups.device.type == "cuda":
             torch.cuda.synchronize()  # sync: include all kernels of the last step
             if self.groups.local_rank == 0:
-                torch.cuda.cudart().cudaProfilerStop()
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaProfilerStop()
         self._restore()
         if self.trace is not None:
             self.trace.stop()
@@ -168,6 +173,7 @@ class Profiler:
         self.is_capturing = False
 
     def _write(self, trace: profile) -> None:
+        assert self.first is not None, "a capture began at a step"
         text = tables(trace.key_averages(), self.step - self.first)
         try:
             self.folder.mkdir(exist_ok=True)
@@ -211,7 +217,7 @@ class _BlockRanges:
         for block, call in zip(self.blocks, self.calls_before, strict=True):
             block._compiled_call_impl = call
 
-    def _call(self, i: int, call: Callable[..., Tensor], hidden: Tensor, *others: object) -> Tensor:
+    def _call(self, i: int, call: Callable[..., Any], hidden: Tensor, *others: object) -> Tensor:
         if self.is_backward:
             with self.range(f"block {i} recompute"):
                 return call(hidden, *others)
@@ -265,7 +271,7 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     place = lambda e: (not e.is_user_annotation, -e.cpu_time_total, -e.device_time_total)
     ranges = EventList(sorted(averages, key=place))
     # Leave out autograd's own events: they are no ops, and they overlap with the blocks' ranges.
-    ops = [e for e in averages if not (e.is_user_annotation or e.key.startswith(_BOOKKEEPING))]
+    ops = [e for e in averages if not (e.is_user_annotation or str(e.key).startswith(_BOOKKEEPING))]
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
     shown, order = (kernels, "self_device_time_total") if kernels else (ops, "self_cpu_time_total")
     form = {"max_name_column_width": _NAME_WIDTH, "time_unit": "ms"}

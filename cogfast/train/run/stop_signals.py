@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cogfast.data.workers.signals import STOP_SIGNALS
 
@@ -60,7 +60,7 @@ class StopSignals:
         self.patience = patience
         self.received: list[int] = []
         self.is_done = False
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         self._outer, StopSignals._innermost = StopSignals._innermost, self
@@ -96,6 +96,7 @@ class StopSignals:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
+                assert first is not None, "the deadline counts from the first signal"
                 self._end(first, f"ended by {name_of(first)}")
             for number in os.read(reader, 64):
                 if number == _CLOSED:

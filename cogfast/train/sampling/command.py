@@ -144,6 +144,7 @@ def _limit_decoding(
         error = caught
     groups.agree(error)
     plan = groups.broadcast(plan)
+    assert plan is not None, "agree raises where rank 0 has none"
     needed = plan.num_bytes / _GIB
     if plan.num_bytes > budget and asked is not None:
         raise ValueError(
@@ -188,6 +189,7 @@ def _settings(
 
 
 def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
+    assert prompt.size is not None, "every prompt gets a size"
     rows, columns = _pixels(prompt.size)
     found = {"text": prompt.text, "seed": prompt.seed, "height": rows, "width": columns}
     return found if image is None else found | {"image": str(image)}

@@ -80,7 +80,7 @@ class VideoMaker:
         if prompts[0].embedding is None:
             text = self.encoder.encode_text([p.text for p in prompts])
         else:
-            text = torch.stack([p.embedding for p in prompts]).to(self.device)
+            text = _stack([p.embedding for p in prompts]).to(self.device)
         image = self._image_latents(prompts) if self.encoder.image_input else None
         return Conditioning(text=text, image_latents=image)
 
@@ -118,11 +118,17 @@ class VideoMaker:
                 f"{missing[0]!r} has none; give --image, or prompt@@image lines"
             )
         if prompts[0].image is None:
-            latents = torch.stack([p.image_latents for p in prompts]).to(self.device).float()
+            latents = _stack([p.image_latents for p in prompts]).to(self.device).float()
         else:
-            frames = torch.stack([p.image for p in prompts]).to(self.device)[:, :, None]
+            frames = _stack([p.image for p in prompts]).to(self.device)[:, :, None]
             latents = self.encoder.encode_video(frames, self._random(prompts), "image_first_stage")
         return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
+
+
+def _stack(values: Sequence[Tensor | None]) -> Tensor:
+    given = [value for value in values if value is not None]
+    assert len(given) == len(values), "the prompts of one call have the same inputs"
+    return torch.stack(given)
 
 
 class _NoiseOfSteps:
@@ -196,8 +202,10 @@ def write_samples(
         except Exception as error:
             _note(errors, error, part)
         # In step, all ranks skip a batch that one of them cannot condition.
-        is_ready = conditioning is not None
-        if not all(groups.gather(is_ready) if is_in_step else [is_ready]):
+        are_ready = [conditioning is not None]
+        if is_in_step:
+            are_ready = groups.gather(conditioning is not None)
+        if conditioning is None or not all(are_ready):
             continue
         try:
             latents = maker.latents(part, conditioning)

@@ -178,7 +178,12 @@ def fill_from_pipeline(config: Config) -> Config:
     model = to_dict(config.model)
     found: list[str] = []  # keys taken from the folder
     stage = model.get("first_stage_config")
-    if is_none(stage) or _is_unnamed(stage, "ckpt_path") or _is_unnamed(stage, "path"):
+    if (
+        stage is None
+        or is_none(stage)
+        or _is_unnamed(stage, "ckpt_path")
+        or _is_unnamed(stage, "path")
+    ):
         params = {"path": str(folder / "vae")}
         target = "cogfast.model.autoencoder.VideoAutoencoder"
         model["first_stage_config"] = {"target": target, "params": params}
