@@ -356,6 +356,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        # Views share one storage, which counts once.
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
             self.live += storage.nbytes()
@@ -411,6 +412,7 @@ def tiled(
     height: int, width: int, tile: tuple[int, int], per_pixel: float, video_bytes: int
 ) -> DecodePlan:
     """Return the plan for tiles of this size."""
+    # Tiles are decoded one after the other: one of them is in memory at a time.
     area = min(tile[0], height) * min(tile[1], width)
     return DecodePlan(tile, int(area * per_pixel + _VIDEOS_OF_TILES * video_bytes))
 

@@ -18,6 +18,7 @@ def patchify(latents: Tensor, patch: PatchSize) -> Tensor:
     """[B, C, T, h, w] -> [B, V, C*patch]: one row per patch, its entries ordered (c t h w)."""
     b, c, t, h, w = latents.shape
     x = latents.view(b, c, t // patch.t, patch.t, h // patch.h, patch.h, w // patch.w, patch.w)
+    # (c t h w) is the order of the inputs in the published patch embeddings.
     return x.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, -1, c * patch.t * patch.h * patch.w)
 
 
@@ -92,6 +93,7 @@ def sincos_table(
         for n, scale in zip((grid.t, grid.h, grid.w), interpolation, strict=True)
     )
     shape = (grid.t, grid.h, grid.w)
+    # Columns precede rows, as in both upstreams, whose meshgrid has w first.
     time = sincos_axis(width // 4, t)[:, None, None]
     column = sincos_axis(width // 8 * 3, w)[None, None]
     row = sincos_axis(width // 8 * 3, h)[None, :, None]
@@ -136,6 +138,7 @@ class PositionTable(nn.Module):
                 f"{num_text} text tokens: the position table is made for text_length="
                 f"{self.text_length}; set max_length of the text encoder to it"
             )
+        # Tokens are ordered by frame, so a shorter clip uses the first rows of the table.
         return hidden + self.weight[:, : hidden.shape[1]]
 
 
@@ -184,6 +187,7 @@ class RotaryPositions(nn.Module):
         if not self.is_rescaled:
             _check_grid(grid, self.grid, is_exact=False)
             return count(grid.t), count(grid.h), count(grid.w)
+        # Rows and columns are scaled into the grid, so only frames can be too many.
         _check_grid(TokenGrid(grid.t, 1, 1), self.grid, is_exact=False)
         axes = pipeline_ranges(grid, self.grid)
         rows, columns = (

@@ -62,6 +62,7 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.fill_(1.0)
     elif ".modulation." in name or owner in ("output_modulation", "output"):
         parameter.zero_()
+    # Xavier over the flattened kernel, as SAT initializes its convolution.
     elif owner == "patch_embedding":
         nn.init.xavier_uniform_(parameter, generator=generator)
     else:

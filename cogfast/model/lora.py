@@ -40,6 +40,7 @@ class LoraLinear(nn.Module):
         names = [str(i) for i in (range(num_parts) if parts is None else sorted(parts))]
         make = lambda rows, columns: nn.Parameter(original.weight.new_zeros(rows, columns))
         self.original, self.num_parts = original, num_parts
+        # The names are SAT's, so that its checkpoints map one to one.
         self.matrix_A = nn.ParameterDict({name: make(rank, in_features) for name in names})
         self.matrix_B = nn.ParameterDict(
             {name: make(out_features // num_parts, rank) for name in names}

@@ -56,6 +56,7 @@ class DiffusionTransformer(nn.Module):
         self.ofs_embedding = None
         if config.ofs_embed_dim is not None:
             self.ofs_embedding = SinusoidEmbedding(config.ofs_embed_dim, config.ofs_embed_dim)
+        # One block is one unit of sharding, activation checkpointing and torch.compile.
         self.blocks = nn.ModuleList(
             Block(
                 width,
@@ -128,6 +129,7 @@ class DiffusionTransformer(nn.Module):
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
         rotation = self.rotary(grid)
         hidden = self.run_blocks(hidden, conditioning, num_text, rotation)
+        # Text rows only condition the video; the network predicts nothing for them.
         return self.unembed(hidden[:, num_text:], conditioning, grid)
 
     def embed(
@@ -136,6 +138,7 @@ class DiffusionTransformer(nn.Module):
         """Return tokens [B, S, M] of text [B, L, E] and of latents with their image latents."""
         latents = latents.to(self.dtype)
         if image_latents is not None:
+            # The order of the published weights: noised latents, then image latents.
             latents = torch.cat([latents, image_latents.to(self.dtype)], dim=1)
         if latents.shape[1] != self.config.in_channels:
             raise ValueError(
@@ -155,6 +158,7 @@ class DiffusionTransformer(nn.Module):
         embedding = self.time_embedding(timesteps)
         if self.ofs_embedding is not None:
             if ofs is None:
+                # [1] and not [B]: one embedding is broadcast over the batch.
                 ofs = torch.full((1,), self.config.default_ofs, device=timesteps.device)
             embedding = embedding + self.ofs_embedding(ofs)
         return F.silu(embedding)
@@ -191,6 +195,7 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
         rotary = RotaryPositions(
             config.grid, config.head_width, config.rope_theta, config.has_rescaled_positions
         )
+    # Rotary and table exclude each other, except in 5B-I2V, which adds a learned table.
     size = (config.grid, config.text_length, config.hidden_size)
     if config.position == "sincos":
         scales = (

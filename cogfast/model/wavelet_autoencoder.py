@@ -106,12 +106,14 @@ class WaveletState:
         matrix = band_matrix()
         count, total, energy = 0, torch.zeros(NUM_BANDS).double(), torch.zeros(NUM_BANDS).double()
         for video in videos:
+            # float64: the variance below is a difference of two large sums.
             values = _to_blocks(video.double()).flatten(0, 3) @ matrix.T  # [blocks, 768]
             count += values.shape[0]
             total += values.sum(dim=0)
             energy += values.square().sum(dim=0)
         if count == 0:
             raise ValueError("the wavelet needs at least one clip to choose its bands; got none")
+        # A stable sort, so that equal energies give the same bands on every machine.
         bands = torch.sort(energy, descending=True, stable=True).indices[:num_bands]
         mean = total[bands] / count
         std = (energy[bands] / count - mean.square()).clamp_min(0).sqrt()

@@ -95,6 +95,7 @@ class Encoder:
         text = self._text(batch)
         image = self._image_latents(batch, pixels, latents, rng) if self.image_input else None
         if has_dropout and self.text_dropout > 0:
+            # Drawn by the slot in the global batch: the same on every parallel layout.
             text = _dropped(text, rng.uniform("text_dropout") < self.text_dropout)
         if has_dropout and image is not None and self.image_dropout > 0:
             image = _dropped(image, rng.uniform("image_dropout") < self.image_dropout)
@@ -122,6 +123,7 @@ class Encoder:
                 1, 2
             )  # [B, 3, F, H, W]: the only permute from file to network
             latents = self.encode_video(pixels, rng, "first_stage")
+        # CogVideoX 1.5 joins two latent frames in a token, but clips have an odd number.
         return pixels, pad_latent_frames(latents, self.patch)
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
@@ -182,6 +184,7 @@ class Encoder:
                     "model.noised_image_input=true, but the batch holds neither pixels nor images "
                     "nor image_latents; give one of them beside encoded_videos"
                 )
+            # Upstream noises the pixels of the image, not its latents.
             image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")
         return self.pad_to_frames(image, latents.shape[2])
 

@@ -139,6 +139,7 @@ class Evaluator:
                     error = caught
         self.groups.agree(error)
         of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
+        # All ranks of one model have its sums: count them once.
         of_models = of_ranks[:: self.groups.tensor_size]
         *bands, number = (sum(column) for column in zip(*of_models, strict=True))
         bands = [band / number for band in bands]
@@ -197,6 +198,7 @@ class Evaluator:
         given = (self.engine, self.diffusion.denoiser, latents, conditioning)
         sums = []
         for band in range(num_bands):
+            # Fixed timesteps and noise: losses of two steps differ by the weights alone.
             middle = int((band + 0.5) / num_bands * loss_fn.sigma_sampler.num_idx)
             idx = torch.full((len(latents),), middle, device=latents.device)
             losses = loss_fn.at(*given, idx, noise, offset_noise)

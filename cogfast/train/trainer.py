@@ -64,6 +64,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.args = args = TrainArguments.from_config(config)
+        # Before process groups and GPU memory, so that a mistake ends the run in seconds.
         check_train(config)
         self.groups = start_processes(args.model_parallel_size)
         if self.groups.is_main:
@@ -120,6 +121,7 @@ class Trainer:
             config.allow_import,
         )
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
+        # Last, because DeepSpeed copies the loaded weights into its flat partitions.
         self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)
         self.replica_check = ReplicaCheck(
             transformer,
@@ -201,9 +203,11 @@ class Trainer:
                     if self._is_due(args.exit_interval):
                         break
                 self.writer.wait()
+                # A last save may have failed, or the run ended between two of them.
                 if self.step > self.writer.saved_step:
                     self._save(metrics)
                 metrics.draw_loss()
+            # No rank may leave while another waits for its part of a collective.
             stop.finish()
             engine.wait_for_weights()
             if self.step > self.writer.saved_step:

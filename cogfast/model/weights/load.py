@@ -74,6 +74,7 @@ def load_source(
     if not allow_missing:
         _check_dtype(path, source.main_dtype, transformer.dtype)
     parameters, shards = dict(transformer.named_parameters()), shards or {}
+    # Shapes of whole parameters, as in the file, also where this rank has a shard.
     wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
     if not source.is_partial:
         found = identify(source, transformer.config.out_channels)
@@ -105,6 +106,7 @@ def load_source(
             f"{first_of(required)}; use a complete checkpoint"
         )
     with torch.no_grad():
+        # One tensor at a time, so that model and checkpoint are never in memory together.
         for name, target in loaded:
             parameter = parameters[target]
             values = source.read(name, shards.get(target))

@@ -103,6 +103,7 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
     shape = source.shapes.get(key, ())
     if len(shape) != 4:
         return source
+    # Only 1.0 has a 2D convolution; 1.5's patches span two frames and are a linear.
     patch = PatchSize(1, *shape[2:])
     configured = source.facts.get("patch_size", patch)
     if configured != patch:

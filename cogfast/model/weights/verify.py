@@ -82,6 +82,7 @@ def _inputs(config: TransformerConfig) -> dict[str, Tensor]:
     grid, patch = config.grid, config.patch_size
     t, h, w = (min(n, most) for n, most in zip((grid.t, grid.h, grid.w), _MOST_GRID, strict=True))
     has_table = config.position == "sincos" or config.learnable_position
+    # A table holds for one frame size, which is large; one frame keeps the pass short.
     if has_table:
         t, h, w = 1, grid.h, grid.w
     elif config.trained_size is not None:

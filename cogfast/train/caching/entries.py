@@ -45,6 +45,7 @@ def encode_samples(
             else:
                 parts["first_frame"] = images.cpu()  # sync: into a file
         for i, sample in enumerate(together):
+            # A copy: a view would keep the whole batch in memory until the shard is written.
             entry = {name: tensor[i].clone() for name, tensor in parts.items()}
             if all(tensor.isfinite().all() for tensor in entry.values()):
                 yield {name: sample[name] for name in ("fps", "num_frames", "num_padded")}, entry

@@ -167,6 +167,7 @@ class ActivationCheckpointing:
             if not self.is_inside_step:
                 self.bytes_before = torch.cuda.memory_allocated(device)
             if not self.is_settled:
+                # From here on the peak is that of this micro-batch alone.
                 torch.cuda.reset_peak_memory_stats(device)
         self.is_inside_step = True
 

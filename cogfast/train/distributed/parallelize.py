@@ -104,6 +104,7 @@ def parallelize(
         gathered = GatheredLinear(linear, group, sums_gradient=splits_rows)
         block.set_submodule("modulation.linear", gathered)
         if splits_rows:
+            # The new block takes over the modules of the old one, so parameter names stay.
             transformer.blocks[i] = SequenceParallelBlock(block, group, i == 0, i == last)
     _mark(transformer)
 

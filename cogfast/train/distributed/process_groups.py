@@ -110,6 +110,7 @@ class ProcessGroups:
         parameters would drift apart.
         """
         if self.tensor is not None:
+            # Collectives need contiguous memory.
             value = value.contiguous()
             dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
         return value
@@ -209,6 +210,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
         for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
             os.environ.setdefault(key, str(value))
         backend = "nccl" if device.type == "cuda" else "gloo"
+        # One process needs no TCP store, whose port another run could have taken.
         store = dist.HashStore() if world_size == 1 else None
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=_TENSOR_TIMEOUT
@@ -233,6 +235,7 @@ def _with_shared_models(groups: ProcessGroups, tensor_size: int) -> ProcessGroup
     ranks = range(groups.world_size)
     models = [list(ranks[i : i + tensor_size]) for i in ranks[::tensor_size]]
     columns = [list(ranks[i::tensor_size]) for i in range(tensor_size)]
+    # Every rank creates every group, in this order: creating one is collective.
     split = partial(dist.new_subgroups_by_enumeration, timeout=_TENSOR_TIMEOUT)
     model, _ = split(models)
     data, _ = split(columns)

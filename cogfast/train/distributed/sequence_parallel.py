@@ -195,6 +195,7 @@ def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKern
     """
 
     def own_text(hidden: Tensor, num_text: int) -> int:
+        # Text rows come first: a rank may have only text rows, or none.
         num_rows = hidden.shape[1]
         return min(max(num_text - group.rank * num_rows, 0), num_rows)
 

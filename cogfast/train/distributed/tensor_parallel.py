@@ -52,6 +52,7 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, name: str) -> Tensor:
         ctx.name = name
+        # A view, since autograd needs a tensor of its own for this node.
         return x.view_as(x)
 
     @staticmethod
@@ -74,6 +75,7 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TensorParallelGroup, sums_gradient: bool) -> Tensor:
         ctx.group, ctx.sums_gradient = group, sums_gradient
+        # Gathered along dim 0, but columns belong side by side.
         pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
         return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
 
@@ -138,6 +140,7 @@ def share_vectors(vectors: Sequence[Tensor], group: TensorParallelGroup) -> Sequ
     Backward sums all their gradients in one all-reduce.
     """
     both = torch.stack(tuple(vectors))
+    # A sum over ranks in bf16 would round at every addition.
     both = both.to(torch.promote_types(both.dtype, torch.float32))
     return copy_to_group(both, group).unbind()
 
@@ -266,6 +269,7 @@ class RowParallelLora(ParallelLora):
     def forward(self, x: Tensor) -> Tensor:
         original = self.original
         assert isinstance(original, RowParallelLinear), "__init__ sets it"
+        # B is replicated but sees only this rank's part of A x: sum its gradients.
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
         delta = self.delta(x, torch.cat(list(self.matrix_A.values())), b)
         return original.leave(original.product(x) + delta)

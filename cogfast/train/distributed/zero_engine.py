@@ -80,6 +80,7 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     # DeepSpeed's throughput timer adds two host-device syncs per micro-batch and is never printed.
     section.setdefault("timers", {"throughput": {"enabled": False}})
     section.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1.0
+    # DeepSpeed refuses an optimizer that it does not know, and with offload any but its own.
     section["zero_allow_untested_optimizer"] = True
     section["zero_force_ds_cpu_optimizer"] = False
     for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
@@ -157,6 +158,7 @@ class ZeroEngine:
         self.num_skipped = torch.zeros((), device=self.engine.device)
         self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
         self.found_inf: Tensor | None = None  # whether the current step is skipped
+        # By identity: DeepSpeed keeps the Parameter objects and replaces their data.
         names = {id(p): name for name, p in transformer.named_parameters()}
         if self.stage == 3:
             self.parts = self.zero.fp32_partitioned_groups_flat
@@ -208,6 +210,7 @@ class ZeroEngine:
 
     def _count_skipped(self, is_skipped: Tensor | float) -> None:
         self.num_skipped += is_skipped
+        # Without a branch, which would need the value on the host: 0 after a good step.
         self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
 
     def _fuse_step(self) -> bool:
@@ -315,6 +318,7 @@ class ZeroEngine:
         self.wait_for_weights()
         sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
         if self.stage == 3:
+            # Parameters that are still gathered would keep their old values.
             self.zero._partition_all_parameters()
             for i, source in enumerate(sources):
                 self.zero.fp16_partitioned_groups_flat[i].data.copy_(source)

@@ -41,6 +41,7 @@ def load_checkpoint(
     Raises:
         ValueError: the checkpoint has another model or is damaged; on all ranks.
     """
+    # Before anything is read, so that a refusal leaves the engine as it was.
     _check_same_model(path, manifest, engine)
     files, damage = RunFiles(path, manifest), None
     mine = _share_of_files(files, engine, groups) if is_verified else []
@@ -58,6 +59,7 @@ def load_checkpoint(
         for key, value in manifest["counters"][piece.parameter].items():
             engine.set_counter(piece.part, key, value)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
+    # The model still has its initial weights; the partitions have the checkpoint's.
     engine.publish("master")
 
 
@@ -79,6 +81,7 @@ def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> Non
     """End all ranks with the same error if one of them has found damage."""
     found = next((text for text in groups.gather(damage) if text is not None), None)
 
+    # Rank 0 raises the error, so that the user reads it once.
     def refuse() -> None:
         if found is not None:
             raise ValueError(refusal(path, DamageError(found)))

@@ -46,6 +46,7 @@ class CheckpointWriter:
         self, folder: Path, engine: ZeroEngine, groups: ProcessGroups, keep_last: int
     ) -> None:
         self.folder, self.engine, self.keep_last = folder, engine, keep_last
+        # The writing thread's collectives must not mix with those of the training loop.
         self.groups = groups.with_own_control()
         self.saved_step = 0
         self._snapshot: _Snapshot | None = None
@@ -79,6 +80,7 @@ class CheckpointWriter:
             self._report_failure(step, error)
             return
         self._snapshot.take()
+        # Read now: training changes the scale while the thread writes.
         about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
         self._thread = Thread(
             target=self._write, args=(about,), name=f"checkpoint {step}", daemon=True

@@ -207,6 +207,7 @@ class Metrics:
         seconds = time.perf_counter() - self.interval_start
         loss = total / number if number else math.nan
         if math.isfinite(loss):
+            # Per step, so that the running mean does not depend on the log interval.
             keep = _SMOOTHING**self.num_unlogged_steps
             before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss

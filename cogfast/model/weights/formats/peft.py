@@ -163,6 +163,7 @@ def _header(source: WeightSource, names: list[str]) -> dict[str, Any]:
         for name, shape in source.shapes.items()
         if name in names and ".matrix_A." in name
     }
+    # PEFT has one `r`; a pattern, anchored by ^, names every linear with another rank.
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
     config = {

@@ -77,6 +77,7 @@ class RunFiles:
         cut = (shard.dim, shard.num_parts)
         assert self._cuts.get(name, cut) == cut, f"{name} is cut otherwise: {self._cuts[name]}"
         stored = [Shard(shard.shape, *cut, index, count) for index in range(count)]
+        # With nothing before `dim`, each stretch is one range of the flat parameter.
         is_in_ranges = math.prod(shard.shape[: shard.dim]) == 1
         fill = self._fill_ranges if is_in_ranges else self._fill_rows
         fill(out, start, name, kind, shard, stored)
@@ -103,6 +104,7 @@ class RunFiles:
         that `out` touches from every shard that overlaps."""
         inner = math.prod(shard.shape[shard.dim + 1 :])
         width = shard.share_shape[shard.dim] * inner
+        # Read whole rows around the wanted elements; the ends are cut off below.
         first, last = start // width, -(-(start + out.numel()) // width)
         rows = torch.empty(last - first, width // inner, inner, dtype=out.dtype)
         for other in stored:

@@ -130,6 +130,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: memoryview) -> None:
     entry.file_size = content.nbytes
     assert archive.fp is not None, "the archive is closed"
     place = archive.fp.tell() + _LOCAL_HEADER_BYTES + len(entry.filename) + _EXTRA_HEADER_BYTES
+    # An extra field of that length aligns the entry, as torch.save does.
     padding = -place % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(entry, "w") as out:

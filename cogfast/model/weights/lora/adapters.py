@@ -148,6 +148,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
             columns == weight[1] if pair["side"] == "A" else rows * num_parts == weight[0]
         )
         if not fits:
+            # The width of the adapters names the family that they were trained on.
             width = next((s[1] for n, s in adapter.shapes.items() if ".qkv.matrix_A" in n), columns)
             kind = _FAMILIES.get(width, "an adapter of another model")
             raise ValueError(
@@ -311,6 +312,7 @@ def merge_lora(
             return base.read(name, shard)
         weight = base.read(name, None)
         deltas = _deltas(adapter, module, weight.shape)
+        # In float32: in bf16 most of so small a change would round away.
         merged = weight.float() + from_diffusers(name, deltas).mul_(scale * alpha)
         if rounding is not None:
             rounding.add(name, weight, merged)
