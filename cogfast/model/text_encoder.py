@@ -114,11 +114,13 @@ class T5TextEncoder(_PaddedT5):
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
         _check_settings(Path(weights), Path(vocabulary))
+        # The folder may have been downloaded: none of its code may run.
         given = {"cache_dir": cache_dir, "trust_remote_code": False}
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
         _check_vocabulary(self.tokenizer, vocabulary)
         self.transformer = _read(T5EncoderModel.from_pretrained, weights, **given, dtype=dtype)
         self.folder = vocabulary
+        # A vocabulary of another model fails here and not in the first step.
         self.tokenize(["a video of the sea"])
         self.width: int = self.transformer.config.d_model
         if freeze:

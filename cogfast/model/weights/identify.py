@@ -55,6 +55,7 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
                 "use the config.json that belongs to these tensors"
             )
     published = _published(found)
+    # Tensors overrule the facts of the format, and these the published values.
     config = _config(source, {**published, **source.facts, **found})
     table = shapes.get("position_table.weight")
     if table is not None and len(table) == 3:
@@ -107,6 +108,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         )
     ofs = shapes.get("ofs_embedding.fc1.weight")
     unused = shapes.get("unused_position_embeddings")
+    # 1.5 is always rotary, also in formats that do not store positions.
     is_rotary = source.is_rotary or size.joins_frames
     found = {
         "num_layers": num_blocks(shapes),
@@ -154,6 +156,7 @@ def check_complete(source: WeightSource, config: TransformerConfig) -> None:
         model = assemble_transformer(config)
     optional = set(model.unused_parameter_names())
     if config.position == "sincos":
+        # 2B's table is computed, so a file may leave it out.
         optional.add("position_table.weight")
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     missing = [name for name in wanted if name not in source.shapes and name not in optional]

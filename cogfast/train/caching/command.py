@@ -116,6 +116,7 @@ class _CacheRun:
         keys = [sample_key(clip.dataset, clip.index, sources) for clip in self.clips]
         plan = self.groups.on_main(lambda: self._plan(specs, sources, keys))
         missing = self.groups.on_main(lambda: [s for s in plan if not is_complete(self.folder, s)])
+        # Equal captions and equal clips are encoded once.
         by_text, by_video = {}, {}
         for clip, key in zip(self.clips, keys, strict=True):
             by_text.setdefault(clip.text_key, clip)

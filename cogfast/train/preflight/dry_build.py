@@ -28,6 +28,7 @@ _DIFFUSION = ("denoiser_config", "loss_fn_config", "sampler_config")
 def try_training_parts(config: Config, args: TrainArguments) -> None:
     """Build denoiser, loss, sampler, optimizer and learning rate; ValueError if one fails."""
     try_diffusion(config)
+    # One element stands for the model, which is too large to build here.
     weight = nn.Parameter(torch.zeros(1, 1))
     section = config.deepspeed.get("optimizer") or {}
     optimizer = partial(

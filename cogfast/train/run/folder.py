@@ -77,6 +77,7 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
         runs = [
             p for p in save.glob(f"{escape(experiment)}-*") if _STAMP.sub("", p.name) == experiment
         ]
+        # The names end in date and time, so the newest run comes first.
         for run in sorted(runs, reverse=True):
             checkpoint = newest_checkpoint(run)
             if checkpoint is not None:
@@ -90,6 +91,7 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
         stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
         try:
+            # Creating the folder also reserves its name against runs that start now.
             run.mkdir(parents=True)
         except FileExistsError:  # another run started in the same second
             time.sleep(0.2)

@@ -183,6 +183,7 @@ class Metrics:
         """
         loss = loss.detach().float()
         is_finite = loss.isfinite()
+        # Without a branch, which would need the loss on the host in every step.
         self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
     def end_step(self, step: int, tokens_per_sample: int) -> None:
@@ -201,6 +202,7 @@ class Metrics:
         waits = [0.0] * self.groups.data_size
         waits[self.groups.data_rank] = self.groups.data_size * self.waited
         means = self.groups.mean(torch.cat([self.loss_sum, self.loss_sum.new_tensor(waits)]))
+        # Equal on all ranks already, so they are not averaged.
         others = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
         packed = torch.cat([means, torch.stack([n.to(means) for n in others])])
         total, number, *waits, norm, skipped, in_a_row = packed.tolist()  # sync: one per interval
@@ -213,6 +215,7 @@ class Metrics:
             self.running_loss = keep * before + (1 - keep) * loss
         per_second = self.num_timed_steps * self.samples_per_step / seconds
         of_interval = self.samples_per_step / seconds
+        # Per device: the ranks of one model share the work of a sample.
         flops = of_interval * self.timed_flops / self.groups.world_size
         peak = peak_flops(self.groups.device)
         line = {
@@ -288,6 +291,7 @@ class Metrics:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4), layout="constrained")
+        # Not pyplot, which keeps every figure of the process.
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         steps = [line["step"] for line in lines]

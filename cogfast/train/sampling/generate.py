@@ -217,6 +217,7 @@ def write_samples(
                 done[prompt.index] = _write(folder, maker, prompt, one, latents_only)
             except Exception as error:
                 _note(errors, error, [prompt])
+    # Every rank comes here, also one whose prompts have all failed.
     reports = groups.gather(done)
     merged = {index: row for part in reports for index, row in part.items()}
     rows = [merged[index] for index in sorted(merged)]

@@ -120,6 +120,7 @@ def open_diffusers(folder: Path) -> WeightSource:
                 f"{folder}: {' and '.join(held[name])} have shapes "
                 f"{brief(', '.join(str(list(s)) for s in sizes))}, which must be equal; copy it again"
             )
+        # The parts are stacked by outputs.
         return (sum(s[0] for s in sizes), *sizes[0][1:])
 
     shapes = {name: shape(name) for name in held}
@@ -182,6 +183,7 @@ def _facts(config: _Config) -> dict[str, Any]:
         "position": "rotary" if is_rotary else "sincos",
         "learnable_position": config.use_learned_positional_embeddings,
     }
+    # Rotary models store the scales too, but only computed tables use them.
     if not is_rotary:
         scale = config.spatial_interpolation_scale
         facts |= {"height_interpolation": scale, "width_interpolation": scale}
@@ -278,6 +280,7 @@ def diffusers_tensors(
     """Yield the tensors of `source` under diffusers' names, without the tables it computes itself."""
     is_conv = not config.patch_size.joins_frames
     for name, shape in source.shapes.items():
+        # diffusers computes 2B's table, and has no name for SAT's unused one.
         if name in _NOT_IN_DIFFUSERS or (
             name == "position_table.weight" and config.position == "sincos"
         ):

@@ -56,6 +56,7 @@ class SafetensorsFiles:
                 self._file_of[key] = file
         _check_index(path, index or {}, self._file_of)
         names = {} if checksums is None else checksums
+        # A file that the checksums do not name fails its check.
         self._unverified = {
             f: names.get(f.name, "not known") for f in paths if checksums is not None
         }
@@ -79,6 +80,7 @@ class SafetensorsFiles:
         return self._verified(name).get_tensor(name)
 
     def read_range(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        # A slice reads only its own bytes of the file.
         found = self._verified(name).get_slice(name)
         return found[(slice(None),) * dim + (slice(start, stop),)]
 

@@ -170,6 +170,7 @@ def open_sat(files: list[Path]) -> WeightSource:
         _check_shards(files, shards, ours)
 
     def read(name: str, shard: Shard | None) -> Tensor:
+        # The files are mapped into memory, so only the pages of this tensor are read.
         whole = merge_model_parallel(name, [s[ours[name]] for s in shards])
         return whole if shard is None else shard.of(whole)
 

@@ -89,6 +89,7 @@ class Extraction:
             kept = min(1.0, s.norm().item() / norm)  # sync: none, as above
         target = next(t for t, place in TARGETS.items() if place == (linear, part))
         self.kept[f"{block} {target}"] = kept
+        # The square root of each singular value in A and in B gives both the same norm.
         return {"matrix_A": (v * s.sqrt()).T.contiguous(), "matrix_B": u * s.sqrt()}
 
 
