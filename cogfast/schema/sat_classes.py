@@ -17,12 +17,9 @@ from cogfast.schema.sat_network import (
     POSITION_SINCOS,
     autoencoder_arguments,
     network_arguments,
-    transformer_arguments,
 )
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import KeyProblem, join, show
-
-__all__ = ["NETWORKS", "REFUSED", "TARGETS", "UNUSED", "SatClass", "transformer_arguments"]
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
 _SCHEDULES = "cogfast.diffusion.noise_schedule"

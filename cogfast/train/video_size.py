@@ -12,8 +12,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import COGVIDEOX_5B
-from cogfast.schema.sat_classes import transformer_arguments
-from cogfast.schema.sat_network import POSITION_KEY
+from cogfast.schema.sat_network import POSITION_KEY, transformer_arguments
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
     num_latent_frames,

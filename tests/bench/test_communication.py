@@ -19,7 +19,7 @@ from bench.scaling.traffic import (
 )
 from cogfast.config import load_config
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.sat_network import transformer_arguments
 from tests.support.ranks.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
 from tests.support.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
 from tests.support.tiny_transformers import FAMILY, inputs

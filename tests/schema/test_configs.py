@@ -22,8 +22,7 @@ from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.deepspeed_keys import TOP_KEYS
-from cogfast.schema.sat_classes import transformer_arguments
-from cogfast.schema.sat_network import autoencoder_arguments
+from cogfast.schema.sat_network import autoencoder_arguments, transformer_arguments
 from cogfast.train.preflight.check import check_sample, check_train
 from tests.support.tiny_run import ROOT
 

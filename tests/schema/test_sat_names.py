@@ -11,7 +11,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from cogfast.schema.components import import_target, resolve
 from cogfast.schema.deepspeed_keys import SECTION_KEYS
-from cogfast.schema.sat_classes import REFUSED, TARGETS, UNUSED, transformer_arguments
+from cogfast.schema.sat_classes import REFUSED, TARGETS
+from cogfast.schema.sat_network import transformer_arguments
+from cogfast.schema.sat_unused import UNUSED
 from cogfast.shapes import PatchSize
 
 # Hidden size, layers, heads, in channels, text length, patch, position, interpolation, ofs, LoRA:

@@ -22,8 +22,7 @@ from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.config import find_origin, refuse, to_dict
 from cogfast.schema.json_files import brief
 from cogfast.schema.places import is_none
-from cogfast.schema.sat_classes import transformer_arguments
-from cogfast.schema.sat_network import NETWORK_KEY
+from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.schema.values import Problems, cut
 from cogfast.train.distributed.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers

@@ -14,7 +14,7 @@ from cogfast.data.video.settings import checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.sat_network import transformer_arguments
 from cogfast.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.train.preflight.video_size import check_frames, check_size, size_problem
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize

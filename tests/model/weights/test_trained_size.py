@@ -16,7 +16,7 @@ from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats import diffusers as diffusers_files
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.schema.sat_classes import transformer_arguments
+from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.preflight.video_size import check_size
 from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import LatentSize, warn_of_other_positions, warn_of_pipeline_positions

@@ -163,7 +163,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
 
 def trainer_model(config):
     from cogfast.model.config import TransformerConfig
-    from cogfast.schema.sat_classes import transformer_arguments
+    from cogfast.schema.sat_network import transformer_arguments
 
     return TransformerConfig(**transformer_arguments(config.model.network_config.params))
 

@@ -217,7 +217,7 @@ def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
         return {}
     from omegaconf.errors import OmegaConfBaseException
 
-    from cogfast.schema.sat_classes import transformer_arguments  # its table is the factory's
+    from cogfast.schema.sat_network import transformer_arguments
     from cogfast.schema.yaml_files import read_yaml
 
     fix = "copy it again, or name a checkpoint that was copied without it"
