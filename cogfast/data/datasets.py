@@ -95,6 +95,7 @@ class CaptionedVideos(Dataset):
         # True if at least one sample has its own conditioning image for image-to-video.
         has_members = clips.places is not None and bool((clips.places[:, 2] >= 0).any())
         self.has_images = clips.images is not None or has_members
+        # Every reading process keeps its own clips, in its copy of the data set.
         self._kept: dict[int, Sample] = {}
         self._budget = settings.keep_decoded_mib * 2**20  # bytes left for self._kept
 

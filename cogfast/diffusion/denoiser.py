@@ -58,6 +58,7 @@ class VideoScaling:
 
     def __call__(self, alpha_sqrt: Tensor) -> tuple[Tensor, Tensor]:
         """c_skip [B] and c_out [B] at alpha_sqrt [B]."""
+        # x0 = a * x_t - sqrt(1 - a^2) * v, by inserting x_t = a x0 + sqrt(1 - a^2) noise.
         return alpha_sqrt, -((1 - alpha_sqrt**2) ** 0.5)
 
 
@@ -70,6 +71,7 @@ class DiscreteDenoiser:
     def __init__(
         self, scaling: VideoScaling, discretization: Schedule, num_idx: NumTimesteps = 1000
     ) -> None:
+        # SAT's configs give the table's length twice; two lengths would be two schedules.
         if num_idx != discretization.num_timesteps:
             raise ValueError(
                 f"denoiser_config num_idx={num_idx} must be the discretization's "

@@ -88,6 +88,7 @@ class VanillaCFG:
                 "guidance needs the unconditional conditioning (the empty caption); "
                 "give it, or use IdentityGuider"
             )
+        # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
             text=torch.cat([unconditional.text, conditioning.text]),
             image_latents=_joined(unconditional.image_latents, conditioning.image_latents),
@@ -139,6 +140,7 @@ class DynamicCFG(VanillaCFG):
     def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
         # The base is negative for "timestep": only a whole `exp` gives a real number.
         position = step if self.ramp == "step" else num_steps - timestep
+        # As upstream, divide by the config's num_steps, also if the sampler makes another number.
         angle = math.pi * (position / self.num_steps) ** self.exp
         return 1 + self.scale * (1 - math.cos(angle)) / 2
 
@@ -159,4 +161,5 @@ def _joined_ofs(uncond: Tensor | None, cond: Tensor | None, batch: int) -> Tenso
     assert (uncond is None) == (cond is None), "ofs on one side of the guidance only"
     if cond is None or uncond is None:
         return None
+    # ofs [1] holds for all samples of a side; the joined batch needs a value for each.
     return torch.cat([uncond.expand(batch), cond.expand(batch)])

@@ -103,6 +103,7 @@ class ZeroSNRDDPMDiscretization:
         alpha_sqrt = levels.flip(0).tolist()  # sync: none, a CPU table
         is_end = [False] * (num_steps - 1) + [True]
         numbers = timesteps.flip(0).tolist()  # sync: none, a CPU table
+        # Level 1.0 after the last step: the sampler returns its estimate of the clean latents.
         return SamplingSteps(numbers, alpha_sqrt, [*alpha_sqrt[1:], 1.0], is_end)
 
     def steps_of_diffusers(
@@ -123,6 +124,7 @@ class ZeroSNRDDPMDiscretization:
         if spacing == "linspace":
             falling = np.linspace(0, count - 1, num_steps).round()[::-1]
         elif spacing == "leading":
+            # Without an offset the noisiest timestep is never used: 50 steps start at 980.
             falling = np.arange(num_steps)[::-1] * (count // num_steps) + steps_offset
         else:
             # At 61 and some other counts a rounding error gives diffusers one timestep more, -1.
@@ -146,6 +148,7 @@ class ZeroSNRDDPMDiscretization:
         """Return alpha_sqrt float32 of alpha_bar float64, the first entry kept, the last moved to 0."""
         # Round once, at the end: a float32 sqrt differs between machines (MKL's is not exact).
         alpha_sqrt = alphas_cumprod.sqrt()
+        # Algorithm 1 of arXiv 2305.08891: subtract the last entry, then restore the first by a factor.
         first, last = alpha_sqrt[0], alpha_sqrt[-1]
         alpha_sqrt = (alpha_sqrt - last) * (first / (first - last))
         if self.post_shift:
@@ -170,6 +173,7 @@ def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
 
 def _scaled_linear(start: float, end: float, num_timesteps: int) -> Tensor:
     """Return alpha_bar [num_timesteps] float64 for betas with evenly spaced square roots."""
+    # float64: a float32 product of 1000 factors differs from upstream's in its last digits.
     betas = torch.linspace(start**0.5, end**0.5, num_timesteps, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(dim=0)
 

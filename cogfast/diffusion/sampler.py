@@ -89,6 +89,7 @@ class VideoDDIMSampler:
     def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
         """Return this sampler with another number of steps; the guider's ramp follows."""
         guider = self.guider.with_num_steps(self.num_steps, num_steps)
+        # Subclasses keep this constructor, so that one call rebuilds any of them.
         options = (self.fixed_frames, self.sdedit, *self._spacing)
         return type(self)(self.discretization, num_steps, guider, *options)
 
@@ -116,6 +117,7 @@ class VideoDDIMSampler:
         for i, timestep in enumerate(steps.timesteps):
             x = self._with_prefix(x, prefix, steps.alpha_sqrt[i], noise_like)
             batch = torch.cat([x] * self.guider.batch_factor)
+            # The timestep is given too: a stretched subset's level is not the table's at it.
             level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
             idx = torch.full_like(level, timestep, dtype=torch.long)
             estimates = denoiser.denoise(network, batch, level, given, idx)
@@ -127,6 +129,7 @@ class VideoDDIMSampler:
             is_clean = steps.next_alpha_sqrt[i] == 1.0
             x = denoised if is_clean else self.advance(i, x, denoised, previous, noise_like)
             previous = denoised
+        # The last step replaced the fixed frames by the network's estimate of them.
         return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
 
     def advance(
@@ -161,6 +164,7 @@ class VideoDDIMSampler:
     ) -> Tensor:
         if self.fixed_frames == 0:
             return x
+        # All frames of the network's input then have one noise level, as in plain training.
         if self.sdedit:
             prefix = alpha_sqrt * prefix + math.sqrt(1 - alpha_sqrt**2) * noise_like(prefix)
         return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
@@ -178,6 +182,7 @@ class VPODEDPMPP2MSampler(VideoDDIMSampler):
         noise_like: NoiseLike,
     ) -> Tensor:
         step = self.step(i)
+        # expm1 keeps the digits of 1 - e^-h for small h, and is -1 at the first step's h = inf.
         signal = step.next_alpha_sqrt * -math.expm1(-step.h)
         return step.noise_ratio * x + signal * _extrapolated(step, denoised, previous)
 
@@ -208,6 +213,7 @@ class VPSDEDPMPP2MSampler(VideoDDIMSampler):
 
 def _log_snr(a: float) -> float:
     """lambda = log(a / sqrt(1 - a^2))."""
+    # With zero terminal SNR, sampling starts at a = 0.
     return math.log(a / math.sqrt(1 - a**2)) if a > 0 else -math.inf
 
 

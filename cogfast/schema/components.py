@@ -139,6 +139,7 @@ def import_target(
 
 def _import_allowed(path: str, key: str, package: str) -> Callable:
     """Import a class or function that `package` itself defines, not one that it only imports."""
+    # Names such as pkg.__builtins__.eval would lead out of the package.
     if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
         raise KeyProblem(key, f"{key}={cut(path)} is not a dotted name of a class or function")
     module_name, _, name = path.rpartition(".")

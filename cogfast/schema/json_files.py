@@ -58,6 +58,7 @@ class Inside:
     long for file systems."""
 
     def allows(self, value: str) -> bool:
+        # A folder written on one system is read on another: the path must be harmless on both.
         parts = (PurePosixPath(value), PureWindowsPath(value))
         is_rooted = any(path.is_absolute() or path.drive or path.root for path in parts)
         is_up = any(".." in path.parts for path in parts)
@@ -65,6 +66,7 @@ class Inside:
         is_long = (
             length(value) > _MOST_NAME or max(map(length, parts[0].parts), default=0) > _MOST_PART
         )
+        # "", "." and ".." name folders; a NUL ends a name for the system, not for Python.
         is_name = bool(value.strip(".")) and "\0" not in value
         return is_name and not (is_rooted or is_up or is_long)
 
@@ -126,9 +128,11 @@ def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
     ValueError for a larger file, a folder, or a pipe (which is opened without blocking).
     """
     try:
+        # Opening a pipe without a writer would wait forever; for a regular file the flag does nothing.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _error(str(path), "not a regular file", fix)
+            # A byte more than allowed shows a larger file, even one that is still growing.
             content = file.read(most_bytes + 1)
     except OSError as error:
         raise _error(str(path), f"cannot be read ({error.strerror})", fix) from None
@@ -148,6 +152,7 @@ def read_name(path: str | Path) -> str:
 
 def brief(text: str) -> str:
     """Shorten a value or message to one printable line."""
+    # Cut first: the value may have gigabytes.
     text = " ".join(text[: 4 * _MOST_SHOWN].split())
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
@@ -158,6 +163,7 @@ def _error(where: str, text: str, fix: str) -> ValueError:
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python keeps the last of equal keys; another reader of the file may keep the first.
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -218,6 +224,7 @@ def _checked(value: Any, schema: Any, key: str) -> Any:
             for k, v in value.items()
         }
     elif fits(value, schema):
+        # JSON may write 1 for 1.0; fields of type float get floats.
         return float(value) if schema is float else value
     raise _mismatch(key, value, schema)
 

@@ -149,6 +149,7 @@ def transformer_arguments(
     _require(fields, _REQUIRED, where)
     _require_positive(fields, fields.keys() - {"default_ofs"}, where)
     fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
+    # As in SAT, the embedding is as wide as the model by default.
     if fields.get("time_embed_dim") is None:
         fields["time_embed_dim"] = fields["hidden_size"]
     where_args = join(where, "transformer_args")
@@ -163,7 +164,7 @@ def transformer_arguments(
     for name in modules:
         if name not in _MODULES:
             raise unknown_key(where_modules, name, _MODULES)
-    _require(modules, _MODULES[:-1], where_modules)
+    _require(modules, _MODULES[:-1], where_modules)  # lora_config, the last, is optional
     fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
     patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
     where_patch = join(where_modules, "patch_embed_config.params")
@@ -312,6 +313,7 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
     for name, config in (("encoder_config", encoder), ("decoder_config", decoder)):
         for key, only in fixed.items():
             value = config.get(key, only)
+            # attn_resolutions may be a tuple, which does not equal a list.
             if (list(value) if isinstance(value, Sequence) and only == [] else value) != only:
                 raise ValueError(f"{name}.params.{key}={value}: only {only} works; use it")
         for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):

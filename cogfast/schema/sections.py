@@ -111,6 +111,7 @@ def check_sections(
             _check_conditioner(node, where, allow_import, unused)
         else:
             check_component(node, where, allow_import, unused)
+    # assemble_datasets gives data_dir: args.train_data or args.valid_data.
     if config.get("data"):
         check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
@@ -270,6 +271,7 @@ def _check_optimizer(
     for name in _NUMBERS:  # torch accepts text here and fails later
         if name in params:
             check_type(f"{where}.params.{name}", params[name], float)
+    # DeepSpeed takes its own names in any case, such as AdamW and adamw.
     if kind.lower() in _DEEPSPEED_ADAM:
         for name in _DEEPSPEED_ADAM_KEYS:
             check_type(f"{where}.params.{name}", params.get(name, True), bool)

@@ -34,6 +34,7 @@ class KeyProblem(ValueError):
     """A problem with one dotted `key`. load_config adds the file that set the key."""
 
     def __init__(self, key: str, text: str):
+        # A message stays one line, also for a key of thousands of characters.
         super().__init__(text.replace(key, cut(key)) if len(key) > _MOST_SHOWN else text)
         self.key = key
 
@@ -73,6 +74,7 @@ def unknown_key(where: str, key: str, known: Iterable[str]) -> KeyProblem:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
     known = list(known) if len(name) <= _MOST_COMPARED else []
+    # 0.6 is difflib's default: a key with a few wrong letters passes, an unrelated one does not.
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -99,6 +101,7 @@ def check_mapping(key: str, value: object) -> Mapping:
 
 def check_fields(section: Mapping, schema: type, where: str) -> None:
     """Check the keys and types of a section against a dataclass."""
+    # include_extras keeps the rules of Annotated.
     hints = typing.get_type_hints(schema, include_extras=True)
     known = [f.name for f in dataclasses.fields(schema)]
     check_keys(section, known, where)
@@ -149,6 +152,7 @@ def describe_type(annotation: object) -> str:
         return "one of " + ", ".join(show(a) if not isinstance(a, str) else a for a in args)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe_type(a) for a in args))
+    # Messages say "list" throughout: YAML and JSON have no tuples.
     if origin is tuple and args and args[-1] is not Ellipsis:
         return f"a list of {len(args)} ({', '.join(describe_type(a) for a in args)})"
     if annotation in _SEQUENCES or origin in _SEQUENCES:
@@ -173,6 +177,7 @@ def takes_component(annotation: object) -> bool:
 def fits(value: object, annotation: object) -> bool:
     """Whether a value from YAML or JSON fits a type annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
+    # bool is a subclass of int in Python, but `true` is no number in YAML.
     if annotation is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
@@ -188,6 +193,7 @@ def fits(value: object, annotation: object) -> bool:
     if origin is Annotated:  # with rules of json_files
         return fits(value, args[0]) and all(rule.allows(value) for rule in args[1:])
     if origin is Literal:
+        # 1, 1.0 and true are equal in Python and different choices in YAML.
         return any(value == a and type(value) is type(a) for a in args)
     if origin in (Union, types.UnionType):
         return any(fits(value, a) for a in args)

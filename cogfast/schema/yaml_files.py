@@ -40,6 +40,7 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
     resolved when it was written, and a downloaded file must not read the environment.
     """
     try:
+        # The size is checked before the file is in memory; --base may name anything.
         if path.stat().st_size > _MOST_BYTES:
             raise Refused(f"larger than {_MOST_BYTES} bytes, so it is not a configuration")
         text = path.read_text(encoding="utf-8")
@@ -74,6 +75,7 @@ def check_nesting(text: str) -> None:
     sizes: dict[int, int] = {}
 
     def count(node: yaml.Node, above: tuple[int, ...]) -> int:
+        # A node above itself is an alias inside its own anchor.
         if id(node) in above or len(above) > _MOST_NESTED:
             raise Refused(f"it nests deeper than {_MOST_NESTED} levels; sections need 12")
         if id(node) not in sizes and not isinstance(node, yaml.ScalarNode):
@@ -87,6 +89,7 @@ def check_nesting(text: str) -> None:
         return size
 
     try:
+        # compose builds nodes only: an alias is the same node again, however often it is named.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
             count(root, ())

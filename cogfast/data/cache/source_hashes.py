@@ -34,6 +34,7 @@ def hash_text(text: str) -> str:
 
 def hash_file(path: str, start: int = 0, num_bytes: int | None = None) -> str:
     """Hash the content of a file or of a part of it; if it cannot be read, hash its name."""
+    # hashlib releases the interpreter lock for large blocks, so that threads hash in parallel.
     digest = hashlib.blake2b(digest_size=16)
     left = sys.maxsize if num_bytes is None else num_bytes
     try:

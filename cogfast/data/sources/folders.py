@@ -163,6 +163,7 @@ def first_line(file: Path) -> tuple[str, bool]:
 
 def text_lines(file: Path) -> list[str]:
     """Return the lines of a file, including blank ones except at its end."""
+    # Blank lines at the end are dropped; those between stay, so that refuse_gaps can compare them.
     text = text_of(file).rstrip()
     return [line.strip() for line in _LINE_END.split(text)] if text else []
 

@@ -78,6 +78,7 @@ def read_headers(clips: ClipList) -> list[Header]:
 
 def index_of(clips: ClipList) -> Path:
     """The path of the index, one for each deepest folder that holds all files of a data set."""
+    # commonprefix compares characters: what follows the last slash may be a part of a name.
     folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
     return index_file("headers", [folder])
 
@@ -140,6 +141,7 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
         return Header(reason=f"not a readable video ({one_line(error)})")
     if not num_frames or not fps or not height or not width:
         return Header(reason="no frame in it")
+    # A damaged header may claim billions of frames.
     if num_frames > MAX_FRAMES:
         return Header(reason=f"header claims {num_frames} frames; at most {MAX_FRAMES} are read")
     return Header(num_frames, fps, height, width)
@@ -156,6 +158,7 @@ def _read_index(file: Path) -> dict[str, tuple[str, Header]]:
         return {}
     known = {}
     for line in lines:
+        # A start that was killed, or two at once, may have left a part of a line.
         try:
             name, stamp, *header = json.loads(line)
             known[name] = stamp, Header(*header)

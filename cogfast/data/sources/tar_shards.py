@@ -55,6 +55,7 @@ def expand_braces(pattern: str) -> list[str]:
                 f"data_dir={pattern[:80]}: {found[0][:40]} names {len(names)} shards; {_MAX_SHARDS} "
                 "at most are read"
             )
+        # As wide as the first number, so that {000..010} names 000 and not 0.
         names = [f"{i:0{len(first)}d}" for i in names]
     else:
         names = found[1].split(",")
@@ -140,6 +141,7 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         version = store.version()
     except OSError as error:
         raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
+    # Another key selects other captions, which the index holds.
     file = index_file("shard", [url, caption_key])
     kept = _kept_rows(file, version)
     if kept is None:
@@ -326,6 +328,7 @@ def _meta(store: Store, caption_key: str) -> dict[str, str]:
     name = store.url.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
     data = store.beside(name)
     captions: dict[str, str] = {}
+    # splitlines would also split at U+2028, which JSON text may hold.
     for number, line in enumerate(decoded(data or b"", name).split("\n"), 1):
         if not line.strip():
             continue
@@ -346,7 +349,7 @@ def _caption_in_json(text: str, caption_key: str) -> str:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):
-        return ""
+        return ""  # counted with the samples that have no caption
     value = row.get(caption_key) if isinstance(row, dict) else None
     return "" if value is None else str(value)
 
@@ -356,6 +359,7 @@ def _kept_rows(file: Path, version: str) -> tuple[list[Row], list[str]] | None:
     try:
         first, *lines = file.read_text(encoding="utf-8").split("\n")
         head = json.loads(first)
+        # Fewer lines than samples: the index was cut off.
         if (head["version"], head["samples"]) != (version, len(lines)):
             return None
         return [tuple(json.loads(line)) for line in lines], head["faults"]

@@ -162,6 +162,7 @@ class PyAVReader(VideoReader):
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
         assert list(indices) == sorted(indices), f"{indices=} decrease"
         left = list(reversed(indices))  # a stack: the next index is the last
+        # Frames that this leaves are counted from the start, and what fails there is reported.
         with suppress(*decode_errors()):
             yield from self._by_pts(left)
         if left:
@@ -192,6 +193,7 @@ class PyAVReader(VideoReader):
         at = start.pts if start.dts is None else start.dts
         assert at is not None and self._delay is not None, "packets without pts are counted"
         container.seek(at, stream=stream)
+        # Set here because open_container does not probe: see _delay.
         context.reorder_depth = max(context.reorder_depth, self._delay)
         has_begun = False  # seeking may stop at an earlier packet
         for packet in container.demux(stream):

@@ -61,6 +61,7 @@ class ClipSettings:
         # object.__setattr__: the dataclass is frozen, and a YAML gives lists.
         object.__setattr__(self, "video_size", checked_size(self.video_size))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
+        # YAML values were checked against the data set's annotations; Python callers' are checked here.
         for key, value, least in (
             ("fps", self.fps, "positive"),
             ("max_num_frames", self.max_num_frames, "positive"),
@@ -77,6 +78,7 @@ class ClipSettings:
             if value not in choices:
                 allowed = ", ".join(str(c) for c in choices if c is not None)
                 raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
+        # A library that is missing is reported here, before any reading process starts.
         check_backend(self.video_backend)
 
     @property

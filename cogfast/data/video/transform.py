@@ -59,6 +59,7 @@ def select_frames_timestamp(
         first -= 1
     last = n - 1 - first
     wanted = times[first] + np.arange(num_frames) / fps
+    # A microsecond absorbs the rounding of both sums.
     num_real = int(np.count_nonzero(wanted <= times[last] + half + 1e-6))
     wanted = wanted[:num_real]
     after = np.clip(np.searchsorted(times, wanted), first, last)
@@ -113,6 +114,7 @@ def select_frames_uniform(length: int, num_frames: int) -> Selection:
 
 def cover_size(height: int, width: int, target: tuple[int, int]) -> tuple[int, int]:
     """The smallest size (rows, columns) with the same aspect ratio that covers the target."""
+    # The longer side is truncated, as torchvision's resize does.
     rows, columns = target
     if width / height > columns / rows:
         return rows, int(width * rows / height)

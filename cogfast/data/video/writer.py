@@ -31,6 +31,7 @@ def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
         return video.cpu().numpy()
     if video.ndim != 4 or video.shape[0] != 3:
         raise ValueError(f"video of shape {list(video.shape)}; give [3, F, H, W] in [-1, 1]")
+    # Truncation instead of rounding would darken the video by half a level.
     levels = video.detach().float().cpu().clamp(-1, 1).add(1).mul(127.5).round()
     return levels.to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
@@ -72,6 +73,7 @@ def _rate(fps: float) -> Fraction:
     whole = round(fps * 1.001)
     if abs(fps * 1.001 - whole) < 1e-3 and fps != whole:
         return Fraction(whole * 1000, 1001)
+    # mp4 stores a fraction: whole rates and 7.5 are exact, others the nearest small one.
     return Fraction(fps).limit_denominator(1001)
 
 
