@@ -7,7 +7,7 @@ package is not a dependency of cogfast.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch._functorch.config
@@ -251,7 +251,3 @@ def peers_of(op: Op) -> dict[str, Build]:
 
 def is_compiled(peer: str) -> bool:
     return peer.endswith("compile") or peer.endswith("compiled")
-
-
-def names_of_peers(ops: Sequence[Op]) -> list[str]:
-    return list(dict.fromkeys(name for op in ops for name in peers_of(op)))
