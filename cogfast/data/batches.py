@@ -111,7 +111,7 @@ class BatchLoader:
         try:
             batch = next(self._batches)
         except RuntimeError:
-            self.close()
+            self.close()  # a worker has died: stop the others too
             raise
         assert (batch["step"], batch["slots"]) == expected, f"{batch['step']=} {expected=}"
         self._account(batch)
@@ -125,6 +125,7 @@ class BatchLoader:
             self.bad_samples.add(path, reason)
         if batch["bad"]:
             try:
+                # First, because its message has the number of bad samples and the file that lists them.
                 self.bad_samples.check(num_seen=sum(self._tried))
                 if batch.pop("unfilled", False):
                     path, reason = batch["bad"][-1]
@@ -191,6 +192,7 @@ class _Slots:
         num_steps: int | None,
     ) -> None:
         assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
+        # The micro-batches of all ranks together fill consecutive slots.
         width = micro_batch * dp_size
         first = [a * width + dp_rank * micro_batch for a in range(accumulation)]
         self._slots = [list(range(f, f + micro_batch)) for f in first]

@@ -95,6 +95,7 @@ def choose(
 
 def kept_share(height: int, width: int, size: Bucket) -> float:
     """The share of a frame's picture and sharpness that scaling and cropping keep, 0 to 1."""
+    # The crop cuts one axis only: the other is scaled to fit exactly.
     scale = max(size.height / height, size.width / width)
     shown = (size.height / scale) * (size.width / scale) / (height * width)
     return shown * min(1.0, scale)

@@ -56,6 +56,7 @@ class ShuffledSamples:
         return int(self._epochs[epoch][entry])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
+        # Sorting random keys shuffles alike on every machine; equal keys keep their order.
         keys = _random_keys(self.length, self.seed, "order", epoch, *self.key)
         order = np.argsort(keys, kind="stable")
         if self._edges is None:

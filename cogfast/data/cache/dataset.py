@@ -159,6 +159,7 @@ class CachedVideos(CaptionedVideos):
 
         Waits until a running writer has completed the index, which it does before it encodes.
         """
+        # Equal captions share an entry, so their key is the hash of the text alone.
         files, is_logged = source_files(self, self.used), False
         texts = [hash_text(caption) for caption in self.captions]
         while True:
@@ -230,6 +231,7 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> dict[str, t
     """The files that samples are read from: {file: (offset, bytes) in a tar shard, else ()}."""
     clips, found = videos.clips, {}
     for index in indices:
+        # Offset and bytes of the video, then of the image; -1 for none.
         at = [-1] * 4 if clips.places is None else clips.places[index].tolist()
         found[clips.files[index]] = tuple(at[:2]) if at[0] >= 0 else ()
         image = _image_of(clips, index)
@@ -261,4 +263,5 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
     image = _image_of(clips, index)
     if image is not None:
         own["image"] = sources.recorded(image)
+    # Copies of a file, even in different data sets, share an entry.
     return hash_text(json.dumps([content, own], sort_keys=True)) if own else content

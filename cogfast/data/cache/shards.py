@@ -190,6 +190,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rows: Sequence[Mappin
     for key, tensor in tensors.items():
         row, _, name = key.partition(".")
         own[int(row)][name] = tensor
+    # safetensors has no checksums: a flipped bit would train on a wrong latent unseen.
     marked = [
         {**row, "crc32": _checksum(path, parts)} for row, parts in zip(rows, own, strict=True)
     ]
@@ -256,6 +257,7 @@ def is_complete(folder: Path, shard: Shard) -> bool:
     from safetensors import SafetensorError
 
     try:
+        # safetensors compares the header with the file's length; the rows need not be read.
         return len(rows_of(folder / shard.file)) == len(shard.keys)
     except (OSError, SafetensorError, ValueError):
         return False
@@ -278,6 +280,7 @@ class Writer:
                 )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # "w" would erase the line of another writer before the lock shows that it is running.
             self._file = open(self.path, "a+")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
             raise ValueError(
@@ -312,6 +315,7 @@ class Writer:
     def __exit__(self, *exc_info: object) -> None:
         self._is_over.set()
         self._thread.join()
+        # While the lock is held: afterwards the file may be another writer's.
         self.path.unlink(missing_ok=True)
         self._file.close()
 

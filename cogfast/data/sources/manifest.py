@@ -52,6 +52,7 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
         check_caption_size(len(caption), f"{where}: caption")
         if not caption:
             empty.append(f"line {line}")
+        # Paths are relative to the manifest; joining keeps absolute ones.
         texts["path"].append(str(file.parent / path))
         texts["caption"].append(caption)
         texts["image"].append(str(file.parent / image) if image else "")
@@ -106,6 +107,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
                 others |= new
             yield line, row
         return
+    # newline="": csv itself splits lines, since quoted captions may hold line breaks.
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
@@ -137,6 +139,7 @@ def _check_columns(file: Path, line: int, names: set[str]) -> None:
     """Log columns that are not read; raise ValueError for one that looks misspelt."""
     unknown = sorted(name for name in names if name not in _COLUMNS)
     for name in unknown:
+        # 0.75 is stricter than for keys: manifests have columns of other tools.
         near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
         if near:
             raise ValueError(

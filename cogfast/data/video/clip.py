@@ -96,6 +96,7 @@ def read_clip(
 
 def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:
     video = open_video(path, settings.cpu_reader)
+    # Closed here and not by the garbage collector: see VideoReader.close.
     try:
         chosen, selection = _choose(video, settings, span)
         # Scale each part before the next is decoded: full-size frames of a clip take much memory.

@@ -75,6 +75,7 @@ def check_backend(backend: VideoBackend) -> None:
     """Raise ValueError if DALI is configured but cannot run."""
     if backend != "dali":
         return
+    # Without a GPU DALI decodes on the CPU, which needs no driver.
     reason = _missing_package() or (_missing_driver() if torch.cuda.is_available() else None)
     if reason is not None:
         raise ValueError(
@@ -187,6 +188,7 @@ class DaliReader:
             encoded = np.fromfile(video.path, np.uint8)
         except OSError as error:
             raise DaliRefusal(str(error)) from None
+        # deque's methods are atomic, so threads share the list without a lock.
         try:
             run = self._idle.pop()
         except IndexError:
@@ -247,6 +249,7 @@ def _pipeline(device: torch.device) -> Callable[..., Tensor]:
             pad_mode="none",
             affine=False,
         )
+        # The filter of resize_and_center_crop, which PyAV's frames go through.
         video = fn.resize(video, size=size, interp_type=types.INTERP_CUBIC, antialias=True)
         return fn.crop_mirror_normalize(
             video,
