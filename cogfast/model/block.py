@@ -65,6 +65,7 @@ class Block(nn.Module):
         """hidden [B, S, M] with num_text text rows in front, conditioning [B, conditioning_width]
         after its SiLU -> [B, S, M]."""
         kernels, norm1, norm2 = self.kernels, self.attention_norm, self.mlp_norm
+        # Text and video rows have vectors of their own; the kernels choose by the row.
         first, second = self.modulation(conditioning)
 
         hidden, x = kernels.adaptive_layernorm(

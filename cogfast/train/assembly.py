@@ -78,6 +78,7 @@ def assemble_transformer(
     """
     with torch.device("meta"):
         transformer = build_transformer(config.model)
+    # A trainable parameter without a gradient would end the run after its first step.
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     transformer.to(DTYPES[args.precision])
@@ -85,6 +86,7 @@ def assemble_transformer(
         parallelize(transformer, groups.tensor, args.sequence_parallel)
     allocate(transformer, groups.device)
     shards = find_shards(transformer)
+    # Parameters that no file has set: they are initialized below.
     fresh = {name for name, _ in transformer.named_parameters()}
 
     def load(path: str, **options: bool) -> LoadReport:

@@ -32,6 +32,7 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
     for owner in module.modules():
         is_norm = isinstance(owner, _UNDECAYED_MODULES)
         for name, parameter in owner.named_parameters(recurse=False):
+            # A parameter that two modules share is updated once.
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)

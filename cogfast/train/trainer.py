@@ -269,6 +269,7 @@ class Trainer:
 
     def _random(self, batch: dict) -> SlotRandom:
         first = next(v for v in batch.values() if isinstance(v, Tensor))
+        # A batch without slots is taken for consecutive samples of the global batch.
         start = self.groups.data_rank * len(first)
         slots = batch.get("slots") or range(start, start + len(first))
         return SlotRandom(self.args.seed, self.step, slots, self.global_batch, self.groups.device)

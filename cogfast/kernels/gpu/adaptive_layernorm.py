@@ -83,6 +83,7 @@ def adaptive_layernorm_fwd_kernel(
 
     if scale_ptr is not None:
         mean = tl.sum(x, axis=0) / M
+        # From centred values: E[x^2] - E[x]^2 would cancel where the mean is large.
         x = tl.where(mask, x - mean, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=0) / M + eps)
         x *= rstd
@@ -402,6 +403,7 @@ def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) ->
     num_programs = num_rows
     if launch.programs_per_multiprocessor is not None:
         total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
+        # As many programs as run at once, each with its share of the rows.
         num_programs = total // num_batches
     text, video = split_programs(backward.num_text, num_rows - backward.num_text, num_programs)
     sums_shape = (4 if has_sums else 0, num_batches, text + video, width)

@@ -48,6 +48,7 @@ def ema_adam_factors_kernel(
     """Count one update of every tensor and compute its factors from the count."""
     tensor = tl.program_id(0) * BLOCK_TENSORS + tl.arange(0, BLOCK_TENSORS)
     if found_inf_ptr is not None:
+        # A skipped step masks every tensor, so that no count changes.
         num_tensors = tl.where(tl.load(found_inf_ptr) == 0, num_tensors, 0)
     inside = tensor < num_tensors
     step_ptr = tl.load(table_ptr + tensor * _COLUMNS + _STEP, mask=inside, other=0)
@@ -119,6 +120,7 @@ def _update(
         g += weight_decay * p
     m += one_minus_beta1 * (g - m)
     v = beta2 * v + one_minus_beta2 * g * g
+    # Correctly rounded, as torch's; the fast root and division differ in the last bits.
     root = tl.sqrt_rn(v) * tl.load(factors_ptr + _ROOT_FACTOR)
     p -= tl.load(factors_ptr + _STEP_SIZE) * tl.div_rn(m, root + eps)
     shadow += tl.load(factors_ptr + _EMA_WEIGHT) * (p - shadow)

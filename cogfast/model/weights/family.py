@@ -64,7 +64,9 @@ COGVIDEOX_15_5B = Member(
     num_frames=81,
     fps=16,
     video_size=(768, 1360),
+    # Larger than the training videos, so that other aspect ratios fit.
     table_size=(300, 300),
+    # As SAT trained it; diffusers' published configs say 226.
     text_length=224,
     scale_factor=0.7,
 )

@@ -117,6 +117,7 @@ class FusedStep:
         gradients = [self._gradient(i) for i in range(len(self.partitions))]
         norm = self._norm(gradients)
         zero._global_grad_norm = norm
+        # The norm is the whole model's, so all ranks skip the same steps.
         optimizer.found_inf = (~norm.isfinite()).float()
         if zero.clip_grad > 0:
             excess = (norm + _NORM_EPS) / zero.clip_grad
@@ -124,6 +125,7 @@ class FusedStep:
         for partition, gradient in zip(self.partitions, gradients, strict=True):
             partition.grad = gradient
         optimizer.step()
+        # Free the gradients' memory before the next batch is encoded.
         for i, partition in enumerate(self.partitions):
             partition.grad = zero.averaged_gradients[i] = zero.all_grad_tensors[i] = None
         self._flat_gradients.clear()

@@ -41,6 +41,7 @@ def survey_datasets(
     if found[0] is not None:
         assert isinstance(train, CaptionedVideos), "only these are scanned"
         bad = {train.name(i): reason for i, reason in found[0].reasons.items()}
+        # In memory, since the folder of the run does not exist yet.
         log = BadSampleLog(None, len(train), args.max_bad_fraction)
         log.reasons.update(bad)
         log.check()

@@ -52,6 +52,7 @@ class LogFile:
     def _write(self, content: bytes) -> None:
         """Append all of `content` or nothing: half a record would corrupt the next ones."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: the error of a full disk must come from write, not from close.
         with open(self.path, "ab", buffering=0) as file:
             start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
             try:

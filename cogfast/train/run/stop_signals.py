@@ -65,6 +65,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._outer, StopSignals._innermost = StopSignals._innermost, self
         reader, self._writer = os.pipe()
+        # Python writes each signal's number from its handler, which must not block.
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(

@@ -59,6 +59,7 @@ def sample(
     args = TrainArguments.from_config(config)
     check_sample(config, weights, has_images=any(image is not None for image in images))
     sizes = sampled_sizes(config, args, images)
+    # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(args.model_parallel_size)
     if groups.is_main:
@@ -100,6 +101,7 @@ def sample(
     settings |= _settings(config, args, maker, plan)
     rows = [_prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)]
     try:
+        # Before the first video, so that a run that fails has its settings, too.
         groups.on_main(lambda: _write_settings(out, settings | {"prompts": rows}))
         files = write_samples(
             out,

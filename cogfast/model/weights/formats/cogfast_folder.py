@@ -53,6 +53,7 @@ def open_cogfast(path: Path) -> WeightSource:
     files = SafetensorsFiles(path, checksums)
 
     def read(name: str, shard: Shard | None) -> Tensor:
+        # A tensor that is stored flat has no dim to cut along until it is reshaped.
         if shard is None or len(files.shape(name)) != len(shard.shape):
             return files.read(name) if shard is None else shard.of(files.read(name))
         stretches = [files.read_range(name, shard.dim, *r) for r in shard.ranges]
@@ -102,5 +103,6 @@ def write_cogfast(
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", {"format": FORMAT, **asdict(config)})
         checksums = write_safetensors_folder(folder, _STEM, tensors)
+        # A changed config.json would load as another model.
         checksums |= {file.name: checksum_of(file) for file in folder.glob("*.json")}
         write_json(folder / CHECKSUMS, checksums)
