@@ -165,7 +165,7 @@ class CaptionedVideos(Dataset):
         except BadSample as error:
             # Readers know only the file; logs also need the part of it.
             raise BadSample(self.name(index), error.reason) from None
-        # What was kept first stays: every epoch reads all clips, so replacing gains nothing.
+        # Clips are not replaced once kept: every epoch reads all, so another choice gains nothing.
         if sample["video"].nbytes <= self._budget:
             self._budget -= sample["video"].nbytes
             self._kept[index] = sample.copy()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.tiny_run import ROOT
 
-# A command that logs, prints, and says in a file that it came to its end.
+# A command that logs, prints, and writes a file when it has reached its end.
 COMMAND = """
 import ctypes, logging, os, sys, time
 import cogfast.__main__ as command

@@ -52,7 +52,7 @@ def test_values_come_typed(tmp_path: Path) -> None:
     assert read_json(file)["scale"] == 2
 
 
-# name: text, schema, what the line says after the file's name
+# name: text, schema, the message after the file's name
 REFUSED = {
     "empty": ("", dict[str, Any], r"damaged JSON \(Expecting value"),
     "cut": ('{"width": 8', dict[str, Any], r"damaged JSON \(Expecting"),

@@ -1,4 +1,4 @@
-"""Runs hostile inputs in forked processes and says what they did: exit status, output, memory, time,
+"""Runs hostile inputs in forked processes and reports what they did: exit status, output, memory, time,
 commands that they started and files that they wrote outside of their folder.
 
 An examination builds many damaged inputs, runs each by `run_case`, and expects `faults` to find
@@ -23,7 +23,7 @@ MAX_SECONDS = 10.0  # of CPU time, so that other jobs on the machine do not coun
 MAX_WAIT = 60.0  # wall clock: a process that waits for something that never comes
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
-# What a run may start: it notes the commit and the machine that it ran on.
+# Programs that a run may start, to record the commit and the machine that it ran on.
 # matplotlib, which draws loss.png, lists the fonts by fc-list.
 COMMANDS = frozenset(
     {"fc-list", "git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc", "c++", "g++"}

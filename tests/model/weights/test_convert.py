@@ -204,7 +204,7 @@ def test_plans_of_real_sizes(name: str, golden: Path) -> None:
     check_complete(source, config)
     section = load_config([ROOT / "configs" / f"{GOLDEN_NAMES[name]}.yaml"]).model
     ours = TransformerConfig(**transformer_arguments(section["network_config"]["params"]))
-    # SAT trained 1.5 with 224 rows of text; diffusers' published config says 226
+    # SAT trained 1.5 with 224 rows of text; diffusers' published config has 226
     assert config == replace(ours, text_length=226)
     keys = json.loads((golden / "keys" / f"{GOLDEN_NAMES[name]}.json").read_text())["keys"]
     sat = {t.name: list(t.shape) for t in sat_tensors(source, config)}
@@ -426,7 +426,7 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
 
 
 def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
-    """2B's table is unchanged by --dtype; diffusers computes its own, and the log says so."""
+    """2B's table is unchanged by --dtype; diffusers computes its own, which is logged."""
     state = sat_state(sat_folders["2b"])
     table = f"{PREFIX}mixins.pos_embed.pos_embedding"
     convert(sat_folders["2b"], tmp_path / "half", "sat", dtype="float16")

@@ -1,4 +1,4 @@
-"""Checkpoints of every kind, and what is said about those that do not fit."""
+"""Checkpoints of every kind load; the messages about those that do not fit."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ RUNS = {
     "zero-2, lora": [*ADAPTERS, *TWICE],
     "zero-3": [*ZERO_3, *TWICE],
 }
-# Of two copies, each held by two processes.
+# Two copies of the model, each held by two processes.
 MESH = ["args.model_parallel_size=2", *TWICE]
 ROWS = "args.sequence_parallel=true"
 MESH_RUNS = {

@@ -48,7 +48,7 @@ class Layout:
     ranks: int
     tensor: int = 1
     model: str = "5b"
-    micro: int | None = None  # 4 samples per step, unless said otherwise
+    micro: int | None = None  # 4 samples per step, unless set otherwise
     accumulation: int = 1
     stage: int = 2
     extra: tuple[str, ...] = ()

@@ -45,21 +45,21 @@ def test_a_changed_copy_ends_its_group(found: list[dict], model: str) -> None:
         "two parameters": "odd and 1 more",
     }
     for case, what in cases.items():
-        said = [rank[model][case] for rank in found]
-        assert said[0] == said[1]
-        assert f"no longer have the same {what}: rank 1 differs from rank 0" in said[0], case
-        assert said[0].startswith("step 3: ")
-        assert "Resume from the last checkpoint" in said[0]
-        assert said[2:] == ["", ""]
+        errors = [rank[model][case] for rank in found]
+        assert errors[0] == errors[1]
+        assert f"no longer have the same {what}: rank 1 differs from rank 0" in errors[0], case
+        assert errors[0].startswith("step 3: ")
+        assert "Resume from the last checkpoint" in errors[0]
+        assert errors[2:] == ["", ""]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_changed_part_is_found_under_zero_3(found: list[dict], model: str) -> None:
-    said = [rank[model]["zero-3, bit"] for rank in found]
-    assert said[:2] == ["", ""]
-    assert said[2] == said[3]
-    assert "no longer have the same odd: rank 1 differs from rank 0" in said[2]
+    errors = [rank[model]["zero-3, bit"] for rank in found]
+    assert errors[:2] == ["", ""]
+    assert errors[2] == errors[3]
+    assert "no longer have the same odd: rank 1 differs from rank 0" in errors[2]
 
 
 @pytest.mark.slow

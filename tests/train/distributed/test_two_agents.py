@@ -20,7 +20,7 @@ from tests.support.kills import SECONDS_TO_END, newest_step
 from tests.support.tiny_run import ROOT, losses, run_folder, wait_for, write_clips, write_config
 
 STEPS = 60
-# Of four processes and a global batch of four.
+# Two layouts of four processes with a global batch of four.
 COPIES = ["deepspeed.train_micro_batch_size_per_gpu=1"]
 PAIRS = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.model_parallel_size=2"]
 

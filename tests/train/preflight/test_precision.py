@@ -1,4 +1,4 @@
-"""A configuration that says no precision takes that of the weights it starts from."""
+"""A configuration without a precision takes that of the weights it starts from."""
 
 from __future__ import annotations
 

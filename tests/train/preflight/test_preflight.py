@@ -406,7 +406,7 @@ def test_a_users_data_set_of_videos_is_checked_and_takes_a_cache(config, tmp_pat
 
 
 def test_all_missing_paths_are_reported_together(config) -> None:
-    """One start names every path that is not there, each with the file that says it."""
+    """One start names every path that does not exist, each with the file that names it."""
     lost = {
         "args.load": "lost/base",
         "args.train_data": "lost/clips",

@@ -280,7 +280,7 @@ def _huge_number(content: bytes, draw: random.Random) -> bytes:
     return content[:start] + draw.choice([b"9" * 30, b"-1", b"1e999", b"2e9"]) + content[end:]
 
 
-# What becomes of a file's bytes; None: no file.
+# {damage: function from a file's bytes to the damaged ones; None: the file is removed}
 DAMAGES = {
     "a flipped bit": _flipped,
     "a huge number": _huge_number,

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.tiny_run import ROOT
 
-# The command of a verb that says "ready" and then does BODY.
+# The command of a verb that prints "ready" and then runs BODY.
 COMMAND = """
 import hashlib, os, sys, time
 import cogfast.__main__ as command

@@ -52,7 +52,7 @@ MANIFEST = {
     "attention_backend": NotRequired[str | None],
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
 }
-# What a run needs to resume, besides the weights.
+# Fields that a run needs to resume, besides the weights.
 RESUMABLE = {
     **MANIFEST,
     "bytes": dict[str, _Count],
