@@ -94,10 +94,10 @@ def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
     parameters = dict(engine.transformer.named_parameters())
     kinds = sorted(files.kinds - {"master", "frozen"})
     engine.allocate_state(kinds)
-    for piece in engine.slices:
-        shard = shard_of(parameters[piece.parameter])
-        for kind in ("master", *kinds):
-            out = engine.view(piece, kind)
+    # The order of the files, so that the thread that hashes them and this one read the disk once.
+    for kind in ("master", *kinds):
+        for piece in engine.slices:
+            shard, out = shard_of(parameters[piece.parameter]), engine.view(piece, kind)
             files.fill(out, piece.parameter, kind, shard, piece.start)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -165,3 +166,22 @@ def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path)
     assert ours[0].removeprefix("cogfast: ") in done.stdout.rpartition("Root Cause")[2]
     assert "cogfast/train/trainer.py" not in done.stdout
     assert "FutureWarning" not in done.stdout
+
+
+@pytest.mark.slow
+def test_damage_that_one_of_two_ranks_reads_ends_both_in_one_line(
+    tmp_path: Path, base: Path, runs: dict[str, Path]
+) -> None:
+    """Rank 1 reads its own file, and rank 0, which reads another, does not wait for it for ever."""
+    resumed = Path(shutil.copytree(runs["none"], tmp_path / "run"))
+    old, new = (resumed / "checkpoints" / f"{step:08d}" for step in (2, 4))
+    content = bytearray((new / "rank-00001.safetensors").read_bytes())
+    content[-100] ^= 4
+    (new / "rank-00001.safetensors").write_bytes(content)
+    done = run(["train", "--base", str(base), MICRO, "--resume", str(resumed)], 2, timeout=120)
+    assert done.returncode != 0
+    ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
+    assert len({line.replace("rank 1: ", "") for line in ours}) == 1, done.stdout
+    assert f"{new}: cannot be read: rank-00001.safetensors is damaged" in ours[0]
+    assert ours[0].endswith(f"the last good one is that of step 2: --resume {old}")
+    assert "cogfast/train" not in done.stdout  # no traceback
