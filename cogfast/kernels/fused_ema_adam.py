@@ -228,6 +228,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             streams = (p, grad.contiguous(), *moments, *copies)
             chunks = [x.view(-1).split(_CPU_CHUNK) for x in streams]
         else:
+            # A strided tensor has no flat view to cut, so it is one chunk.
             chunks = [(x,) for x in (p, grad, *moments, *copies)]
         for q, g, m, v, s, *low in zip(*chunks, strict=True):
             # A chunk that is not float32 and dense is updated through a copy that is.

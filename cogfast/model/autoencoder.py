@@ -381,6 +381,7 @@ def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     counter = _LiveBytes()
     with torch.no_grad(), counter:
         video = copy.decode(latents, return_dict=False)[0]
+    # The dry run counted numbers of its own dtype; scale them to the decoder's.
     per_number = next(vae.parameters()).element_size() / latents.element_size()
     return _INSIDE_CONVOLUTIONS * counter.peak * per_number / (video.shape[3] * video.shape[4])
 

@@ -83,6 +83,7 @@ class Evaluator:
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
         self.engine.transformer.eval()
+        # The master weights come back at the end, also after an error.
         with self.engine.weights("shadow" if has_ema else "master"):
             if self.dataset is not None and self.diffusion.loss is not None:
                 losses = self._attempt("the held-out loss", step, self._held_out_loss)

@@ -76,6 +76,8 @@ class Trainer:
 
         self.accumulation = args.gradient_accumulation_steps
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
+        # Before the model is built: the headers decide buckets and order, and a bad disk ends the
+        # run.
         self.datasets, bad = survey_datasets(
             assemble_datasets(config, args), args, self.groups, self.global_batch
         )

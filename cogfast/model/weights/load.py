@@ -76,6 +76,7 @@ def load_source(
     parameters, shards = dict(transformer.named_parameters()), shards or {}
     # Shapes of whole parameters, as in the file, also where this rank has a shard.
     wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
+    # A part of a model, such as the adapters of a run, does not show the family member.
     if not source.is_partial:
         found = identify(source, transformer.config.out_channels)
         check_family(path, Family.of_config(found), transformer.config)

@@ -70,6 +70,7 @@ def verify(source: WeightSource, config: TransformerConfig, target: Path, to: st
         found = _ours(open_source(target), config, given)
     difference, scale = (found - expected).abs().max(), expected.abs().max()
     line = f"largest difference {difference:.1e} of outputs up to {scale:.2g}{stock}"
+    # A NaN exceeds no bound, so it is tested for.
     if not torch.isfinite(found).all() or difference > _EXACT * scale:
         raise ValueError(f"{target}: computes other outputs than the source: {line}; delete it")
     return line

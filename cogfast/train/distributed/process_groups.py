@@ -207,6 +207,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
     # DeepSpeed uses the default group if one exists.
     is_owner = not dist.is_initialized()
     if is_owner:
+        # DeepSpeed reads these, and only torchrun sets them.
         for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
             os.environ.setdefault(key, str(value))
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -216,6 +217,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
             backend, store=store, rank=rank, world_size=world_size, timeout=_TENSOR_TIMEOUT
         )
         if world_size == 1:
+            # torch warns of a group that still exists at the end of the process.
             atexit.register(_end_lone_process)
     control = _decision_group() if world_size > 1 else None
     watch = watch_processes(rank, world_size, control) if is_owner else None

@@ -62,6 +62,7 @@ def open_loras(loras: Sequence[LoraOverlay], ema: bool) -> list[OpenLora]:
     """Open the files without reading weights. ema: use the averaged adapters of runs."""
     opened = []
     for lora in loras:
+        # Only runs have averaged weights.
         is_run = find_run_checkpoint(Path(lora.path)) is not None
         opened.append(OpenLora(open_adapter(lora.path, ema and is_run), lora.scale))
     return opened
@@ -97,6 +98,7 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
         for plain in sorted({f"{name.split('.matrix_')[0]}.weight" for name in adapter.shapes}):
             name, parameter = parameters[plain]
             added = delta.read(plain, shards.get(name)).to(parameter.device)
+            # Added in float32 and rounded once.
             merged = parameter.float() + added.reshape(parameter.shape)
             rounding.add(name, parameter, merged)
             parameter.copy_(merged)

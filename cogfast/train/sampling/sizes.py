@@ -35,6 +35,7 @@ def sampled_sizes(
     channels = args.latent_channels or network["out_channels"]
     fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
     if args.sampling_num_frames is not None:  # in latent frames, including padding
+        # 1.5 pads to whole patches in front; these latent frames are not in the video.
         surplus = (args.sampling_num_frames - 1) % patch.t
         num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
     elif "max_num_frames" in data:

@@ -260,6 +260,7 @@ def write_sat(
             config.latent_height,
             config.latent_width,
         )
+    # Descriptions only: a tensor is read when it is written.
     files = [list(sat_tensors(source, config, i, count, dtype)) for i in range(count)]
     with new_folder(path, sum(t.nbytes for file in files for t in file)) as folder:
         (folder / ITERATION).mkdir()

@@ -49,6 +49,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: the target is not empty; name a folder that does not exist")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target and so on its disk, where a rename is atomic.
     folder = path.with_name(path.name + ".incomplete")
     shutil.rmtree(folder, ignore_errors=True)
     _check_free_space(path, nbytes)

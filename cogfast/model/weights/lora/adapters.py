@@ -93,6 +93,7 @@ def _without_lora(facts: Mapping[str, Any]) -> dict[str, Any]:
 def adapters_of(source: WeightSource) -> Adapters | None:
     """Describe the adapters among a source's tensors; None if it has none."""
     ranks, layers, targets, others = set(), set(), set(), set()
+    # One entry for each pair; check_fits finds a matrix without its partner.
     pairs = [m for m in map(_PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
     for pair in pairs:
         linear = pair["module"].rpartition(".")[2]

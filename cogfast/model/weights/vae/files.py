@@ -66,6 +66,7 @@ def open_vae(path: Path) -> VaeSource | None:
     if path.is_file() and path.suffix != ".safetensors":
         content = read_torch_file(path)
         state = only_tensors(path, content.get("state_dict", content))
+        # In a checkpoint of SAT's whole engine the VAE's names have a prefix.
         if any(key.startswith(SAT_PREFIX + _FIRST) for key in state):
             state = {k.removeprefix(SAT_PREFIX): v for k, v in state.items() if SAT_PREFIX in k}
         if _FIRST not in state:
