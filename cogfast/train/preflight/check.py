@@ -58,6 +58,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     if args.mode == "inference":
         refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
+    # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
@@ -126,6 +127,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     network = _network(config)
     check_mesh(config, args, TransformerConfig(**network))
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
+    # Image latents are additional input channels.
     wants_image = network["in_channels"] > network["out_channels"]
     if wants_image and not has_images:
         raise ValueError("the model makes a video of an image; give --image PNG or prompt@@image")
@@ -271,6 +273,7 @@ def _check_weights(config: Config, args: TrainArguments) -> None:
 
 
 def _check_precision(config: Config, args: TrainArguments) -> None:
+    # The dtype may stand in either section; if deepspeed has one, it decides.
     section = "deepspeed" if {"bf16", "fp16"} & set(config.deepspeed) else "args"
     bf16, fp16 = (
         f"deepspeed.{name}.enabled" if section == "deepspeed" else f"args.{name}"
