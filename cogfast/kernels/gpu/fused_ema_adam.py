@@ -78,6 +78,7 @@ def ema_adam_factors_kernel(
 @jit
 def _stream(address, element, TYPE: tl.constexpr, IS_WIDE: tl.constexpr):
     """Return pointers to a block's elements, [BLOCK]."""
+    # Triton casts integers to pointers, but declares `to` for number types only.
     pointer = address.to(tl.pointer_type(TYPE)) + element  # pyright: ignore[reportArgumentType]
     if IS_WIDE:
         # Hint at the sum: Triton drops a hint on an integer that is cast to a pointer.

@@ -64,6 +64,7 @@ def _cos_sin(
 @jit
 def _rotate_pairs(x, cos, sin):
     """Rotate x [TOKENS, HEADS, D_BLOCK] pair by pair."""
+    # Inside a kernel Triton makes a constexpr of any constant value, which no annotation says.
     PAIRS: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2] // 2, 2)  # pyright: ignore[reportAssignmentType]
     a, b = tl.split(tl.reshape(x, PAIRS))
     return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), x.shape)
@@ -206,6 +207,7 @@ def qk_norm_rope3d_bwd_kernel(
     HEADS: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
+    # As in _rotate_pairs: a constexpr of a plain value.
     NEEDS_SUMS: tl.constexpr = partials_ptr is not None  # pyright: ignore[reportAssignmentType]
     batch = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) % HEAD_TILES * HEADS + tl.arange(0, HEADS)
