@@ -82,6 +82,7 @@ class TransformerConfig:
                 f"hidden_size/num_attention_heads={self.head_width}: a rotary head needs a multiple "
                 "of 16 entries (a quarter for time, 3/8 each for rows and columns); use 64"
             )
+        # 3/8 of the width for columns and rows each, half of it sines and half cosines.
         if self.position == "sincos" and self.hidden_size % 16:
             raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of 16")
         # Negative and repeated layers would adapt a layer twice.
@@ -107,6 +108,7 @@ class TransformerConfig:
             most = _MOST.get(name, 2**16)
             if not 1 <= size <= most:
                 raise ValueError(f"{name}={brief(str(size))} must be from 1 to {most}; correct it")
+        # A layer has about 12 M^2 weights.
         if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
             raise ValueError(
                 f"num_layers={self.num_layers} and hidden_size={self.hidden_size} make a network of "

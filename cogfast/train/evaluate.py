@@ -237,6 +237,7 @@ class Evaluator:
         if texts and not self.encoder.image_input:
             return [Prompt(i, text, _SEED + i) for i, text in enumerate(texts)]
         dataset = self._held_out
+        # For image-to-video each text gets the first frame of a held-out video.
         number = len(texts) or min(self.args.eval_num_samples, len(dataset))
         chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
         captions = None if self.encoder.image_input else _captions(dataset)

@@ -489,7 +489,8 @@ def adaptive_layernorm_sum_kernel(
     dbias = tl.zeros([COLUMNS], tl.float32)
     dbranch_bias = tl.zeros([COLUMNS], tl.float32)
     for batch in range(num_batches):
-        # 0 video, 1 text, as in the modulation. Triton unrolls the loop; nothing iterates at run time.
+        # 0 video, 1 text, as in the modulation. Triton unrolls the loop; at run time nothing
+        # iterates.
         for segment in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
             first = 0 if segment == 1 else num_text_programs
             last = num_text_programs if segment == 1 else num_programs

@@ -85,6 +85,7 @@ def convert(
         if extraction is not None:
             logger.info("%s", extraction.report())
         return
+    # Adapters alone show no model; they have been written above.
     config = identify(source)
     check_complete(source, config)
     logger.info("%s: %s, %s", source.description, Family.of_config(config), _summary(source))

@@ -121,6 +121,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         "time_embed_dim": shapes["time_embedding.fc1.weight"][0],
         "ofs_embed_dim": None if ofs is None else ofs[0],
         "position": "rotary" if is_rotary else "sincos",
+        # The table of a model that is not rotary is 2B's, which is computed.
         "learnable_position": is_rotary and "position_table.weight" in shapes,
         "qk_norm": "blocks.0.attention.query_norm.bias" in shapes,
         "elementwise_affine": "final_norm.weight" in shapes,

@@ -181,6 +181,7 @@ class _CacheRun:
         """Encode and write this rank's part of the missing shards of a kind."""
         of_kind = [shard for shard in missing if shard.kind == kind]
         size = self.groups.world_size
+        # In turn, so that the shards that training reads first are written first.
         dealt = [of_kind[rank::size] for rank in range(size)]
         clips = by_text if kind == "text" else by_video
         what = "captions" if kind == "text" else "clips"

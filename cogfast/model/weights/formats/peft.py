@@ -192,6 +192,7 @@ class _Keys:
         }
         parts = {}
         for linear in _LINEARS:
+            # Linears outside of the blocks have no {i}: one round finds them, also without blocks.
             for ours in {linear.replace("{i}", i) for i in blocks | {"0"}}:
                 parts |= {theirs: (ours, i) for i, theirs in enumerate(linear_parts(ours))}
         for key in keys:
