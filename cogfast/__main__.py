@@ -155,15 +155,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     last_line = lambda reason: f"cogfast: {reason}{kept}" if _is_first_rank() else ""
     signals = StopSignals(last_line, on_first=_interrupt, patience=_UNWIND_SECONDS)
     status = 0
-    with signals, contextlib.suppress(Interrupted):
-        status = _run(sys.argv[1:])
-    # A signal that arrived during the last lines of a command still decides the exit status.
-    if status == 0 and signals.received and not signals.is_done:
-        number = signals.received[0]
-        reason = f"ended by {name_of(number)}"
-        tell_torchrun(reason)
-        write_last_line(last_line(reason))
-        end_by(number)
+    with signals:
+        with contextlib.suppress(Interrupted):
+            status = _run(sys.argv[1:])
+            signals.on_first = None  # a signal from here on only decides the exit status
+        # Before the handlers are restored: Slurm repeats a signal, which would end the process
+        # without its last line.
+        if status == 0 and signals.received and not signals.is_done:
+            number = signals.received[0]
+            reason = f"ended by {name_of(number)}"
+            tell_torchrun(reason)
+            write_last_line(last_line(reason))
+            end_by(number)
     settle_signals()
     return status
 

@@ -85,6 +85,16 @@ def test_a_command_ends_in_one_line_by_the_signal(number: signal.Signals) -> Non
     assert process.returncode == -number
 
 
+def test_a_signal_that_is_repeated_late_leaves_the_last_line() -> None:
+    """Slurm signals each process twice; the second one comes while the last line is written."""
+    again = "command.tell_torchrun = lambda text: os.kill(os.getpid(), 15); "
+    process = started(again + SLEEP)
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate(timeout=30)
+    assert (printed, errors) == ("removed\n", f"cogfast: ended by SIGTERM; {LINE}")
+    assert process.returncode == -signal.SIGTERM
+
+
 def test_a_shell_sees_the_status_of_a_signal() -> None:
     shell = started(SLEEP, prefix=["bash", "-c", '"$@"; echo $?', "-"])
     (command,) = psutil.Process(shell.pid).children()
