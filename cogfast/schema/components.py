@@ -7,10 +7,9 @@ A param `foo` or `foo_config` that is itself a component is built first and pass
 from __future__ import annotations
 
 import dataclasses
-import dis
 import importlib
 import inspect
-import re
+import traceback
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,8 +36,6 @@ from cogfast.schema.values import (
 _KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
 _SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
-# Python's messages about arguments that do not fit a signature.
-_MISFIT = re.compile(r"\(\) (got an unexpected|got multiple values|missing \d+ required|takes )")
 # Additional keys of the entries of conditioner_config.params.emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 
@@ -70,21 +67,15 @@ def instantiate(
 
 
 def _is_refusal(error: TypeError | ValueError, target: Callable) -> bool:
-    """Return whether arguments did not fit the signature of `target`, or its own code refused them.
+    """Return whether the call, the module or a constructor of `target` raised the error.
 
-    Other errors, such as one of an operation inside a constructor, need their traceback.
+    Errors from deeper inside need their traceback. `--traceback` shows it for all.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    assert trace is not None, "the error was raised"
-    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     bases = target.__mro__ if inspect.isclass(target) else ()
     constructors = [getattr(base.__init__, "__code__", None) for base in bases]
-    if module not in (__name__, target.__module__) and code not in constructors:
-        return False
-    is_raise_statement = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return is_raise_statement or (isinstance(error, TypeError) and bool(_MISFIT.search(str(error))))
+    module = last.f_globals.get("__name__")
+    return module in (__name__, target.__module__) or last.f_code in constructors
 
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, Any]]:

@@ -336,7 +336,7 @@ CONSTRUCTORS = {
     "its own check": ({"size": 0}, KeyProblem, "data: size=0 must be positive"),
     "a check of its module": ({"size": 1}, KeyProblem, "data: size=1 is odd"),
     "a check of types": ({"size": 2}, KeyProblem, "data: size=2 is no size"),
-    "a wrong operation": ({"size": 3}, TypeError, "unsupported operand"),
+    "a wrong operation": ({"size": 3}, KeyProblem, "data: unsupported operand"),
     "an error of another package": ({"size": 4}, TypeError, "argument .size."),
     "a message with a key": ({"size": 5}, ValueError, "^data.params.size=5 is too large$"),
     "a component inside": (
