@@ -34,7 +34,7 @@ from cogfast.train.distributed.process_groups import ModelParallelUnit
 logger = logging.getLogger(__name__)
 
 _NEVER = 2**31  # steps between DeepSpeed's log lines
-# Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 4e-3.
+# Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 6e-3.
 _MOST_BF16_SUMMANDS = 4
 
 
