@@ -165,7 +165,8 @@ class CaptionedVideos(Dataset):
         except BadSample as error:
             # Readers know only the file; logs also need the part of it.
             raise BadSample(self.name(index), error.reason) from None
-        # Clips are not replaced once kept: every epoch reads all, so another choice gains nothing.
+        # Kept clips are never replaced: every epoch reads every clip once, so a different subset
+        # would not be read more often.
         if sample["video"].nbytes <= self._budget:
             self._budget -= sample["video"].nbytes
             self._kept[index] = sample.copy()
@@ -216,8 +217,8 @@ class ListedVideos(CaptionedVideos, ABC):
     """Base class of data sets that list their samples with `find`, one list per source.
 
     Its fields are `data.params` of the YAML; a subclass that is a dataclass too adds its own.
-    reads_pixels: items are pixels of video files that data.params describes. Then the sizes are
-    checked before training, and a latent cache can replace the files. A subclass that returns
+    reads_pixels: whether items are decoded from video files as data.params describes. Then sizes
+    are checked before training, and a latent cache can replace the files. A subclass that returns
     anything else sets it to False.
     """
 

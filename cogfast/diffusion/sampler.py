@@ -6,7 +6,7 @@ latents and lambda = log(a / sqrt(1 - a^2)), h = lambda_next - lambda:
     VPODE-DPM++(2M)    x <- q x + b (1 - e^-h) D               (arXiv 2211.01095)
     VPSDE-DPM++(2M)    x <- q e^-h x + b (1 - e^-2h) D + sqrt((1 - b^2) (1 - e^-2h)) noise
 where D extrapolates from the step before: D = x0 + (x0 - x0_before) / (2 r), r = h_before / h.
-A step to b = 1 gives x0, and D is x0 in the step that ends the schedule.
+If b = 1, a step returns x0. The last step is of first order: D = x0.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T,
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: alpha_sqrt before and after it, and the steps of lambda of it and of the previous one
-    (None for the first)."""
+    """A sampling step: alpha_sqrt before and after it, and the increments of lambda in it and in the
+    previous step (None for the first)."""
 
     alpha_sqrt: float
     next_alpha_sqrt: float
@@ -48,11 +48,12 @@ class Step:
 class VideoDDIMSampler:
     """Deterministic DDIM (arXiv 2010.02502) and the loop that all samplers share.
 
-    fixed_frames: number of leading latent frames of x that are given clean and stay; with `sdedit`
+    fixed_frames: number of leading latent frames of x that are given without noise and kept; with `sdedit`
     the network sees them noised to the current level. Upstream reads both options in the VPSDE
     sampler only.
     timestep_spacing: "sat", or the spacing of a diffusers scheduler, which also takes
-    set_alpha_to_one and steps_offset. With a pipeline's values the latents are the pipeline's.
+    set_alpha_to_one and steps_offset. With the values of a diffusers pipeline the latents match the
+    pipeline's.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class VideoDDIMSampler:
         for i, timestep in enumerate(steps.timesteps):
             x = self._with_prefix(x, prefix, steps.alpha_sqrt[i], noise_like)
             batch = torch.cat([x] * self.guider.batch_factor)
-            # The timestep is given too: a stretched subset's level is not the table's at it.
+            # After respacing, alpha_sqrt is not the table's entry at this timestep: pass both.
             level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
             idx = torch.full_like(level, timestep, dtype=torch.long)
             estimates = denoiser.denoise(network, batch, level, given, idx)
@@ -188,7 +189,7 @@ class VPODEDPMPP2MSampler(VideoDDIMSampler):
 
 
 class VPSDEDPMPP2MSampler(VideoDDIMSampler):
-    """DPM-Solver++(2M) of the reverse SDE; adds noise at every step but the last."""
+    """DPM-Solver++(2M) of the reverse SDE; adds noise at every step with b < 1."""
 
     def advance(
         self,

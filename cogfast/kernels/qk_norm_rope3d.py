@@ -7,8 +7,7 @@ For a head x [D] of q or k, with xhat = (x - mean) rstd:
 
 The first D/8 pairs of a head are rotated by the token's time, 3D/16 by its row, 3D/16 by its
 column. Text rows, which come first, are normed and not rotated. Forward moves 4 U of memory,
-backward 8 U, with U the bytes of [B, S, H, D]; docs/kernels.md counts them. No GPU has timed the op
-yet.
+backward 8 U, with U the bytes of [B, S, H, D]; docs/kernels.md counts them. Not yet timed on a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Rotation:
         t, h, w = self.t, self.h, self.w
         # N = t D/8 + (h + w) 3D/16 = D/16 (2t + 3h + 3w)
         unit = self.table.shape[1] // (2 * t + 3 * h + 3 * w)
-        # Complex numbers rotate a pair by one product.
+        # The product with a complex number rotates a pair.
         values = torch.complex(self.table[0], self.table[1])
         time, row, column = values.split((2 * unit * t, 3 * unit * h, 3 * unit * w))
         axes = [
@@ -201,8 +200,8 @@ def _qk_norm_rope3d(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k [B, S, H, D] and statistics for backward.
 
-    A GPU computes the statistics again, since backward has the row at hand, and returns [0]; a CPU
-    reads them faster.
+    The GPU kernel recomputes the statistics in backward, where it has the row in registers, and
+    returns shape [0]. On a CPU reading them is faster.
     """
     affine = (q_weight, q_bias, k_weight, k_bias)
     q, k = launch_forward(qkv, *affine, table, num_text, t, h, w, has_norm, eps)

@@ -98,7 +98,7 @@ class DiffusionTransformer(nn.Module):
     def use_calls(
         self, calls: Sequence[BlockCall] | None, before: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Replace the blocks in training mode, such as by functions that keep less for backward.
+        """Run these instead of the blocks in training mode, such as checkpointed versions of them.
 
         calls: one for each block; None: the blocks themselves. before: called before the first of
         `calls` with its input, [B, S, M].

@@ -1,4 +1,4 @@
-"""The `args` and `model` sections as dataclasses. Names and defaults that SAT has are SAT's."""
+"""The `args` and `model` sections as dataclasses, with SAT's names and defaults where SAT has them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class TrainArguments:
     seed: Annotated[int, Range(-(2**62), 2**62)] = 1234
     train_iters: Count | None = None
     epochs: Count | None = None
-    # stop at a multiple of this many steps
+    # save and stop at the next multiple of this many steps
     exit_interval: Count | None = None
-    # hours since the process started: then save at the next step and stop
+    # hours since the process started, after which the run saves and stops, within two steps
     max_hours: float | None = None
     # None: save only at the end
     save_interval: Count | None = 5000
@@ -82,7 +82,7 @@ class TrainArguments:
     decode_timeout: Annotated[float, Range(0, 10**6)] = 120.0
     # read the headers of all videos before training
     check_videos: bool = True
-    # fraction of unreadable samples at which the run stops
+    # fraction of unreadable samples above which the run stops
     max_bad_fraction: float = 0.05
 
     # --- training step ---

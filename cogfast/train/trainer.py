@@ -36,7 +36,7 @@ from cogfast.train.optimizer import build_learning_rate, build_optimizer, parame
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets
-from cogfast.train.run.checkpoint import load_checkpoint
+from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.folder import (
     check_changes,
@@ -76,8 +76,8 @@ class Trainer:
 
         self.accumulation = args.gradient_accumulation_steps
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
-        # Before the model is built: the headers decide buckets and order, and a bad disk ends the
-        # run.
+        # Before the model is built: headers determine buckets and order, and unreadable data should
+        # fail early.
         self.datasets, bad = survey_datasets(
             assemble_datasets(config, args), args, self.groups, self.global_batch
         )
@@ -150,9 +150,9 @@ class Trainer:
             self.folder,
         )
         self.step = 0  # optimizer steps done
-        # Default to the model's largest size until the first batch shows the data's; a subclass's
-        # compute_loss need not set it. With buckets, sample the size that the config names: the
-        # last batch's would depend on where the run resumed.
+        # The model's largest size until the first batch sets it; compute_loss of a subclass may not.
+        # With buckets, evaluations sample the configured size: the last batch's would depend on the
+        # step at which the run resumed.
         self.latent_size = sampled_size(config, transformer.config)
         self.num_tokens = self.latent_size.num_tokens(transformer.config)  # per sample
         self.is_size_known = bool(sizes)
@@ -345,7 +345,7 @@ class Trainer:
         if skipped >= limit:
             raise RuntimeError(
                 f"{skipped} steps in a row had non-finite gradients (args.max_nonfinite_steps="
-                f"{limit}) at step {self.step}; the weights are those before them: resume from "
+                f"{limit}) at step {self.step}; these steps did not change the weights: resume from "
                 "the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
             )
 
@@ -381,7 +381,7 @@ class Trainer:
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)
         if before != (num_samples, order):
             logger.warning(
-                "the data set has %d samples, it had %d%s: from this step on, their order is different",
+                "the data set has changed (%d samples, it had %d%s): their order is different from this step on",
                 num_samples,
                 before[0],
                 "" if before[0] != num_samples else ", with different weights or buckets",

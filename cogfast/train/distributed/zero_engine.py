@@ -118,7 +118,7 @@ class ZeroEngine:
 
     `step` returns while the new weights are still being gathered. A forward pass, `publish`,
     `weights` and `whole` wait for them; call `wait_for_weights` before any other read. Master
-    weights and optimizer state can be read at once.
+    weights and optimizer state can be read without waiting.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ZeroEngine:
 
     def _count_skipped(self, is_skipped: Tensor | float) -> None:
         self.num_skipped += is_skipped
-        # Without a branch, which would need the value on the host: 0 after a good step.
+        # No branch, which would synchronize with the host; a finite step resets the number to 0.
         self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
 
     def _fuse_step(self) -> bool:

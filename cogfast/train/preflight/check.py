@@ -273,7 +273,7 @@ def _check_weights(config: Config, args: TrainArguments) -> None:
 
 
 def _check_precision(config: Config, args: TrainArguments) -> None:
-    # The dtype may stand in either section; if deepspeed has one, it decides.
+    # Either section may set the dtype; deepspeed's takes precedence.
     section = "deepspeed" if {"bf16", "fp16"} & set(config.deepspeed) else "args"
     bf16, fp16 = (
         f"deepspeed.{name}.enabled" if section == "deepspeed" else f"args.{name}"

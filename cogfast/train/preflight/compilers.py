@@ -31,7 +31,7 @@ def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> 
         return
     key, what, instead = "args.compile", "args.compile=true", "args.compile=false"
     if is_training and args.zero_stage == 3:
-        text = f"{what} cannot see through ZeRO-3's gathering of weights; use stage 2 or {instead}"
+        text = f"{what} does not support ZeRO-3, whose gathering of weights cannot be traced; use stage 2 or {instead}"
         refuse(config, key, text)
     if has_gpu:
         _check_triton(config, key, what, instead)

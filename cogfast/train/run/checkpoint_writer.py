@@ -1,7 +1,7 @@
 """Writes checkpoints while training continues: copies to host memory, then writes in a thread.
 
-Training only waits for the copy. On a GPU the copy into pinned memory is queued as a kernel is, so
-the host does not block; the thread waits for an event. The host buffers hold this rank's partitions
+Training only waits for the copy. On a GPU the copy into pinned memory is asynchronous, and
+the writing thread waits for its event. The host buffers hold this rank's partitions
 (16 bytes per element with FusedEmaAdam: weights, two moments, EMA). Every save uses the same buffers
 and first waits for the save before it.
 
@@ -104,7 +104,7 @@ class CheckpointWriter:
         except (MemoryError, RuntimeError) as caught:
             error = caught
         self.groups.agree(error)
-        assert snapshot is not None, "agree raises where there is none"
+        assert snapshot is not None, "agree has raised if the allocation failed"
         return snapshot
 
     def _write(self, about: dict) -> None:
@@ -312,7 +312,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _publish(draft: Path, final: Path) -> None:
-    """Give a complete checkpoint its final name, then move `latest`, in this order on disk, too."""
+    """Give a complete checkpoint its final name, then update `latest`; syncs keep this order on disk."""
     if final.exists():
         # A run that resumed from an earlier step saves this step again. Rename the old checkpoint
         # first, so that a complete one exists at every moment.

@@ -157,7 +157,7 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
 def file_name(prompt: Prompt) -> str:
     """Return a readable file name that is unique to the prompt."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
-    encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML can spell halves of characters
+    encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML escapes can make lone surrogates
     digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
     return f"{prompt.index:03d}-{words or 'empty'}-{digest}"
 

@@ -146,7 +146,7 @@ def test_what_triton_needs_on_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_does_not_go_together(base: Path) -> None:
     stage_3 = "deepspeed.zero_optimization.stage=3"
-    with pytest.raises(ValueError, match="args.compile=true cannot see through ZeRO-3"):
+    with pytest.raises(ValueError, match="args.compile=true does not support ZeRO-3"):
         check(base, "args.compile=true", stage_3)
     check(base, stage_3)
     words = ["args.compile=true", stage_3, "args.force_inference=true"]

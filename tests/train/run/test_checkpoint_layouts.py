@@ -24,7 +24,7 @@ from cogfast.train.distributed.process_groups import ProcessGroups, start_proces
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
-from cogfast.train.run.checkpoint import load_checkpoint
+from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from tests.support import tensor_parallel_cases
 from tests.support.tensor_parallel_cases import materialize
