@@ -200,7 +200,8 @@ def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
     except _NOT_FOUND as error:
         if name == OURS:
             raise
-        pytest.skip(why(error))  # a peer that is not installed or needs a GPU
+        # This peer is not installed here, or it needs a GPU. Ours would have raised.
+        pytest.skip(why(error))
     rate = _gb_per_s(bench, way, times_ms)
     benchmark.group = f"{bench} {way}"
     benchmark.extra_info |= {**bench.describe(), "way": way, "by": name}

@@ -140,7 +140,7 @@ class DynamicCFG(VanillaCFG):
     def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
         # The base is negative for "timestep": only a whole `exp` gives a real number.
         position = step if self.ramp == "step" else num_steps - timestep
-        # As upstream, divide by the config's num_steps, also if the sampler makes another number.
+        # Upstream divides by the config's num_steps, also if the sampler makes another number.
         angle = math.pi * (position / self.num_steps) ** self.exp
         return 1 + self.scale * (1 - math.cos(angle)) / 2
 

@@ -124,7 +124,7 @@ class ZeroSNRDDPMDiscretization:
         if spacing == "linspace":
             falling = np.linspace(0, count - 1, num_steps).round()[::-1]
         elif spacing == "leading":
-            # Without an offset the noisiest timestep is never used: 50 steps start at 980.
+            # The noisiest timestep is used only with an offset: 50 steps without one start at 980.
             falling = np.arange(num_steps)[::-1] * (count // num_steps) + steps_offset
         else:
             # At 61 and some other counts a rounding error gives diffusers one timestep more, -1.
@@ -165,7 +165,7 @@ def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
         raise ValueError(f"num_steps={num_steps} must be from 1 to {num_timesteps}; use 50")
     if num_steps == num_timesteps:
         return torch.arange(num_timesteps)
-    # As np.linspace(..., endpoint=False) in SAT's generate_roughly_equally_spaced_steps.
+    # SAT's generate_roughly_equally_spaced_steps uses np.linspace(..., endpoint=False).
     spacing = -(num_timesteps - 1) / num_steps
     falling = torch.arange(num_steps, dtype=torch.float64) * spacing + (num_timesteps - 1)
     return falling.long().flip(0)

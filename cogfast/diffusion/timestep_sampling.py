@@ -59,7 +59,7 @@ class DiscreteSampling:
 
     def strata(self, rng: SlotRandom, num_strata: int) -> Tensor:
         """Return the stratum [B] int64 of each slot at this step, on the CPU."""
-        # Without the rotation a slot, and so a rank, would train at the same noise levels for ever.
+        # The rotation keeps a slot, and so a rank, from training at the same noise levels for ever.
         rotation = math.floor(rng.shared_unit("timestep rotation") * num_strata)
         # Neighbouring slots share a stratum, and each stratum gets as many slots, give or take one.
         slots = torch.tensor(list(rng.slots))

@@ -291,7 +291,7 @@ def _keep(ctx, inputs, output) -> None:
     """Save what backward reads. The branch is saved only if its gate needs a gradient."""
     hidden, branch, branch_bias, gate, weight, bias, _, scale, ctx.num_text, _ = inputs
     out, _, mean, rstd = output
-    # Without a residual h' is hidden itself, and the op returns no copy of it.
+    # If there is no residual, h' is hidden itself, and the op returns no copy of it.
     if branch is None:
         out = hidden
     if scale is None:
@@ -317,7 +317,7 @@ def _gradients(ctx, dout: Tensor | None, dn: Tensor | None) -> tuple[Tensor | No
         dn, dout, *ctx.saved_tensors, ctx.num_text, has_norm_sums, ctx.has_branch_sum
     )
     dhidden, *rest = (x if x.numel() else None for x in gradients)
-    # Without a norm the gradient of hidden is that of h': hand it on without a copy.
+    # If there is no norm, the gradient of hidden is that of h': return it without a copy.
     return dout if dn is None else dhidden, *rest, None, None
 
 

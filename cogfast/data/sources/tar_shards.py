@@ -55,7 +55,7 @@ def expand_braces(pattern: str) -> list[str]:
                 f"data_dir={pattern[:80]}: {found[0][:40]} names {len(names)} shards; {_MAX_SHARDS} "
                 "at most are read"
             )
-        # As wide as the first number, so that {000..010} names 000 and not 0.
+        # Names have as many digits as the first number: {000..010} starts at 000, not at 0.
         names = [f"{i:0{len(first)}d}" for i in names]
     else:
         names = found[1].split(",")

@@ -75,7 +75,7 @@ def check_backend(backend: VideoBackend) -> None:
     """Raise ValueError if DALI is configured but cannot run."""
     if backend != "dali":
         return
-    # Without a GPU DALI decodes on the CPU, which needs no driver.
+    # DALI decodes on the CPU if there is no GPU, and then needs no driver.
     reason = _missing_package() or (_missing_driver() if torch.cuda.is_available() else None)
     if reason is not None:
         raise ValueError(

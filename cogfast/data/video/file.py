@@ -70,7 +70,7 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
 
     options = {"format_whitelist": _FORMATS, "max_pixels": str(MAX_PIXELS)}
     if isinstance(source, str):
-        # Without "file:" FFmpeg takes a name such as "http:x.mp4" for a URL.
+        # FFmpeg takes a name such as "http:x.mp4" for a URL unless "file:" precedes it.
         source, options["protocol_whitelist"] = "file:" + source, "file"
     if not is_probed:
         options["skip_frame"] = "all"

@@ -403,7 +403,7 @@ def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) ->
     num_programs = num_rows
     if launch.programs_per_multiprocessor is not None:
         total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
-        # As many programs as run at once, each with its share of the rows.
+        # The number of programs that run at once; each takes an equal share of the rows.
         num_programs = total // num_batches
     text, video = split_programs(backward.num_text, num_rows - backward.num_text, num_programs)
     sums_shape = (4 if has_sums else 0, num_batches, text + video, width)

@@ -56,7 +56,7 @@ def gelu_fwd_kernel(
     u = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         u += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    # Where exp2 overflows, s is 0 and y is 0: no infinity times zero.
+    # If exp2 overflows, s and y are 0: there is no infinity times zero.
     s = _reciprocal(1 + tl.exp2(u * (_E1 + _E3 * u * u)))
     tl.store(y_ptr + offset, (u * s).to(y_ptr.dtype.element_ty), mask=inside)
 

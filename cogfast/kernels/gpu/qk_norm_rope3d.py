@@ -207,7 +207,7 @@ def qk_norm_rope3d_bwd_kernel(
     HEADS: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    # As in _rotate_pairs: a constexpr of a plain value.
+    # _rotate_pairs does the same: a constexpr of a plain value.
     NEEDS_SUMS: tl.constexpr = partials_ptr is not None  # pyright: ignore[reportAssignmentType]
     batch = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) % HEAD_TILES * HEADS + tl.arange(0, HEADS)
