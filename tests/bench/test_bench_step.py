@@ -244,6 +244,7 @@ def test_without_peft_only_cogfast_is_timed(monkeypatch) -> None:
 
 
 def test_time_that_runs_out_is_noted(monkeypatch) -> None:
+    # A clock that only the fake measurements advance: the machine's speed does not count.
     took, clock = {"full": 20.0, "none": 0.0}, [100.0]  # seconds
 
     def measure(case: Case, plan: Plan):
