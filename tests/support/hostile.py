@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 
 MAX_SECONDS = 10.0  # of CPU time, so that other jobs on the machine do not count
 MAX_WAIT = 60.0  # wall clock: a process that waits for something that never comes
@@ -54,7 +54,6 @@ _WRITES = (
     "shutil.rmtree",
     "shutil.move",
 )
-_inherited: list[dict] = []  # process groups of the parent, kept alive in the child
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -83,6 +82,7 @@ def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_W
 
     Import what is slow before the first call: the child then has it already.
     """
+    assert not dist.is_initialized(), "a fork lacks the threads of its parent's process groups"
     root = root.resolve()
     beside = _entries(root.parent)
     sys.stdout.flush()
@@ -150,7 +150,6 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         sys.dont_write_bytecode = True
-        _forget_process_groups()
         scratch = root / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
         for name in _SCRATCH_VARIABLES:
@@ -172,29 +171,6 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _forget_process_groups() -> None:
-    """Let the case create its own groups: the threads of an inherited one do not exist in the fork.
-
-    Their collectives would never end.
-    """
-    if "torch.distributed" not in sys.modules or not torch.distributed.is_initialized():
-        return
-    world = torch.distributed.distributed_c10d._world
-    _inherited.append(dict(world.pg_map))  # the destructor of a group would join its threads
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        table.clear()
-    world.pg_to_tag.clear()
-    world.tags_to_pg.clear()
-    torch.distributed.distributed_c10d._update_default_pg(None)
-    # DeepSpeed keeps its own references.
-    if "deepspeed" in sys.modules:
-        sys.modules["deepspeed.comm.comm"].cdb = None
-        groups = sys.modules["deepspeed.utils.groups"]
-        for name, value in vars(groups).items():
-            if isinstance(value, torch.distributed.ProcessGroup):
-                setattr(groups, name, None)
 
 
 def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.model.weights.formats.run_manifest import (
@@ -22,9 +21,9 @@ from cogfast.model.weights.formats.run_manifest import (
     read_manifest,
     write_manifest,
 )
+from cogfast.train import trainer  # noqa: F401  # imported before the first fork
 from cogfast.train.run.metrics import _history_until
-from cogfast.train.trainer import Trainer
-from tests.support.hostile import faults, run_case
+from tests.support.hostile import Outcome, faults, run_case
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 
 pytestmark = pytest.mark.forks
@@ -44,9 +43,10 @@ def good(base: Path) -> Path:
     """A run with the checkpoints 2 and 4, made with a umask of its own; tests copy it."""
     before = os.umask(UMASK)
     try:
-        Trainer(load_config([base])).train()
+        outcome = run_case(lambda: main(["train", "--base", str(base)]), base.parent)
     finally:
         os.umask(before)
+    assert outcome.status == 0, outcome.output
     return run_folder(base.parent / "runs")
 
 
@@ -54,8 +54,15 @@ def copy_of(good: Path, folder: Path) -> Path:
     return Path(shutil.copytree(good, folder / good.name))
 
 
-def resume(base: Path, run: Path, *words: str) -> None:
-    Trainer(load_config([base], [f"args.resume={run}", "args.train_iters=5", *words])).train()
+def resume(base: Path, path: Path, root: Path, *overrides: str) -> Outcome:
+    """Resume a run or a checkpoint below `root` in a fork: this process never has process groups."""
+    argv = ["train", "--base", str(base), f"args.resume={path}", "args.train_iters=5", *overrides]
+    return run_case(lambda: main(argv), root)
+
+
+def assert_refused(outcome: Outcome, match: str) -> None:
+    assert not faults(outcome) and outcome.status == 2, outcome.output
+    assert re.search(match, outcome.last_line), outcome.last_line
 
 
 def flip_bit(path: Path, bit: int) -> None:
@@ -118,14 +125,12 @@ def test_a_resume_refuses_a_flipped_bit_of_a_tensor(base: Path, good: Path, tmp_
     weights = new / "rank-00000.safetensors"
     flip_bit(weights, 8 * weights.stat().st_size - 100)
     match = f"rank-00000.safetensors is damaged.*step 2: --resume {old}$"
-    with pytest.raises(ValueError, match=match):
-        resume(base, run)
-    resume(base, run, "args.verify_checkpoints=false", "args.keep_last=0")
-    assert len(losses(run)) == 5
+    assert_refused(resume(base, run, tmp_path), match)
+    outcome = resume(base, run, tmp_path, "args.verify_checkpoints=false", "args.keep_last=0")
+    assert outcome.status == 0 and len(losses(run)) == 5, outcome.output
     flip_bit(old / "rank-00000.safetensors", 8 * 200_000)
     shutil.rmtree(run / "checkpoints" / "00000005")
-    with pytest.raises(ValueError, match="its folder has no other checkpoint"):
-        resume(base, new)
+    assert_refused(resume(base, new, tmp_path), "its folder has no other checkpoint")
 
 
 def test_a_checkpoint_without_checksums_is_resumed(base: Path, good: Path, tmp_path: Path) -> None:
@@ -135,12 +140,11 @@ def test_a_checkpoint_without_checksums_is_resumed(base: Path, good: Path, tmp_p
     manifest = json.loads(file.read_text())
     del manifest["checksum"]
     file.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"its manifest.json has no checksums; the last good"):
-        resume(base, run)
+    assert_refused(resume(base, run, tmp_path), "its manifest.json has no checksums; the last good")
     del manifest["checksums"]
     file.write_text(json.dumps(manifest | {"format": "cogfast-checkpoint-2"}))
-    resume(base, run)
-    assert len(losses(run)) == 5
+    outcome = resume(base, run, tmp_path)
+    assert outcome.status == 0 and len(losses(run)) == 5, outcome.output
 
 
 METRICS = {
