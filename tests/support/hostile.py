@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -75,6 +76,24 @@ class Outcome:
     def last_line(self) -> str:
         lines = self.output.strip().splitlines()
         return lines[-1] if lines else ""
+
+
+@cache
+def preload() -> None:
+    """Import what a run imports lazily. Call it before `run_case` trains or samples."""
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.font_manager  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    from transformers import T5EncoderModel  # noqa: F401
+
+    import cogfast.train.caching.command
+    import cogfast.train.trainer  # noqa: F401
+    from cogfast.model.text_encoder import ByteTextEncoder
+
+    ByteTextEncoder(max_length=8, d_model=16, d_ff=32, num_layers=1)
 
 
 def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_WAIT) -> Outcome:

@@ -12,7 +12,6 @@ import logging
 import tarfile
 import zipfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import pytest
 from cogfast.__main__ import main
 from cogfast.data.datasets import VideoFolder
 from tests.data.video.media_kinds import BAD, EITHER, LEVELS, READ, encode
-from tests.support.hostile import Outcome, faults, run_case
+from tests.support.hostile import Outcome, faults, preload, run_case
 from tests.support.tiny_run import write_clips, write_config
 
 pytestmark = pytest.mark.forks
@@ -34,28 +33,10 @@ SHARDS = "data_video.VideoDataset"
 MANY = READ | BAD | EITHER
 
 
-@cache
-def _preload() -> None:
-    """Import what a run imports lazily, so that forked children need not."""
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import matplotlib.font_manager  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    from transformers import T5EncoderModel  # noqa: F401
-
-    import cogfast.train.caching.command
-    import cogfast.train.trainer  # noqa: F401
-    from cogfast.model.text_encoder import ByteTextEncoder
-
-    ByteTextEncoder(max_length=8, d_model=16, d_ff=32, num_layers=1)
-
-
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write good clips 0.mp4 to 2.mp4 with captions, and the weights of the wavelet autoencoder."""
-    _preload()
+    preload()
     logging.getLogger("libav").setLevel(logging.CRITICAL)
     root = write_clips(tmp_path_factory.mktemp("good"), num_clips=NUM_GOOD)
     for number in range(NUM_GOOD):

@@ -21,9 +21,8 @@ from cogfast.model.weights.formats.run_manifest import (
     read_manifest,
     write_manifest,
 )
-from cogfast.train import trainer  # noqa: F401  # imported before the first fork
 from cogfast.train.run.metrics import _history_until
-from tests.support.hostile import Outcome, faults, run_case
+from tests.support.hostile import Outcome, faults, preload, run_case
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 
 pytestmark = pytest.mark.forks
@@ -41,6 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def good(base: Path) -> Path:
     """A run with the checkpoints 2 and 4, made with a umask of its own; tests copy it."""
+    preload()
     before = os.umask(UMASK)
     try:
         outcome = run_case(lambda: main(["train", "--base", str(base)]), base.parent)
