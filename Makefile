@@ -18,7 +18,7 @@ DALI := nvidia-dali-cuda130 astunparse gast makefun nvtx optree six
 
 setup: $(INSTALLED)
 
-$(INSTALLED): setup.py constraints.txt scripts/setup.sh
+$(INSTALLED): setup.py constraints.txt scripts/setup.sh $(wildcard cogfast/kernels/cpu/*.* cogfast/kernels/cpu/vector/*)
 	PYTHON=$(PYTHON) scripts/setup.sh
 	@touch $@
 

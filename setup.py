@@ -1,14 +1,75 @@
-"""Installation. The pinned versions that development and CI use are in constraints.txt."""
+"""Installation. The pinned versions that development and CI use are in constraints.txt.
 
+The CPU kernels are compiled if a C++ compiler and PyTorch are installed (pip install
+--no-build-isolation). Without them cogfast installs and runs, with PyTorch's ops on a CPU.
+"""
+
+import os
+import platform
 import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "cogfast" / "__init__.py").read_text())[1]
+CPU = Path("cogfast/kernels/cpu")
+VECTORS = {
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
 LINUX_X86 = "; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
+
+class BuildKernels(build_ext):
+    """Compile the CPU kernels; without a compiler, without PyTorch or on an error, leave them out."""
+
+    def get_ext_filename(self, name: str) -> str:
+        import torch
+
+        # The library works with this version of PyTorch alone, and kernels/ops.py looks for it.
+        path = Path(*name.split("."))
+        return str(path.with_name(f"{path.name}-torch{torch.__version__.partition('+')[0]}.so"))
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except ImportError:
+            self.warn("PyTorch is not installed: the CPU kernels are not compiled")
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.warn(f"the CPU kernels are not compiled: {error}")
+
+    def build_extension(self, ext: Extension) -> None:
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        compiler = os.environ.get("CXX", "g++")
+        objects = Path(self.build_temp)
+        objects.mkdir(parents=True, exist_ok=True)
+        # Contraction into FMA is off, so that every compiler rounds alike; the kernels call fmadd.
+        options = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
+        options += ["-fno-trapping-math", "-w", *(f"-I{path}" for path in include_paths())]
+        # The tensor level first: it includes most of PyTorch and takes longest.
+        commands = [[compiler, *options, "-c", str(CPU / "registration.cpp")]]
+        for name, flags in VECTORS.items():
+            defines = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
+            for source in sorted((CPU / "vector").glob("*.cpp")):
+                commands.append([compiler, *options, *flags, *defines, "-c", str(source)])
+        outputs = [str(objects / f"{i}.o") for i in range(len(commands))]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            run = lambda command, output: subprocess.run([*command, "-o", output], check=True)
+            list(pool.map(run, commands, outputs))
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # libgomp is not named: torch_cpu brings the one whose threads PyTorch's ops use.
+        link = [compiler, "-shared", *outputs, *(f"-L{path}" for path in library_paths())]
+        subprocess.run([*link, "-ltorch_cpu", "-lc10", "-o", f"{library}.new"], check=True)
+        os.replace(f"{library}.new", library)
+
+
+has_kernels = platform.machine() in ("x86_64", "AMD64") and platform.system() == "Linux"
 setup(
     name="cogfast",
     version=VERSION,
@@ -19,6 +80,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["cogfast", "cogfast.*"]),
     package_data={"cogfast": ["py.typed"]},
+    ext_modules=[Extension("cogfast.kernels.cpu._kernels", [])] if has_kernels else [],
+    cmdclass={"build_ext": BuildKernels},
     data_files=[("share/cogfast/configs", sorted(map(str, Path("configs").glob("*.yaml"))))],
     install_requires=[
         "torch>=2.11,<2.14",

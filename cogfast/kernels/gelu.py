@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor
 from cogfast.kernels.gpu.gelu import launch_backward, launch_forward
+from cogfast.kernels.ops import has_kernel, register_op
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,70 +25,32 @@ def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-def _forward_cpu(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return y and u = x + bias, which backward reads; without a bias, u has shape [0]."""
-    x = x.contiguous()
-    if bias is None:
-        return F.gelu(x, approximate="tanh"), x.new_empty(0)
-    u = x + bias
-    return F.gelu(u, approximate="tanh"), u
+_gelu = register_op(
+    "gelu(Tensor x, Tensor? bias) -> Tensor",
+    gpu=launch_forward,
+    fake=lambda x, bias: x.new_empty(x.shape),
+)
+_gelu_backward = register_op(
+    "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool needs_dbias) -> (Tensor, Tensor)",
+    gpu=launch_backward,
+    fake=lambda dy, x, bias, needs_dbias: (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape[-1] if needs_dbias else 0),
+    ),
+)
 
 
-def _backward_cpu(
-    dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool
-) -> tuple[Tensor, Tensor]:
-    """Return dx and dbias [N], or [0] if it is not needed. With a saved u, x is u and bias None."""
-    u = x.contiguous() if bias is None else x + bias
-    # aten computes in float32 and rounds dx once.
-    dx = torch.ops.aten.gelu_backward(dy.contiguous(), u, approximate="tanh")
-    return dx, dx.flatten(0, -2).sum(0) if needs_dbias else x.new_empty(0)
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return _gelu(x, bias)
 
-
-@torch.library.custom_op("cogfast::gelu", mutates_args=(), device_types="cuda")
-def _gelu(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return y, and u = x + bias on a CPU, where backward reads u faster than it adds again."""
-    return launch_forward(x, bias), x.new_empty(0)
-
-
-@_gelu.register_fake
-def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    # The fake's device decides as the implementation does: only the CPU version returns u.
-    has_sum = bias is not None and x.device.type == "cpu"
-    return x.new_empty(x.shape), x.new_empty(x.shape if has_sum else 0)
-
-
-@torch.library.custom_op("cogfast::gelu_backward", mutates_args=(), device_types="cuda")
-def _gelu_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool
-) -> tuple[Tensor, Tensor]:
-    return launch_backward(dy, x, bias, needs_dbias)
-
-
-@_gelu_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[-1] if needs_dbias else 0)
-
-
-_gelu.register_kernel("cpu")(_forward_cpu)
-_gelu_backward.register_kernel("cpu")(_backward_cpu)
-
-
-def _keep(ctx, inputs: tuple, output: tuple) -> None:
-    x, bias = inputs
-    u = output[1]
-    ctx.set_materialize_grads(False)  # u gets no gradient: do not fill one with zeros
-    ctx.needs_dbias = bias is not None and ctx.needs_input_grad[1]
-    # A CPU saves u in place of x and bias.
-    saved = (u, None) if u.numel() else (x, bias)
-    ctx.save_for_backward(*saved)
-
-
-def _backward(ctx, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    dx, dbias = _gelu_backward(dy, *ctx.saved_tensors, ctx.needs_dbias)
-    return dx, dbias if ctx.needs_dbias else None
-
-
-_gelu.register_autograd(_backward, setup_context=_keep)
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        needs_dbias = ctx.needs_input_grad[1]
+        dx, dbias = _gelu_backward(dy, *ctx.saved_tensors, needs_dbias)
+        return dx, dbias if needs_dbias else None
 
 
 def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,4 +62,4 @@ def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     check_tensor("gelu", "x", x, x.shape)
     if bias is not None:
         check_tensor("gelu", "bias", bias, x.shape[-1:], like=x)
-    return _gelu(x, bias)[0]
+    return _Gelu.apply(x, bias) if has_kernel(x) else gelu_reference(x, bias)

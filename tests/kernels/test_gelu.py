@@ -11,6 +11,8 @@ from torch import Tensor
 from bench.kernel_ops.launch_sweep import GELU_BACKWARD, GELU_FORWARD
 from cogfast.kernels.gelu import gelu, gelu_reference
 from cogfast.kernels.gpu.gelu import BACKWARD_LAUNCH, launch_backward, launch_forward
+from cogfast.kernels.ops import HAS_CPU_KERNELS
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 # exp2 may overflow; numpy, which the interpreter runs, warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -109,15 +111,18 @@ def test_every_program_sums_in_a_fixed_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("on", ["kernel", "cpu"])
+@pytest.mark.parametrize(
+    "on", ["triton", pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "reference"]
+)
 def test_large_inputs_stay_finite(on: str) -> None:
     """exp2 overflows at u = -10 and u^2 at 2e19: y is u or 0, its derivative 1 or 0."""
     u = torch.tensor([-3e38, -1e20, -1e13, -300.0, -40.0, 40.0, 300.0, 1e13, 1e20, 3e38])
     dy = torch.full_like(u, 0.5)
-    forward = launch_forward if on == "kernel" else gelu
+    forward = {"triton": launch_forward, "cpu": gelu, "reference": gelu_reference}[on]
     assert torch.equal(forward(u, None), u.clamp(min=0))
-    if on == "kernel":  # torch's gradient is NaN from 1e13 on
-        dx, _ = launch_backward(dy, u, None, False)
+    if on != "reference":  # torch's gradient is NaN from 1e13 on
+        backward = launch_backward if on == "triton" else torch.ops.cogfast.gelu_backward
+        dx, _ = backward(dy, u, None, False)
         assert torch.equal(dx, 0.5 * (u > 0))
 
 
@@ -153,25 +158,40 @@ def test_on_a_cpu(op, shape: tuple[int, ...], bias_kind: str) -> None:
         close(bias.grad, want[2], terms=shape[0] * shape[1])
 
 
+@NEEDS_CPU_KERNELS
+@ON_SHAPES
+@BIASES
+def test_cpu_kernels_in_bfloat16(shape: tuple[int, ...], bias_kind: str) -> None:
+    """The arithmetic is float32: results differ from float64's by one rounding to bf16."""
+    dy, x, bias = draw_case(shape, bias_kind, torch.bfloat16)
+    want = exact(dy, x, bias)
+    leaves = [x.requires_grad_(), *([] if bias is None else [bias.requires_grad_()])]
+    y = gelu(x, bias)
+    got = (y.detach(), *torch.autograd.grad(y, leaves, dy))
+    for actual, expected in zip(got, want, strict=False):
+        torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
+
+
 def test_keeps_one_activation() -> None:
-    """Autograd saves x, or on a CPU the sum in its place; never both."""
-    x, bias = draw(2, 3, 8, seed=1).requires_grad_(), draw(8, seed=2).requires_grad_()
+    """Autograd saves x and the bias itself, not their sum."""
+    x, bias = draw(2, 3, 8, seed=1, dtype=torch.float32).requires_grad_(), torch.ones(8)
     saved: list[Tensor] = []
-    for given in (bias, None):
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            gelu(x, given)
-        (kept,) = saved
-        torch.testing.assert_close(kept, x if given is None else x + bias)
-        assert given is not None or kept.data_ptr() == x.data_ptr()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gelu(x, bias.requires_grad_())
+    activations = [t for t in saved if t.shape == x.shape]
+    if HAS_CPU_KERNELS:
+        assert [t.data_ptr() for t in activations] == [x.data_ptr()]
+    else:
+        assert len(activations) == 1
 
 
 @BIASES
 def test_opcheck(bias_kind: str) -> None:
     dy, x, bias = draw_case((2, 3, 16), bias_kind, torch.float32)
-    trained = bias if bias_kind != "bias" else bias.clone().requires_grad_()
-    torch.library.opcheck(torch.ops.cogfast.gelu, (x.clone().requires_grad_(), trained))
-    torch.library.opcheck(torch.ops.cogfast.gelu_backward, (dy, x, bias, bias_kind == "bias"))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.cogfast.gelu, (x, bias), test_utils=tests)
+    arguments = (dy, x, bias, bias_kind == "bias")
+    torch.library.opcheck(torch.ops.cogfast.gelu_backward, arguments, test_utils=tests)
 
 
 def test_compiled_equals_eager() -> None:

@@ -17,8 +17,8 @@ from cogfast.model.block import Block
 from cogfast.model.embeddings import RotaryPositions
 from cogfast.model.lora import add_lora
 from cogfast.shapes import TokenGrid
+from tests.support.kernels.triton_on_cpu import launchers_on_cpu
 from tests.support.tiny_run import ROOT
-from tests.support.triton_on_cpu import launchers_on_cpu
 
 WIDTH, HEADS, CONDITIONING, NUM_TEXT = 64, 2, 48, 5
 GRID = TokenGrid(2, 3, 4)
@@ -112,7 +112,7 @@ def test_every_launch_compiles() -> None:
     """On a GPU arguments that are 1 or multiples of 16 become constants and hints; the interpreter
     does not show that."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    words = [sys.executable, "-m", "tests.support.triton_on_cpu"]
+    words = [sys.executable, "-m", "tests.support.kernels.triton_on_cpu"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {

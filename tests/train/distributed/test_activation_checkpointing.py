@@ -36,9 +36,9 @@ from cogfast.train.distributed.memory_plan import (
     plan_layers,
 )
 from cogfast.train.trainer import Trainer
+from tests.support.kernels.triton_on_cpu import launchers_on_cpu
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import inputs, tiny
-from tests.support.triton_on_cpu import launchers_on_cpu
 
 GIB = 2**30
 POLICIES = list(reversed(LADDER))  # none comes first

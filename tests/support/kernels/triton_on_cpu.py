@@ -1,6 +1,6 @@
 """The ops of a block on their Triton launchers for CPU tensors.
 
-Triton's interpreter computes real numbers. With a stand-in driver (python -m tests.support.triton_on_cpu)
+Triton's interpreter computes real numbers. With a stand-in driver (python -m tests.support.kernels.triton_on_cpu)
 every launch is specialised and compiled for sm_90 as on a GPU, and not run.
 """
 
@@ -12,32 +12,37 @@ from contextlib import contextmanager
 
 import torch
 
-from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
+from cogfast.kernels import adaptive_layernorm, gelu, ops, qk_norm_rope3d
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.kernels.qk_norm_rope3d import Rotation
 
-OPS = (
-    adaptive_layernorm.forward_op,
-    adaptive_layernorm.backward_op,
-    gelu._gelu,
-    gelu._gelu_backward,
-    qk_norm_rope3d._qk_norm_rope3d,
-    qk_norm_rope3d._qk_norm_rope3d_backward,
-)
+# Names of the ops with their implementations for CUDA tensors.
+LAUNCHES = {
+    "adaptive_layernorm": adaptive_layernorm.launch_forward,
+    "adaptive_layernorm_backward": lambda *inputs: adaptive_layernorm.launch_backward(
+        adaptive_layernorm.Backward(*inputs)
+    ),
+    "gelu": gelu.launch_forward,
+    "gelu_backward": gelu.launch_backward,
+    "qk_norm_rope3d": qk_norm_rope3d.launch_forward,
+    "qk_norm_rope3d_backward": qk_norm_rope3d.launch_backward,
+}
 
 
 @contextmanager
 def launchers_on_cpu() -> Iterator[None]:
-    """Send CPU tensors to the implementation for CUDA tensors."""
-    before = [op._backend_fns["cpu"] for op in OPS]
-    for op in OPS:
-        op._backend_fns["cpu"] = op._backend_fns["cuda"]
+    """Send CPU tensors of any dtype to the implementation for CUDA tensors."""
+    dtypes = ops.CPU_DTYPES
+    library = torch.library.Library("cogfast", "IMPL")
+    for name, launch in LAUNCHES.items():
+        library.impl(name, launch, "CPU", allow_override=True)
+    ops.CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     try:
         yield
     finally:
-        for op, function in zip(OPS, before, strict=True):
-            op._backend_fns["cpu"] = function
+        ops.CPU_DTYPES = dtypes
+        library._destroy()  # the implementations of before are in force again
 
 
 def block_like(

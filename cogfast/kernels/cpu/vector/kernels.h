@@ -1,0 +1,16 @@
+// The kernels, compiled once for AVX2 and once for AVX-512 (setup.py), each in a namespace of its own.
+
+#pragma once
+
+#include <cstdint>
+
+#include <c10/util/BFloat16.h>
+
+namespace cogfast {
+namespace AVX2 {
+#include "kernels.inc"
+}
+namespace AVX512 {
+#include "kernels.inc"
+}
+}  // namespace cogfast

@@ -1,0 +1,53 @@
+"""Registration of the kernels as PyTorch ops: Triton launches for CUDA tensors, C++ for CPU tensors.
+
+The C++ library of cpu/ is compiled when the package is installed (setup.py). Its CPU kernels take
+float32 and bfloat16. Without it, and for other dtypes, CPU tensors take the references in plain
+PyTorch. The ops have no gradients of their own: autograd.Functions call them, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("cogfast", "FRAGMENT")
+
+
+def _load_cpu_kernels() -> bool:
+    """Load the C++ library that was compiled for this version of PyTorch; return whether it is there."""
+    # setup.py writes the version into the name: PyTorch's C++ interface changes between versions.
+    version = torch.__version__.partition("+")[0]
+    path = Path(__file__).parent / "cpu" / f"_kernels-torch{version}.so"
+    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if not has_vectors or not path.exists():
+        return False
+    torch.ops.load_library(path)
+    return True
+
+
+HAS_CPU_KERNELS = _load_cpu_kernels()
+CPU_DTYPES = (torch.float32, torch.bfloat16) if HAS_CPU_KERNELS else ()
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Return whether the ops take x: a CUDA tensor, or a CPU tensor of one of CPU_DTYPES."""
+    return x.device.type != "cpu" or x.dtype in CPU_DTYPES
+
+
+def register_op(schema: str, gpu: Callable, fake: Callable) -> Any:
+    """Define an op and return it.
+
+    Args:
+        schema: name and signature; the C++ library registers a CPU kernel under the same name.
+        gpu: implementation for CUDA tensors.
+        fake: returns empty outputs, for torch.compile.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, gpu, "CUDA")
+    torch.library.register_fake(f"cogfast::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.cogfast, name).default

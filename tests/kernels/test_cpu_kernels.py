@@ -1,0 +1,41 @@
+"""The CPU kernels in C++: instruction sets, threads and builds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cogfast.kernels.gelu import gelu
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS, assert_same_bits_for_any_threads
+
+pytestmark = NEEDS_CPU_KERNELS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gelu_has_the_same_bits_for_any_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 3, 700, 72).to(dtype).unbind()
+    bias = torch.randn(72).to(dtype).requires_grad_()
+
+    def compute():
+        leaf = x.clone().requires_grad_()
+        y = gelu(leaf, bias)
+        return y.detach(), *torch.autograd.grad(y, (leaf, bias), dy)
+
+    assert_same_bits_for_any_threads(compute)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has AVX2 alone"
+)
+def test_kernels_for_avx2() -> None:
+    """Run the CPU tests of all ops with the AVX2 build, which machines without AVX-512 take."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider tests/kernels".split()
+    command += ["-k", "cpu and not avx2"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
