@@ -41,10 +41,10 @@ usage: cogfast {train,cache,sample,convert} ...
 """
 # Text about the work that a command keeps when a signal ends it. The text follows the name of the signal.
 _KEPT = {
-    "train": " before training began, so there is nothing to save; give the same command to start again",
+    "train": " before training began, so there is nothing to save; run the same command to start again",
     "cache": "; the shards that are complete are kept, and the same command continues from there",
     "sample": "; the videos that are finished are kept in the output folder",
-    "convert": "; the target is not written, and nothing is left of the attempt",
+    "convert": "; the target was not written, and partly written files were removed",
 }
 _LONGEST_CAUSE = 200  # characters of a library's message
 _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
@@ -53,7 +53,7 @@ _GRACE_SECONDS = 3
 
 
 def train(argv: Sequence[str]) -> None:
-    # Imports stay inside the verbs: torch takes seconds, and `cogfast --help` needs none of it.
+    # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
     from cogfast.cli.options import parse_train
 
     request = parse_train(argv)
@@ -137,11 +137,11 @@ def convert(argv: Sequence[str]) -> None:
     convert_weights(**arguments)
 
 
-_VERBS = {"train": train, "cache": cache, "sample": sample, "convert": convert}
+_COMMANDS = {"train": train, "cache": cache, "sample": sample, "convert": convert}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit status.
+    """Run one command and return the exit status.
 
     An error that the user can fix prints one line and returns 2; a run that cannot continue prints
     one line and returns 1. argv: the arguments after `cogfast`; None reads sys.argv and also
@@ -181,9 +181,9 @@ def _run(argv: list[str]) -> int:
         sys.stdout.write(_USAGE)
         return 0 if argv else 2
     try:
-        if argv[0] not in _VERBS:
-            raise ValueError(f"no verb {argv[0]!r}; use one of {', '.join(_VERBS)}")
-        _VERBS[argv[0]]([argument for argument in argv[1:] if argument != "--traceback"])
+        if argv[0] not in _COMMANDS:
+            raise ValueError(f"unknown command {argv[0]!r}; use one of {', '.join(_COMMANDS)}")
+        _COMMANDS[argv[0]]([argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
         is_known = isinstance(error, (ValueError, RuntimeError)) and _is_raised_by_cogfast(error)
         is_lost = is_of_another_rank(error)

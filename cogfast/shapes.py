@@ -94,7 +94,7 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
 def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: str) -> None:
     """Raise ValueError for a frame count that the family cannot take; it names counts that fit.
 
-    CogVideoX 1.0 takes 8N+1 frames, 1.5 takes 16N+1, up to the length of the position table.
+    CogVideoX 1.0 supports 8N+1 frames, 1.5 supports 16N+1, up to the length of the position table.
     """
     # Two latent frames (8 pixel frames) per patch frame: an odd T, as all models were trained.
     step = 8 * patch.t
@@ -104,7 +104,7 @@ def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: st
     most = (max_frames - 1) // step * step + 1
     fits = sorted({n for n in (below, below + step) if 1 <= n <= max_frames} or {most})
     raise ValueError(
-        f"{key}={num_frames}: CogVideoX {patch.version} takes {step}N+1 frames, at most {most}; "
+        f"{key}={num_frames}: CogVideoX {patch.version} supports {step}N+1 frames, at most {most}; "
         f"use {' or '.join(map(str, fits))}"
     )
 

@@ -1,4 +1,4 @@
-"""Parses the command lines of the four verbs, including SAT's own flags."""
+"""Parses the command lines of the four commands, including SAT's own flags."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def parse_train(argv: Sequence[str]) -> Request:
 
 
 def _whole_request(found: argparse.Namespace) -> Request:
-    """Build the request of a verb that takes --base and key=value arguments."""
+    """Build the request of a command that needs --base and accepts key=value arguments."""
     if not found.base:
         raise ValueError("--base is missing; give model.yaml and sft.yaml")
     base, moved = _split_overrides(found.base)
@@ -184,10 +184,13 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     prompts = [prompt.strip() for prompt, _ in pairs]
     for prompt in prompts:  # Python decodes argument bytes that are not UTF-8 as surrogates
         if "\0" in prompt or any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise ValueError(f"{key}: {prompt[:80]!r} holds bytes that are not text; give UTF-8")
+            raise ValueError(f"{key}: {prompt[:80]!r} is not valid text; write it in UTF-8")
     names = request.images if request.images is not None else [image.strip() for _, image in pairs]
     if len(names) not in (1, len(prompts)):
-        raise ValueError(f"--image is given {len(names)} times for {len(prompts)} prompts")
+        raise ValueError(
+            f"--image is given {len(names)} times for {len(prompts)} prompts; give one image for all "
+            "prompts, or one for each"
+        )
     images = [Path(name) if name else None for name in names] * (len(prompts) // len(names))
     for image in images:
         if image is not None and not os.path.isfile(image):
@@ -203,8 +206,8 @@ def _utf8_lines(data: bytes, name: str) -> list[str]:
     return re.split(r"\r\n|\r|\n", text)  # str.splitlines also splits within prompts
 
 
-def _parser(verb: str, what: str) -> Parser:
-    parser = Parser(prog=f"cogfast {verb}", description=what, allow_abbrev=False)
+def _parser(command: str, what: str) -> Parser:
+    parser = Parser(prog=f"cogfast {command}", description=what, allow_abbrev=False)
     parser.add_argument(
         "--base",
         nargs="+",

@@ -102,7 +102,7 @@ def test_words_without_files(capsys):
     assert main(["train"]) == 2
     assert "--base is missing" in capsys.readouterr().err
     assert main(["trian"]) == 2
-    assert "no verb 'trian'; use one of train, cache, sample" in capsys.readouterr().err
+    assert "unknown command 'trian'; use one of train, cache, sample" in capsys.readouterr().err
     assert main(["sample", "--prompt", "x"]) == 2
     assert "either --base model.yaml inference.yaml or one folder" in capsys.readouterr().err
     assert main(["sample", "nowhere", "--prompt", "x"]) == 2
@@ -118,7 +118,7 @@ def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
     assert line.endswith("# command line")
     assert main(["train", *words[:-2]]) == 2
     (refused,) = capsys.readouterr().err.splitlines()
-    assert "is upstream's placeholder" in refused
+    assert "is a placeholder of upstream's file" in refused
 
 
 def test_base_may_be_given_twice(sat_configs, capsys):

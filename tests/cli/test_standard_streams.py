@@ -29,7 +29,7 @@ def work(words):
     with open(sys.argv[2], "w") as file:
         file.write(f"{file.fileno() > 2} {text!r}")
 
-command._VERBS["cache"] = work
+command._COMMANDS["cache"] = work
 sys.exit(command.main())
 """
 

@@ -45,7 +45,7 @@ def test_a_prompts_file_lies_in_its_folder(tmp_path: Path) -> None:
 def test_prompts_that_are_not_utf8_are_refused_before_anything_is_built(tmp_path, text) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "training_config.yaml").write_text("{}")
-    with pytest.raises(ValueError, match="--prompt: .* holds bytes that are not text; give UTF-8"):
+    with pytest.raises(ValueError, match="--prompt: .* is not valid text; write it in UTF-8"):
         read_prompts(parse_sample([str(tmp_path), "--prompt", text]), SimpleNamespace())
 
 

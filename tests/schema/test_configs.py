@@ -131,7 +131,7 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
 def test_placeholders_are_refused_with_the_fix(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    fix = "is upstream's placeholder; put your own path there"
+    fix = "is a placeholder of upstream's file; set it to your own path"
     words = ["args.num_workers=0"]
     for key in (
         "model.conditioner_config.params.emb_models.0.params.model_dir",

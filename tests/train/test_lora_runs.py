@@ -106,7 +106,7 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
     cases = {
         f"{LORA}.r=4": r"args.load_lora: .*rank 2 and alpha 3, .* set r: 2, lora_alpha: 3 in",
         f"{LORA}.target_modules=[to_q]": r"set target_modules: \[to_q, to_v, to_out.0\]",
-        "args.load_lora=nothing": "args.load_lora: nothing: no such file or folder of LoRA",
+        "args.load_lora=nothing": "args.load_lora=nothing does not exist; set it to a file",
     }
     for word, match in cases.items():
         words = [*ASKED, f"args.load_lora={sources['peft']}", f"args.save={tmp_path}", word]

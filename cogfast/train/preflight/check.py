@@ -42,22 +42,25 @@ def _check_names(config: Config, args: TrainArguments) -> None:
     is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
         text = (
-            f"args.experiment_name={shown} must be a folder's name, of at most {_MOST_NAME_BYTES} bytes; "
-            "see args.save"
+            f"args.experiment_name={shown} must be a folder name of at most {_MOST_NAME_BYTES} bytes, "
+            "printable and without slashes; args.save sets the folder above it"
         )
         refuse(config, "args.experiment_name", text)
     for key in ("experiment_name", "wandb_project_name") if args.wandb else ():
         wrong = sorted(set("/\\#?%:") & set(getattr(args, key)))
         if wrong:
-            text = f"args.{key}={brief(repr(getattr(args, key)))}: W&B takes no {' '.join(wrong)}"
-            refuse(config, f"args.{key}", f"{text} in names; remove it")
+            text = (
+                f"args.{key}={brief(repr(getattr(args, key)))} must not contain {' '.join(wrong)}"
+            )
+            refuse(config, f"args.{key}", f"{text}, which W&B does not allow in names; remove it")
 
 
 def check_train(config: Config, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     if args.mode == "inference":
-        refuse(config, "args.mode", "args.mode=inference is for `cogfast sample`; use finetune")
+        text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
+        refuse(config, "args.mode", text)
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
@@ -67,7 +70,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_names(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
-        text = f"model.input_key={model.input_key}: videos in a batch have the key mp4; use mp4"
+        text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"
         refuse(config, "model.input_key", text)
     if args.wandb and importlib.util.find_spec("wandb") is None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
@@ -81,8 +84,8 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     if network.get("lora_rank") is not None and args.load is None:
         raise ValueError(
-            "args.load is missing: LoRA adapts trained weights and gets no gradient from random ones; "
-            "name the folder of the base model"
+            "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
+            "set args.load to the folder of the base model"
         )
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
@@ -98,7 +101,7 @@ def check_cache(config: Config) -> None:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     if args.latent_cache is None:
         raise ValueError(
-            "args.latent_cache is missing; name the folder to write the latents to: "
+            "args.latent_cache is missing; set it to the folder that the latents are written to: "
             "args.latent_cache=PATH"
         )
     _check_paths(config, args)
@@ -116,8 +119,8 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         _check_placeholders(config)
         if args.load is None and not args.force_inference:
             raise ValueError(
-                "args.load is missing; name the weights to sample with, or a run folder; "
-                "args.force_inference=true samples with random ones"
+                "args.load is missing; set it to the weights to sample with, or give a run's folder; "
+                "args.force_inference=true samples with random weights"
             )
         _refuse_missing(config, _missing_load(args))
         _check_adapters(config, args)
@@ -130,9 +133,13 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     # Image latents are additional input channels.
     wants_image = network["in_channels"] > network["out_channels"]
     if wants_image and not has_images:
-        raise ValueError("the model makes a video of an image; give --image PNG or prompt@@image")
+        raise ValueError(
+            "an image-to-video model needs an image; give --image PNG or prompts as prompt@@image"
+        )
     if has_images and not wants_image:
-        raise ValueError("the model takes no image (in_channels=out_channels); leave --image out")
+        raise ValueError(
+            "a text-to-video model (in_channels=out_channels) does not use an image; leave --image out"
+        )
     if args.sampling_image_size is not None:
         if len(args.sampling_image_size) != 2:
             refuse(
@@ -142,7 +149,10 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
             )
         check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
     if args.vae_memory_gib is not None and args.vae_memory_gib <= 0:
-        text = f"args.vae_memory_gib={args.vae_memory_gib} must be above 0; null takes what is free"
+        text = (
+            f"args.vae_memory_gib={args.vae_memory_gib} must be above 0; null uses the memory that is "
+            "free"
+        )
         refuse(config, "args.vae_memory_gib", text)
     if args.sampling_num_frames is not None:
         check_latent_frames(config, network, args.sampling_num_frames)
@@ -179,8 +189,8 @@ def _check_placeholders(config: Config) -> None:
                 refuse(
                     config,
                     key,
-                    f"{key}={value!r} is upstream's placeholder; put your own path there "
-                    f"({key}=PATH on the command line does, too)",
+                    f"{key}={value!r} is a placeholder of upstream's file; set it to your own path, in "
+                    f"the file or on the command line ({key}=PATH)",
                 )
 
 
@@ -198,8 +208,8 @@ def _check_paths(config: Config, args: TrainArguments) -> None:
         missing += missing_frozen(config)
     if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
         text = (
-            f"args.resume={cut(args.resume, 160)} not found: refusing to start from scratch; use a run's "
-            "folder, or auto to start a new run where there is none"
+            f"args.resume={cut(args.resume, 160)} not found: refusing to start from scratch; set it to a "
+            "run's folder, or to auto, which starts a new run if there is none"
         )
         missing.append(("args.resume", text))
     _refuse_missing(config, missing)
@@ -223,11 +233,11 @@ def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
     if args.load is not None and not (args.load and Path(args.load).exists()):
         yield (
             "args.load",
-            f"args.load={cut(args.load, 160)} does not exist; name the weights' folder",
+            f"args.load={cut(args.load, 160)} does not exist; set it to the folder of the weights",
         )
     if args.load_lora is not None and not (args.load_lora and Path(args.load_lora).exists()):
-        text = f"args.load_lora: {cut(args.load_lora, 160)}: no such file or folder of LoRA weights"
-        yield "args.load_lora", text
+        text = f"args.load_lora={cut(args.load_lora, 160)} does not exist"
+        yield "args.load_lora", f"{text}; set it to a file or folder of LoRA weights"
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:
@@ -250,10 +260,16 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
         text = f"args.max_hours={args.max_hours} must be more than 0; null sets no limit"
         refuse(config, "args.max_hours", text)
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
-        text = f"args.profiling={args.profiling}: the run ends at step {args.train_iters}; use less"
+        text = (
+            f"args.profiling={args.profiling} must be below args.train_iters={args.train_iters}, where "
+            "the run ends; use an earlier step"
+        )
         refuse(config, "args.profiling", text)
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
-        text = f"args.split={args.split!r} must be shares for training, validation, test: 9,1,0"
+        text = (
+            f"args.split={args.split!r} must be the shares of training, validation and test data, such "
+            "as 9,1,0"
+        )
         refuse(config, "args.split", text)
     _check_weights(config, args)
 
@@ -263,11 +279,14 @@ def _check_weights(config: Config, args: TrainArguments) -> None:
     if weights is None:
         return
     if len(weights) != len(args.train_data):
-        text = f"{key}={weights} names {len(weights)} weights for {len(args.train_data)} of "
-        refuse(config, key, text + "args.train_data; give each source one")
+        text = (
+            f"{key}={weights} must have as many entries as args.train_data, {len(args.train_data)}"
+        )
+        refuse(config, key, f"{text}; give one weight for each source")
     if not (all(0 <= w < math.inf for w in weights) and any(weights)):
         text = (
-            f"{key}={weights} must be 0 or more, one of them above; 1 reads a source once an epoch"
+            f"{key}={weights} must be numbers of 0 or more, at least one of them above 0; a source of "
+            "weight 1 is read once per epoch"
         )
         refuse(config, key, text)
 
@@ -290,8 +309,8 @@ def _check_precision(config: Config, args: TrainArguments) -> None:
             refuse(
                 config,
                 key,
-                f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section "
-                f"decides; set deepspeed.{name}.enabled=true",
+                f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section takes "
+                f"precedence; set deepspeed.{name}.enabled=true",
             )
 
 
@@ -309,7 +328,7 @@ def _network(config: Config) -> dict[str, Any]:
     given, made = network["in_channels"], network["out_channels"]
     if given not in (made, 2 * made):
         key = f"{NETWORK_KEY}.in_channels"
-        text = f"{key}={given} must be out_channels={made}, or twice that for image-to-video"
+        text = f"{key}={given} must equal out_channels={made}, or twice that for image-to-video"
         refuse(config, key, text)
     return network
 
@@ -323,8 +342,9 @@ def _check_image_input(config: Config, model: ModelArguments, network: dict[str,
         config,
         "model.noised_image_input",
         f"model.noised_image_input={given} does not fit in_channels={network['in_channels']} and "
-        f"out_channels={network['out_channels']}: an image's latents double the input; set "
-        f"model.noised_image_input={str(takes_image).lower()} or take the other model's file",
+        f"out_channels={network['out_channels']}: image-to-video models have twice as many input "
+        f"channels; set model.noised_image_input={str(takes_image).lower()}, or use the file of "
+        f"{'a text' if takes_image else 'an image'}-to-video model",
     )
 
 
@@ -338,8 +358,8 @@ def _check_data(
         refuse(
             config,
             "args.latent_cache",
-            f"args.latent_cache={args.latent_cache} does not go with {config.data.target}: the cache "
-            "replaces video files; use a data set that reads them, or set args.latent_cache=null",
+            f"args.latent_cache={args.latent_cache} does not work with {config.data.target}: the cache "
+            "replaces video files; use a data set of video files, or set args.latent_cache=null",
         )
 
 
@@ -348,10 +368,8 @@ def _check_noised_images(config: Config, args: TrainArguments, model: ModelArgum
     if number < 0:
         refuse(config, key, f"{key}={number} must be 0 or more; 0 noises the image in every step")
     if number and args.latent_cache is None:
-        text = (
-            f"{key}={number} applies to a latent cache, but args.latent_cache is not set; name one"
-        )
-        refuse(config, key, text + " that `cogfast cache` fills, or set it to 0")
+        text = f"{key}={number} applies to a latent cache, but args.latent_cache is not set"
+        refuse(config, key, f"{text}; set that to a folder of `cogfast cache`, or {key} to 0")
     if number and not model.noised_image_input:
         text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
         refuse(config, key, text)
@@ -369,7 +387,8 @@ def _check_pixel_data(
             "model.latent_input=false",
         )
     if not args.train_data:
-        refuse(config, "args.train_data", "args.train_data is empty; name a folder of videos")
+        text = "args.train_data is empty; set it to the folders of the training videos"
+        refuse(config, "args.train_data", text)
     # A user's own data set may have constants in place of these params.
     params = resolve(config.data, config.allow_import)[1]
     if "max_num_frames" in params:

@@ -59,13 +59,13 @@ def _require_program(
     named = os.environ.get(variable)
     if any(map(shutil.which, [named] if named else programs)):
         return
-    missing = f"{variable}={named} is not there" if named else f"there is no {programs[0]}"
-    text = f"{what} needs a compiler and {missing}; install it, name another in {variable}"
+    missing = f"{variable}={named} does not exist" if named else f"there is no {programs[0]}"
+    text = f"{what} needs a compiler, but {missing}; install it, set {variable} to another"
     refuse(config, key, f"{text}, or use {instead}")
 
 
 def _require_headers(config: Config, key: str, what: str, instead: str) -> None:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
-        text = f"{what} needs Python's headers, and {header} is not there; install them"
+        text = f"{what} needs Python's headers, but {header} does not exist; install them"
         refuse(config, key, f"{text} (python3-dev), or use {instead}")

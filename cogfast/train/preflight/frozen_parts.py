@@ -22,16 +22,25 @@ def check_frozen_parts(config: Config, text_length: int) -> None:
     """Check that both encoders are configured, as video files with captions need them."""
     node = config.model.get("first_stage_config")
     if is_none(node):
-        raise ValueError(f"{_FIRST_STAGE} is missing; video files need an autoencoder")
+        raise ValueError(
+            f"{_FIRST_STAGE} is missing: video files are encoded by an autoencoder; add the section, as "
+            "in the model files of configs/"
+        )
     params = node.get("params") or {}
     if "encoder_config" in params and not params.get("ckpt_path"):
         key = f"{_FIRST_STAGE}.params.ckpt_path"
-        text = f"{key} is missing: a random autoencoder makes noise of every video; name 3d-vae.pt"
+        text = (
+            f"{key} is missing: an autoencoder with random weights cannot encode videos; set it to the "
+            "path of 3d-vae.pt"
+        )
         refuse(config, key, text)
     node = config.model.get("conditioner_config")
     entries = [] if node is None else node.params.emb_models
     if not entries or is_none(entries[0]):
-        raise ValueError(f"{_ENCODERS} is missing or empty; captions need a text encoder")
+        raise ValueError(
+            f"{_ENCODERS} is missing or empty: captions are encoded by a text encoder; add one, as in "
+            "the model files of configs/"
+        )
     for i, entry in enumerate(entries):
         _check_text_encoder(config, entry, f"{_ENCODERS}.{i}.params", text_length)
 
@@ -43,7 +52,8 @@ def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("ckpt_path", "path"):
         path, key = params.get(name), f"{_FIRST_STAGE}.params.{name}"
         if path is not None and not Path(path).exists():
-            yield key, f"{key}={cut(path, 160)} does not exist; name the autoencoder's"
+            text = f"{key}={cut(path, 160)} does not exist; set it to the autoencoder's weights"
+            yield key, text
     node = config.model.get("conditioner_config")
     entries = [] if node is None else node.params.emb_models
     for i, entry in enumerate(entry for entry in entries if not is_none(entry)):
@@ -51,7 +61,7 @@ def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
         folder = params.get("model_dir")
         is_cached = params.get("cache_dir") is not None  # then model_dir is a hub name
         if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
-            yield key, f"{key}={cut(folder, 160)} is not a folder; name one that holds T5"
+            yield key, f"{key}={cut(folder, 160)} is not a folder; set it to the folder of T5"
 
 
 def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length: int) -> None:
@@ -66,6 +76,6 @@ def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length:
         refuse(
             config,
             key,
-            f"{key}={length}{by_default} does not fit text_length={text_length} of the model's "
-            "pos_embed_config; make them equal (226 for CogVideoX 1.0, 224 for 1.5)",
+            f"{key}={length}{by_default} must equal text_length={text_length} of the model's "
+            "pos_embed_config; change one of them (226 for CogVideoX 1.0, 224 for 1.5)",
         )

@@ -47,7 +47,7 @@ def survey_datasets(
         log.check()
         if found[0].slow:
             logger.warning(
-                "%d of %d videos have a lower frame rate than asked for (data.params.fps=%g, or a "
+                "%d of %d videos have a lower frame rate than configured (data.params.fps=%g, or a "
                 "manifest's fps); their frames will be duplicated (first: %s)",
                 len(found[0].slow),
                 len(train),
@@ -73,7 +73,10 @@ def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:
     trained = {train.name(i) for i in range(len(train))}
     both = [name for name in map(valid.name, range(len(valid))) if name in trained]
     if both:
-        text = "%d of %d held-out clips are also training clips, such as %s: their loss is not held out"
+        text = (
+            "%d of %d held-out clips are also training clips (first: %s): the held-out loss is partly a "
+            "training loss"
+        )
         logger.warning(text, len(both), len(valid), both[0])
 
 

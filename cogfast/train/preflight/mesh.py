@@ -37,8 +37,8 @@ def check_mesh(
         refuse(
             config,
             key,
-            f"{key}={size} must divide the {world} ranks of the launch; use {', '.join(sizes)}, or "
-            "another --nproc_per_node",
+            f"{key}={size} must divide the number of ranks, {world}; use {', '.join(sizes)}, or start "
+            "another number of ranks (--nproc_per_node)",
         )
 
 

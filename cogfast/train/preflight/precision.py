@@ -42,4 +42,4 @@ def infer_precision(config: Config) -> None:
             name = key.split(".")[1]
             config.deepspeed[name] = {"enabled": True}
             config.origins[key] = "args.load"
-            logger.info("%s, as the weights of args.load=%s are", name, load)
+            logger.info("precision: %s, the dtype of the weights of args.load=%s", name, load)

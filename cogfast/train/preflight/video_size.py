@@ -8,6 +8,7 @@ from cogfast.config import Config
 from cogfast.schema.config import refuse
 from cogfast.shapes import (
     SPATIAL_COMPRESSION,
+    TEMPORAL_COMPRESSION,
     PatchSize,
     check_num_frames,
     check_video_size,
@@ -34,8 +35,8 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
         refuse(
             config,
             key,
-            f"{key}={latent_frames} counts latent frames, a quarter of the video's; the position "
-            f"table holds {most}: use {most} at most",
+            f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the model's "
+            f"position table (one latent frame for every {TEMPORAL_COMPRESSION} video frames)",
         )
     patch: PatchSize = network["patch_size"]
     patch_t = patch.t
@@ -46,13 +47,13 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
         return
     below = (latent_frames - 1) // step * step + patch_t
     fits = " or ".join(str(n) for n in (below, below + step) if n <= most)
-    padding = f", {surplus} of padding," if surplus else ""
+    padding = f" ({surplus} of them padding)" if surplus else ""
     refuse(
         config,
         key,
-        f"{key}={latent_frames} latent frames{padding} make {frames} frames; CogVideoX "
-        f"{patch.version} takes {8 * patch_t}N+1 frames, which are "
-        f"{step}N+{patch_t} of latents: use {fits}",
+        f"{key}={latent_frames} latent frames{padding} decode to {frames} video frames, but CogVideoX "
+        f"{patch.version} supports {8 * patch_t}N+1 video frames ({step}N+{patch_t} latent frames); "
+        f"use {fits}",
     )
 
 

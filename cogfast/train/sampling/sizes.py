@@ -59,9 +59,9 @@ def _pixels(
     if size is None and image is not None and network["patch_size"].joins_frames:
         short_side = min(given if given is not None else _published_size(network))
         height, width = _fit_image(image, network["patch_size"], short_side)
-        problem = size_problem(network, height, width, f"--image {image}: its shape")
+        problem = size_problem(network, height, width, f"--image {image}: video size")
         if problem is not None:
-            raise ValueError(f"{problem}, or give {key}")
+            raise ValueError(f"{problem}, or set {key}")
         return height, width
     if size is None and given is not None:
         key, size = "data.params.video_size", checked_size(given)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cogfast.__main__ import _VERBS, main
+from cogfast.__main__ import _COMMANDS, main
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.load import load_transformer
@@ -60,10 +60,10 @@ class Format:
 
 
 def run(read: tuple[str, ...] | Callable[[], object]) -> int:
-    """Run a verb as the command line does, with one line for an error."""
+    """Run a command as the command line does, with one line for an error."""
     if isinstance(read, tuple):
         return main(list(read))
-    with patch.dict(_VERBS, {"read": lambda words: read()}):
+    with patch.dict(_COMMANDS, {"read": lambda words: read()}):
         return main(["read"])
 
 

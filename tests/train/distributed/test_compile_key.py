@@ -110,17 +110,17 @@ def test_what_compiling_needs_on_a_cpu(base: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compilers.shutil, "which", only("gcc"))
     check(base)  # kernels=triton runs PyTorch on a CPU
     text = (
-        r"^command line: args.compile=true on a CPU needs a compiler and there is no g\+\+; .*CXX"
+        r"^command line: args.compile=true on a CPU needs a compiler, but there is no g\+\+; .*CXX"
     )
     with pytest.raises(ValueError, match=text):
         check(base, "args.compile=true")
     monkeypatch.setenv("CXX", "icpx")
-    with pytest.raises(ValueError, match="a compiler and CXX=icpx is not there"):
+    with pytest.raises(ValueError, match="a compiler, but CXX=icpx does not exist"):
         check(base, "args.compile=true")
     monkeypatch.setattr(compilers.shutil, "which", only("icpx"))
     check(base, "args.compile=true")
     monkeypatch.setattr(compilers.sysconfig, "get_paths", lambda: {"include": "nowhere"})
-    with pytest.raises(ValueError, match="needs Python's headers, and nowhere/Python.h is not"):
+    with pytest.raises(ValueError, match="needs Python's headers, but nowhere/Python.h does not"):
         check(base, "args.compile=true")
 
 
@@ -131,7 +131,7 @@ def test_what_triton_needs_on_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch)
     check(base, "args.compile=true")
     monkeypatch.setattr(compilers.shutil, "which", only())
     with pytest.raises(
-        ValueError, match="args.kernels=triton needs a compiler and there is no gcc"
+        ValueError, match="args.kernels=triton needs a compiler, but there is no gcc"
     ):
         check(base)
     check(base, "args.kernels=torch")

@@ -110,7 +110,7 @@ def train(words):
     print("imports", "torch" in sys.modules, flush=True)
     time.sleep(60)
 
-command._VERBS["train"] = train
+command._COMMANDS["train"] = train
 command.main(["train"])
 """
 

@@ -71,7 +71,9 @@ def test_upstreams_1_5_files_pass_with_latent_input_off_and_16n_plus_1_frames(co
 
 def test_files_as_upstream_ships_them_are_refused(sat_configs):
     load = lambda *names: load_config([sat_configs / f"{n}.yaml" for n in names])
-    placeholder = r"args.load='\{your CogVideoX SAT folder\}/transformer' is upstream's placeholder"
+    placeholder = (
+        r"args.load='\{your CogVideoX SAT folder\}/transformer' is a placeholder of upstream's file"
+    )
     with pytest.raises(ValueError, match="sft.yaml: " + placeholder):
         check_train(load("cogvideox_2b", "sft"))
     with pytest.raises(ValueError, match="inference.yaml: " + placeholder):
@@ -86,21 +88,21 @@ def test_files_as_upstream_ships_them_are_refused(sat_configs):
 
 REFUSED = {
     "model.network_config.params.out_channels=160": (
-        "cogvideox_2b.yaml: model.network_config.params.in_channels=16 must be out_channels=160, or "
+        "cogvideox_2b.yaml: model.network_config.params.in_channels=16 must equal out_channels=160, or "
         "twice that for image-to-video"
     ),
     "model.latent_input=true": (
         "command line: model.latent_input=true, but data_video.SFTDataset returns pixels; set "
         "model.latent_input=false"
     ),
-    "args.load=nowhere": "args.load=nowhere does not exist; name the weights' folder",
+    "args.load=nowhere": "args.load=nowhere does not exist; set it to the folder of the",
     "args.train_data=[nowhere]": "args.train_data: no folder nowhere; name your data",
     "args.valid_data=[nowhere]": "args.valid_data: no folder nowhere; name your data",
-    "args.train_data=[]": "args.train_data is empty; name a folder of videos",
-    "args.train_data_weights=[1,2]": "names 2 weights for 1 of args.train_data; give each source one",
-    "args.train_data_weights=[0]": "must be 0 or more, one of them above; 1 reads a source once",
+    "args.train_data=[]": "args.train_data is empty; set it to the folders of",
+    "args.train_data_weights=[1,2]": "must have as many entries as args.train_data, 1; give one",
+    "args.train_data_weights=[0]": "must be numbers of 0 or more, at least one of them above 0; ",
     "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be a whole number from 0 to",
-    "args.cached_noised_images=2": "but args.latent_cache is not set; name one that `cogfast cache`",
+    "args.cached_noised_images=2": "but args.latent_cache is not set; set that to a folder of",
     "args.cached_noised_images=2 args.latent_cache=cache": (
         "=2 applies to image-to-video, but model.noised_image_input=false; set it to 0"
     ),
@@ -113,8 +115,8 @@ REFUSED = {
     ),
     "args.model_parallel_size=0": "args.model_parallel_size=0 must divide num_attention_heads=30",
     "args.model_parallel_size=5": (
-        "args.model_parallel_size=5 must divide the 8 ranks of the launch; use 1, 2, or another "
-        "--nproc_per_node"
+        "args.model_parallel_size=5 must divide the number of ranks, 8; use 1, 2, or start "
+        "another number of ranks (--nproc_per_node)"
     ),
     "args.model_parallel_size=3 args.sequence_parallel=true": (
         "args.sequence_parallel=true splits 17776 text and video tokens between "
@@ -125,7 +127,7 @@ REFUSED = {
     "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
         "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
     ),
-    "args.fp16=true": "the deepspeed section decides; set deepspeed.fp16.enabled=true",
+    "args.fp16=true": "the deepspeed section takes precedence; set deepspeed.fp16.enabled=true",
     "deepspeed.fp16.enabled=true": (
         "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
     ),
@@ -135,7 +137,7 @@ REFUSED = {
         "train_micro_batch_size_per_gpu=2 x gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
     ),
     "data.params.max_num_frames=50": (
-        "data.params.max_num_frames=50: CogVideoX 1.0 takes 8N+1 frames, at most 49; use 49"
+        "data.params.max_num_frames=50: CogVideoX 1.0 supports 8N+1 frames, at most 49; use 49"
     ),
     "data.params.video_size=[480]": r"video_size=[480] must be [rows, columns], e.g. [480, 720]",
     "data.params.video_size=[480,721]": "rows must be a multiple of 16 and columns of 16",
@@ -148,34 +150,34 @@ REFUSED = {
         "model.noised_image_input=true does not fit in_channels=16 and out_channels=16"
     ),
     "model.conditioner_config.params.emb_models[0].params.max_length=77": (
-        "max_length=77 does not fit text_length=226 of the model's pos_embed_config"
+        "max_length=77 must equal text_length=226 of the model's pos_embed_config"
     ),
     "model.conditioner_config.params.emb_models[0].params.model_dir=t5-v1_1-xxl": (
-        "model_dir=t5-v1_1-xxl is not a folder; name one that holds T5"
+        "model_dir=t5-v1_1-xxl is not a folder; set it to the folder of T5"
     ),
     "model.conditioner_config.params.emb_models[0].params.model_dir=google/t5-v1_1-xxl": (
-        "model_dir=google/t5-v1_1-xxl is not a folder; name one that holds T5"
+        "model_dir=google/t5-v1_1-xxl is not a folder; set it to the folder of T5"
     ),
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
     ),
     "args.train_data=['']": "args.train_data: no folder ''; name your data",
     "args.load=": "args.load= does not exist",
-    "args.split=": "args.split='' must be shares for training, validation, test: 9,1,0",
-    "args.split=0,1": "args.split='0,1' must be shares for training",
-    "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "need a text enc",
+    "args.split=": "args.split='' must be the shares of training, validation and test data, such",
+    "args.split=0,1": "args.split='0,1' must be the shares of training",
+    "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "by a text enc",
     "args.eval_iters=0": "command line: args.eval_iters=0 must be a whole number from 1",
     "args.keep_last=-1": "command line: args.keep_last=-1 must be a whole number from 0",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
-    "model.input_key=jpg": "model.input_key=jpg: videos in a batch have the key mp4; use mp4",
+    "model.input_key=jpg": "model.input_key=jpg must be mp4, the key of the videos",
     **{
-        f"args.experiment_name={json.dumps(name)}": f"args.experiment_name={name!r} must be a folder's name, of"
+        f"args.experiment_name={json.dumps(name)}": f"args.experiment_name={name!r} must be a folder name of"
         for name in ("../x", "..", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[31m")
     },
     "args.experiment_name="
-    + 201 * "x": "xxx... must be a folder's name, of at most 200 bytes; see",
-    "args={wandb: true, experiment_name: 'a:b'}": "args.experiment_name='a:b': W&B takes no : in names",
-    "args={wandb: true, wandb_project_name: a/b#}": "wandb_project_name='a/b#': W&B takes no # / in",
+    + 201 * "x": "xxx... must be a folder name of at most 200 bytes, printable",
+    "args={wandb: true, experiment_name: 'a:b'}": "args.experiment_name='a:b' must not contain :, which W&B",
+    "args={wandb: true, wandb_project_name: a/b#}": "wandb_project_name='a/b#' must not contain # /, which",
     "args.num_workers=-1": "command line: args.num_workers=-1 must be a whole number from 0",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
@@ -183,10 +185,10 @@ REFUSED = {
     "args.lr_schedule=constant args.warmup_steps=2000": "args.warmup_steps=2000 must not exceed",
     "args.warmup=3": "command line: args.warmup=3 is a share of the steps",
     "model.first_stage_config.params.ckpt_path=null": (
-        "command line: model.first_stage_config.params.ckpt_path is missing: a random autoencoder"
+        "command line: model.first_stage_config.params.ckpt_path is missing: an autoencoder with random"
     ),
-    "model.first_stage_config=null": "model.first_stage_config is missing; video files need",
-    "model.conditioner_config.params.emb_models=[]": "captions need a text encoder",
+    "model.first_stage_config=null": "model.first_stage_config is missing: video files are",
+    "model.conditioner_config.params.emb_models=[]": "captions are encoded by a text encoder",
     "model.loss_fn_config={target: torch.nn.Identity}": "model.loss_fn_config is missing",
     "model.sampler_config.params.num_steps=0": (
         "model.sampler_config: num_steps=0 must be from 1 to 1000; use 50"
@@ -266,7 +268,7 @@ def test_frames_of_1_5(config, num_frames):
     if FRAMES_1_5[num_frames] is None:
         check_train(checked)
     else:
-        with pytest.raises(ValueError, match=f"takes 16N.1 frames.*{FRAMES_1_5[num_frames]}"):
+        with pytest.raises(ValueError, match=f"supports 16N.1 frames.*{FRAMES_1_5[num_frames]}"):
             check_train(checked)
 
 
@@ -307,8 +309,8 @@ def test_latents_in_the_batch_need_no_frozen_weights(config):
 SAMPLING = {
     "args.sampling_image_size=[480]": r"args.sampling_image_size=\[480\] must be \[rows, columns\]",
     "args.sampling_image_size=[480,832]": r"position table is for \[480, 720\] only",
-    "args.sampling_num_frames=22": "=22 counts latent frames.*table holds 13: use 13 at most",
-    "args.load=null": "args.load is missing; name the weights to sample with, or a run folder",
+    "args.sampling_num_frames=22": "=22 must be from 1 to 13 latent frames.*position table",
+    "args.load=null": "args.load is missing; set it to the weights to sample with, or give a run",
     "model.sampler_config=null": "model.sampler_config is missing; add a model file",
 }
 
@@ -327,16 +329,16 @@ def test_sampling_1_5_counts_padded_latent_frames(config):
     load = lambda n: config("cogvideox1.5_5b", f"args.sampling_num_frames={n}", second="inference")
     for num_frames in (22, 21, 42):  # 5 s with and without the padding, 10 s
         check_sample(load(num_frames))
-    with pytest.raises(ValueError, match="=43 counts latent frames.*holds 42"):
+    with pytest.raises(ValueError, match="=43 must be from 1 to 42 latent frames"):
         check_sample(load(43))
 
 
 def test_images_go_to_image_models(config, tmp_path: Path):
     image_model = config("cogvideox1.5_5b_i2v", second="inference")
     check_sample(image_model, has_images=True)
-    with pytest.raises(ValueError, match="give --image PNG or prompt@@image"):
+    with pytest.raises(ValueError, match="give --image PNG or prompts as prompt@@"):
         check_sample(image_model)
-    with pytest.raises(ValueError, match="the model takes no image"):
+    with pytest.raises(ValueError, match="a text-to-video model .* does not use an image"):
         check_sample(config("cogvideox1.5_5b", second="inference"), has_images=True)
     # a run's own weights replace args.load
     gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
@@ -347,7 +349,7 @@ def test_the_text_encoders_default_length_is_checked(sat_configs, config, tmp_pa
     text = (sat_configs / "cogvideox_2b.yaml").read_text()
     (tmp_path / "model.yaml").write_text(text.replace("max_length: 226", ""))
     assert "max_length" not in (tmp_path / "model.yaml").read_text()
-    key = r"emb_models.0.params.max_length=77, its default, does not fit text_length=226"
+    key = r"emb_models.0.params.max_length=77, its default, must equal text_length=226"
     with pytest.raises(ValueError, match=key):
         check_train(config(str(tmp_path / "model")), world_size=8)
 
@@ -400,7 +402,7 @@ def test_a_users_data_set_of_videos_is_checked_and_takes_a_cache(config, tmp_pat
         check_train(load(own + "OwnVideos", "args.train_data=[gone]"))
     check_train(load(own + "OwnLatents", "args.train_data=[gone]"))
     with pytest.raises(
-        ValueError, match=r"latent_cache=.* does not go with .*OwnLatents: the cache"
+        ValueError, match=r"latent_cache=.* does not work with .*OwnLatents: the cache"
     ):
         check_train(load(own + "OwnLatents", cache))
 

@@ -336,7 +336,7 @@ def test_tables_of_a_gpu_count_kernels() -> None:
     ("words", "text"),
     [
         (["args.profiling=-2"], "args.profiling=-2 must be a whole number from -1 to"),
-        (["args.profiling=4"], "args.profiling=4: the run ends at step 4; use less"),
+        (["args.profiling=4"], "args.profiling=4 must be below args.train_iters=4, where"),
         (
             ["args.profiling=1", "args.profiling_steps=0"],
             "args.profiling_steps=0 must be a whole number from 1 to 1000",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.tiny_run import ROOT
 
-# The command of a verb that prints "ready" and then runs BODY.
+# A command that prints "ready" and then runs BODY.
 COMMAND = """
 import hashlib, os, sys, time
 import cogfast.__main__ as command
@@ -27,7 +27,7 @@ def work(words):
     finally:
         print("removed", flush=True)
 
-command._VERBS["convert"] = work
+command._COMMANDS["convert"] = work
 sys.argv = ["cogfast", "convert"]
 sys.exit(command.main())
 """
@@ -44,7 +44,7 @@ SAVING = """
             time.sleep({seconds})
         time.sleep(0.2)
 """
-LINE = "the target is not written, and nothing is left of the attempt\n"
+LINE = "the target was not written, and partly written files were removed\n"
 
 
 _processes: list[subprocess.Popen] = []

@@ -300,9 +300,12 @@ def test_what_sampling_cannot_do_is_refused(
     tmp_path: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for words, wanted in (
-        ([runs["5b_i2v"], "--prompt", "a"], "the model makes a video of an image; give --image"),
-        ([runs["5b"], "--prompt", "a", "--image", picture], "the model takes no image"),
-        ([runs["5b"], "--prompt", "a", "args.sampling_num_frames=9"], "counts latent frames"),
+        ([runs["5b_i2v"], "--prompt", "a"], "an image-to-video model needs an image; give --image"),
+        (
+            [runs["5b"], "--prompt", "a", "--image", picture],
+            "a text-to-video model (in_channels=out_channels) does not use an image",
+        ),
+        ([runs["5b"], "--prompt", "a", "args.sampling_num_frames=9"], "latent frames, the size of"),
         (
             [
                 runs["5b_i2v"],

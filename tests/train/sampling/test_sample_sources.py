@@ -408,7 +408,7 @@ def test_sats_inference_file_goes_with_every_model(
             (128, 96) if "i2v" in name else (96, 170)  # no data section
         )
         with pytest.raises(
-            ValueError, match="20 latent frames, 1 of padding, make 73 frames; .* use 18 or 22"
+            ValueError, match=r"20 latent frames \(1 of them padding\) decode to 73 .* use 18 or 22"
         ):
             size_of("args.sampling_num_frames=20")
         return
@@ -417,9 +417,9 @@ def test_sats_inference_file_goes_with_every_model(
     with pytest.raises(ValueError, match=table):
         size_of()
     size = "args.sampling_image_size=[480,720]"
-    with pytest.raises(ValueError, match="sampling_num_frames=22 counts latent frames"):
+    with pytest.raises(ValueError, match="sampling_num_frames=22 must be from 1 to 13"):
         size_of(size)
-    odd = r"12 latent frames make 45 frames; CogVideoX 1.0 takes 8N\+1 .* 2N\+1 .*: use 11 or 13"
+    odd = r"12 latent frames decode to 45 .*1.0 supports 8N\+1 .* \(2N\+1 .*\); use 11 or 13"
     with pytest.raises(ValueError, match=odd):
         size_of(size, "args.sampling_num_frames=12")
     assert size_of(size, "args.sampling_num_frames=13") == LatentSize(16, 13, 60, 90, 49, 16)
