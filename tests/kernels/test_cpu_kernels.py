@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from cogfast.kernels.adaptive_layernorm import residual_adaptive_layernorm
 from cogfast.kernels.gelu import gelu
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS, assert_same_bits_for_any_threads
 
@@ -25,6 +26,22 @@ def test_gelu_has_the_same_bits_for_any_threads(dtype: torch.dtype) -> None:
         leaf = x.clone().requires_grad_()
         y = gelu(leaf, bias)
         return y.detach(), *torch.autograd.grad(y, (leaf, bias), dy)
+
+    assert_same_bits_for_any_threads(compute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adaptive_layernorm_has_the_same_bits_for_any_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, branch, dout, dn = torch.randn(4, 2, 900, 72).to(dtype).unbind()
+    weight, bias, branch_bias = torch.randn(3, 72).unbind()
+    gate, shift, scale = torch.randn(3, 2, 2, 72).unbind()
+
+    def compute():
+        leaves = [x, branch, branch_bias, gate, weight, bias, shift, scale]
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        outputs = residual_adaptive_layernorm(*leaves, 130, 1e-5)
+        return *outputs, *torch.autograd.grad(outputs, leaves, (dout, dn))
 
     assert_same_bits_for_any_threads(compute)
 

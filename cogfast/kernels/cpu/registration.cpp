@@ -2,9 +2,12 @@
 
 #include <torch/library.h>
 
+#include "adaptive_layernorm.h"
 #include "gelu.h"
 
 TORCH_LIBRARY_IMPL(cogfast, CPU, library) {
+  library.impl("adaptive_layernorm", cogfast::adaptive_layernorm);
+  library.impl("adaptive_layernorm_backward", cogfast::adaptive_layernorm_backward);
   library.impl("gelu", cogfast::gelu);
   library.impl("gelu_backward", cogfast::gelu_backward);
 }
