@@ -1,9 +1,12 @@
 """LayerNorm of every query and key head, then rotation of video rows by their 3-D position.
 
-For a head x [D] of q or k, with xhat = (x - mean) rstd:
+For a head x [D] of q or k, with xhat = (x - mean) rstd, and g the gradient of n, which the inverse
+rotation gives:
 
     n = xhat weight + bias
     (a, b) -> (a cos - b sin, a sin + b cos)      for neighbouring entries a, b of n
+    dx = rstd (g weight - mean(g weight) - xhat mean(g weight xhat))
+    dweight = sum of g xhat,  dbias = sum of g    over all tokens and heads
 
 The first D/8 pairs of a head are rotated by the token's time, 3D/16 by its row, 3D/16 by its
 column. Text rows, which come first, are normed and not rotated. Forward moves 4 U of memory,
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
 from cogfast.kernels.gpu.qk_norm_rope3d import launch_backward, launch_forward
+from cogfast.kernels.ops import has_kernel, register_op
 
 EPS = 1e-6  # head norms of every CogVideoX model
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm
@@ -63,12 +67,6 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
 
 
-def _rotate_(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate x [B, S, H, D] in place."""
-    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(angles[:, None])
-    return x
-
-
 def qk_norm_rope3d_reference(
     qkv: Tensor,
     query_norm: Affine | None,
@@ -98,161 +96,36 @@ def qk_norm_rope3d_reference(
     return results[0], results[1], v
 
 
-def _forward_cpu(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_weight: Tensor | None,
-    k_bias: Tensor | None,
-    table: Tensor | None,
-    num_text: int,
-    t: int,
-    h: int,
-    w: int,
-    has_norm: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k [B, S, H, D] and the statistics that backward reads, [4, B, S, H, 1] float32.
-
-    The statistics are mean and rstd of q, then of k; without norms their shape is [0].
-    """
-    angles = None if table is None else Rotation(table, t, h, w).per_row(num_text)
-    results, statistics = [], []
-    for x, norm in ((qkv[:, :, 0], (q_weight, q_bias)), (qkv[:, :, 1], (k_weight, k_bias))):
-        # Everything is float32 until the result is rounded once.
-        x = x.float()
-        if has_norm:
-            weight, bias = (None if p is None else p.float() for p in norm)
-            x, *moments = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-            statistics += moments
-        if angles is not None:
-            # The norm's result may be overwritten; qkv may not.
-            x = _rotate_(x, angles) if has_norm else _rotate(x, angles)
-        results.append(x.to(qkv.dtype))
-    q, k = results
-    return q, k, torch.stack(statistics) if has_norm else torch.empty(0)
+_ARGUMENTS = (
+    "Tensor? table, SymInt num_text, SymInt t, SymInt h, SymInt w, bool has_norm, float eps"
+)
 
 
-def _backward_cpu(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    statistics: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    table: Tensor | None,
-    num_text: int,
-    t: int,
-    h: int,
-    w: int,
-    has_norm: bool,
-    eps: float,
-    needs_sums: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return dqkv [B, S, 3, H, D] and the affine gradients [4, D] float32, or [0, D].
-
-    Rotating the gradient of the result by the negative angle gives g, the gradient of n, and
-
-        dx = rstd (g weight - mean(g weight) - xhat mean(g weight xhat))
-        dweight = sum of g xhat,  dbias = sum of g      over all tokens and heads
-    """
-    angles = None
-    if table is not None:
-        # The inverse rotation is by the negative angle.
-        inverse = torch.stack([table[0], -table[1]])
-        angles = Rotation(inverse, t, h, w).per_row(num_text)
-    shape = qkv.shape[-1:]
-    gradients, sums = [], []
-    for i, (g, weight) in enumerate(((dq, q_weight), (dk, k_weight))):
-        g = g.float()
-        if angles is not None:
-            g = _rotate(g.contiguous(), angles)
-        if has_norm:
-            if weight is None and needs_sums:  # aten computes sums only for parameters it is given
-                weight = g.new_ones(shape)
-            weight = None if weight is None else weight.float()
-            mean, rstd = statistics[2 * i : 2 * i + 2]
-            x, mask = qkv[:, :, i].float(), [True, needs_sums, needs_sums]
-            # The second `weight` stands for the bias, which aten does not read.
-            g, *parts = torch.ops.aten.native_layer_norm_backward(
-                g, x, shape, mean, rstd, weight, weight, mask
-            )
-            sums += parts if needs_sums else []
-        gradients.append(g.to(qkv.dtype))
-    return torch.stack([*gradients, dv], 2), torch.stack(sums) if sums else torch.empty(0, *shape)
-
-
-@torch.library.custom_op("cogfast::qk_norm_rope3d", mutates_args=(), device_types="cuda")
-def _qk_norm_rope3d(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_weight: Tensor | None,
-    k_bias: Tensor | None,
-    table: Tensor | None,
-    num_text: int,
-    t: int,
-    h: int,
-    w: int,
-    has_norm: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k [B, S, H, D] and statistics for backward.
-
-    The GPU kernel recomputes the statistics in backward, where it has the row in registers, and
-    returns shape [0]. On a CPU reading them is faster.
-    """
-    affine = (q_weight, q_bias, k_weight, k_bias)
-    q, k = launch_forward(qkv, *affine, table, num_text, t, h, w, has_norm, eps)
-    return q, k, qkv.new_empty(0, dtype=torch.float32)
-
-
-@_qk_norm_rope3d.register_fake
-def _(
-    qkv, q_weight, q_bias, k_weight, k_bias, table, num_text, t, h, w, has_norm, eps
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(qkv: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     b, s, _, num_heads, width = qkv.shape
     q, k = (qkv.new_empty(b, s, num_heads, width) for _ in range(2))
-    has_statistics = has_norm and qkv.device.type == "cpu"
-    shape = (4, b, s, num_heads, 1) if has_statistics else (0,)
-    return q, k, qkv.new_empty(shape, dtype=torch.float32)
+    return q, k
 
 
-@torch.library.custom_op("cogfast::qk_norm_rope3d_backward", mutates_args=(), device_types="cuda")
-def _qk_norm_rope3d_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    statistics: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    table: Tensor | None,
-    num_text: int,
-    t: int,
-    h: int,
-    w: int,
-    has_norm: bool,
-    eps: float,
-    needs_sums: bool,
+def _backward_fake(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *arguments
 ) -> tuple[Tensor, Tensor]:
-    """Return dqkv [B, S, 3, H, D] and the affine gradients [4, D] float32, or [0, D].
-
-    The affine gradients are those of query weight, query bias, key weight and key bias.
-    """
-    numbers = (num_text, t, h, w, has_norm, eps, needs_sums)
-    return launch_backward(dq, dk, dv, qkv, q_weight, k_weight, table, *numbers)
-
-
-@_qk_norm_rope3d_backward.register_fake
-def _(dq, dk, dv, qkv, *arguments) -> tuple[Tensor, Tensor]:
     rows, width = 4 if arguments[-1] else 0, qkv.shape[-1]
     return qkv.new_empty(qkv.shape), qkv.new_empty(rows, width, dtype=torch.float32)
 
 
-_qk_norm_rope3d.register_kernel("cpu")(_forward_cpu)
-_qk_norm_rope3d_backward.register_kernel("cpu")(_backward_cpu)
+_qk_norm_rope3d = register_op(
+    "qk_norm_rope3d(Tensor qkv, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight,"
+    f" Tensor? k_bias, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    gpu=launch_forward,
+    fake=_forward_fake,
+)
+_qk_norm_rope3d_backward = register_op(
+    "qk_norm_rope3d_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight,"
+    f" Tensor? k_weight, {_ARGUMENTS}, bool needs_sums) -> (Tensor, Tensor)",
+    gpu=launch_backward,
+    fake=_backward_fake,
+)
 
 
 class _QkNormRope3d(torch.autograd.Function):
@@ -261,19 +134,19 @@ class _QkNormRope3d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, *numbers):
         affine = (q_weight, q_bias, k_weight, k_bias)
-        q, k, statistics = _qk_norm_rope3d(qkv, *affine, table, *numbers)
-        ctx.save_for_backward(qkv, statistics, table, *affine)
+        q, k = _qk_norm_rope3d(qkv, *affine, table, *numbers)
+        ctx.save_for_backward(qkv, table, *affine)
         ctx.numbers = numbers
         return q, k, qkv[:, :, 2]
 
     @staticmethod
     def backward(ctx, *gradients):
-        qkv, statistics, table, *affine = ctx.saved_tensors
+        qkv, table, *affine = ctx.saved_tensors
         # Sums over all tokens are computed only if an affine parameter needs its gradient.
         needs = [
             p is not None and n for p, n in zip(affine, ctx.needs_input_grad[1:5], strict=True)
         ]
-        saved = (qkv, statistics, affine[0], affine[2], table)
+        saved = (qkv, affine[0], affine[2], table)
         dqkv, sums = _qk_norm_rope3d_backward(*gradients, *saved, *ctx.numbers, any(needs))
         grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
         return dqkv, *grads, *[None] * (1 + len(ctx.numbers))
@@ -293,6 +166,8 @@ def qk_norm_rope3d(
     """
     _check(qkv, query_norm, key_norm, rotation, num_text)
     has_norm = query_norm is not None
+    if not has_kernel(qkv):
+        return qk_norm_rope3d_reference(qkv, query_norm, key_norm, rotation, num_text)
     # Nothing to compute: views of qkv, whose gradient autograd assembles.
     if not has_norm and rotation is None:
         q, k, v = qkv.unbind(2)

@@ -11,6 +11,7 @@ import torch
 
 from cogfast.kernels.adaptive_layernorm import residual_adaptive_layernorm
 from cogfast.kernels.gelu import gelu
+from cogfast.kernels.qk_norm_rope3d import Rotation, qk_norm_rope3d
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS, assert_same_bits_for_any_threads
 
 pytestmark = NEEDS_CPU_KERNELS
@@ -42,6 +43,23 @@ def test_adaptive_layernorm_has_the_same_bits_for_any_threads(dtype: torch.dtype
         leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         outputs = residual_adaptive_layernorm(*leaves, 130, 1e-5)
         return *outputs, *torch.autograd.grad(outputs, leaves, (dout, dn))
+
+    assert_same_bits_for_any_threads(compute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_qk_norm_rope3d_has_the_same_bits_for_any_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grid, num_text, width = (3, 8, 10), 10, 64
+    table = torch.randn(2, width // 16 * (2 * grid[0] + 3 * (grid[1] + grid[2])))
+    qkv = torch.randn(2, 250, 3, 3, width).to(dtype)
+    gradients = torch.randn(3, 2, 250, 3, width).to(dtype)
+    affine = [torch.randn(width).to(dtype).requires_grad_() for _ in range(4)]
+
+    def compute():
+        leaf, norms = qkv.clone().requires_grad_(), (tuple(affine[:2]), tuple(affine[2:]))
+        outputs = qk_norm_rope3d(leaf, *norms, Rotation(table, *grid), num_text)
+        return *outputs, *torch.autograd.grad(outputs, (leaf, *affine), gradients.unbind())
 
     assert_same_bits_for_any_threads(compute)
 

@@ -4,10 +4,13 @@
 
 #include "adaptive_layernorm.h"
 #include "gelu.h"
+#include "qk_norm_rope3d.h"
 
 TORCH_LIBRARY_IMPL(cogfast, CPU, library) {
   library.impl("adaptive_layernorm", cogfast::adaptive_layernorm);
   library.impl("adaptive_layernorm_backward", cogfast::adaptive_layernorm_backward);
   library.impl("gelu", cogfast::gelu);
   library.impl("gelu_backward", cogfast::gelu_backward);
+  library.impl("qk_norm_rope3d", cogfast::qk_norm_rope3d);
+  library.impl("qk_norm_rope3d_backward", cogfast::qk_norm_rope3d_backward);
 }

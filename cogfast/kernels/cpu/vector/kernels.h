@@ -6,6 +6,8 @@
 
 #include <c10/util/BFloat16.h>
 
+#include "qk_norm_rope3d.h"
+
 namespace cogfast {
 namespace AVX2 {
 #include "kernels.inc"
