@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cogfast.kernels.cpu.memory import keep_freed_memory
 from cogfast.train.distributed.process_watch import ProcessWatch, watch_processes
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 from cogfast.train.run.stop_signals import StopSignals, name_of
@@ -203,6 +204,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+        keep_freed_memory()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     # DeepSpeed uses the default group if one exists.
     is_owner = not dist.is_initialized()
