@@ -51,12 +51,12 @@ class BuildKernels(build_ext):
         # Contraction into FMA is off, so that every compiler rounds alike; the kernels call fmadd.
         options = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
         options += ["-fno-trapping-math", "-w", *(f"-I{path}" for path in include_paths())]
+        tensor_level, *kernels = ext.sources
         # The tensor level first: it includes most of PyTorch and takes longest.
-        commands = [[compiler, *options, "-c", str(CPU / "registration.cpp")]]
+        commands = [[compiler, *options, "-c", tensor_level]]
         for name, flags in VECTORS.items():
             defines = [f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
-            for source in sorted((CPU / "vector").glob("*.cpp")):
-                commands.append([compiler, *options, *flags, *defines, "-c", str(source)])
+            commands += [[compiler, *options, *flags, *defines, "-c", path] for path in kernels]
         outputs = [str(objects / f"{i}.o") for i in range(len(commands))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             run = lambda command, output: subprocess.run([*command, "-o", output], check=True)
@@ -69,7 +69,15 @@ class BuildKernels(build_ext):
         os.replace(f"{library}.new", library)
 
 
-has_kernels = platform.machine() in ("x86_64", "AMD64") and platform.system() == "Linux"
+def cpu_kernels() -> list[Extension]:
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return []
+    sources = [CPU / "registration.cpp", *sorted((CPU / "vector").glob("*.cpp"))]
+    headers = [*CPU.glob("*.h"), *CPU.glob("vector/*.h"), *CPU.glob("vector/*.inc")]
+    name = "cogfast.kernels.cpu._kernels"
+    return [Extension(name, [*map(str, sources)], depends=[*map(str, headers)])]
+
+
 setup(
     name="cogfast",
     version=VERSION,
@@ -80,7 +88,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["cogfast", "cogfast.*"]),
     package_data={"cogfast": ["py.typed"]},
-    ext_modules=[Extension("cogfast.kernels.cpu._kernels", [])] if has_kernels else [],
+    ext_modules=cpu_kernels(),
     cmdclass={"build_ext": BuildKernels},
     data_files=[("share/cogfast/configs", sorted(map(str, Path("configs").glob("*.yaml"))))],
     install_requires=[
