@@ -270,7 +270,7 @@ def _build(
     built.use_checkpointing(case.checkpointing)
     if case.engine == "compiled":
         built.compile_blocks()
-    call = _make_call(side, built, case, variant)
+    call = make_call(side, built, case, variant)
     call()  # compiles, and creates the optimizer state
     if case.checkpointing == "auto":
         call()  # `auto` chooses after the second step
@@ -291,7 +291,7 @@ def _build(
     return _Prepared(call, figures)
 
 
-def _make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
+def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
     if case.what == "block":
         return built.block_call(draw_block_input(variant))
     # Every step takes one batch: data loading is not part of the comparison.

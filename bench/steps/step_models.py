@@ -41,6 +41,16 @@ QUICKSTART = replace(
     latent_height=8,
     latent_width=8,
 )
+# hidden 768, 1,664 tokens: 64 of text and 4 x 20 x 20 of video
+WIDE = replace(
+    TINY,
+    num_layers=4,
+    hidden_size=768,
+    num_attention_heads=12,
+    text_length=64,
+    latent_height=40,
+    latent_width=40,
+)
 # 49 x 480 x 720: 13 x 30 x 45 video tokens and 226 of text
 CONFIG_5B = TransformerConfig(
     num_layers=42,
@@ -81,6 +91,7 @@ _SMALLEST = {
 MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch size
     "tiny": (TINY, 1),
     "quickstart": (QUICKSTART, 16),
+    "wide": (WIDE, 1),
     "2b": (CONFIG_2B, 1),
     "5b": (CONFIG_5B, 1),
     "2b-smallest": (replace(CONFIG_2B, **_SMALLEST), 2),

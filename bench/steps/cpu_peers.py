@@ -1,0 +1,113 @@
+"""Time a training step on a CPU against every peer and against its floor, in one run:
+python -m bench.steps.cpu_peers [--model quickstart tiny wide] [--dtype float32] [--threads 1 2]
+
+The contenders take turns, each time in another order, so that other load slows all of them: cogfast
+and diffusers' model with the same weights, each eager and compiled by torch.compile, and the matrix
+products and attention alone (the floor). A step is forward, mean squared error, backward, clipping,
+AdamW and an EMA; the floor has neither loss nor optimizer. Ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from bench.harness.machine import describe_machine
+from bench.harness.outcome import Outcome, Row, table
+from bench.harness.timing import spread
+from bench.steps.floor import Floor
+from bench.steps.step_cases import Case, make_call
+from bench.steps.step_models import MODELS, Variant, draw_batch
+from bench.steps.step_sides import SIDES, free_memory
+
+CPU = torch.device("cpu")
+PEERS = ("diffusers", "diffusers compiled")
+CONTENDERS = ("ours", "ours compiled", *PEERS, "floor")
+_WARM_UP = 3
+
+
+def measure(model: str, dtype: torch.dtype, threads: int, rounds: int) -> Row:
+    """Time all contenders in `rounds` rounds and return a row of milliseconds and ratios."""
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+    config, batch_size = MODELS[model]
+    variant = Variant(config, batch_size, dtype, CPU)
+    calls = {name: _make(name, model, variant) for name in CONTENDERS}
+    for call in calls.values():
+        for _ in range(_WARM_UP):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(CONTENDERS, len(CONTENDERS)):
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    free_memory(CPU)
+    row: Row = {"model": model, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+    for name, samples in times.items():
+        row |= {f"{name} {key}": value for key, value in spread(samples).items()}
+    over = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
+    row["speed-up over diffusers"] = over("diffusers", "ours")
+    row["over compiled diffusers"] = over("diffusers compiled", "ours")
+    row["of compiled ours over compiled diffusers"] = over("diffusers compiled", "ours compiled")
+    row["floor / ours"] = over("floor", "ours")
+    return row
+
+
+def _make(name: str, model: str, variant: Variant) -> Callable[[], None]:
+    """Return one training step of a contender."""
+    if name == "floor":
+        network, batch = Floor(variant), draw_batch(variant)
+
+        def call() -> None:
+            network(batch).backward()
+            network.zero_grad()
+
+        return call
+    side, _, engine = name.partition(" ")
+    built = SIDES[side](variant)
+    if engine:
+        built.compile_blocks()
+    return make_call(side, built, Case(model), variant)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", nargs="+", choices=MODELS, default=["quickstart", "tiny", "wide"]
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args(argv)
+    rows = []
+    for model, dtype, threads in product(arguments.model, arguments.dtype, arguments.threads):
+        rows.append(measure(model, getattr(torch, dtype), threads, arguments.rounds))
+        print(rows[-1], flush=True)
+    hidden = ("p10_ms", "p90_ms", "num_samples")
+    shown = [key for key in rows[0] if not key.endswith(hidden)]
+    print(table(Outcome(rows=rows, shown=shown)))
+    if arguments.out:
+        report = {"piece": "cpu_peers", **describe_machine(CPU), "rows": rows}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

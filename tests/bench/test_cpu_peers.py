@@ -1,0 +1,65 @@
+"""The comparison on a CPU: the floor has the products of the model, and every ratio its meaning."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.steps import cpu_peers
+from bench.steps.floor import Floor
+from bench.steps.step_models import MODELS, Variant, draw_batch
+from bench.steps.step_sides import Ours
+from tests.support.kernels.cpu_kernels import threads
+
+CPU = torch.device("cpu")
+
+
+def flops(call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("model", ["5b-smallest", "quickstart"])
+def test_the_floor_has_the_products_of_the_model(model: str) -> None:
+    """Only the embeddings of the timestep and the last modulation are missing: below 1%."""
+    config, batch_size = MODELS[model]
+    variant = Variant(config, batch_size, torch.float32, CPU)
+    batch, ours, floor = draw_batch(variant), Ours(variant), Floor(variant)
+    whole = flops(lambda: ours.forward(batch).square().mean().backward())
+    part = flops(lambda: floor(batch).backward())
+    assert 0.98 * whole < part <= whole
+
+
+def test_ratios_say_how_many_times_faster(monkeypatch, tmp_path) -> None:
+    """Contenders that sleep for known times: the ratios are peer over ours, and floor over ours."""
+    milliseconds = dict(zip(cpu_peers.CONTENDERS, (20, 10, 40, 30, 5), strict=True))
+    clock = [0.0]
+
+    def make(name: str, model: str, variant: Variant):
+        def call() -> None:
+            clock[0] += milliseconds[name] / 1e3
+
+        return call
+
+    monkeypatch.setattr(cpu_peers, "_make", make)
+    monkeypatch.setattr(cpu_peers.time, "perf_counter", lambda: clock[0])
+    out = tmp_path / "peers.json"
+    words = f"--model tiny --dtype float32 --threads 1 --rounds 4 --out {out}"
+    with threads(1):  # main sets the number of threads
+        assert cpu_peers.main(words.split()) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["ours median_ms"] == pytest.approx(20)
+    assert row["speed-up over diffusers"] == pytest.approx(2)
+    assert row["over compiled diffusers"] == pytest.approx(1.5)
+    assert row["of compiled ours over compiled diffusers"] == pytest.approx(3)
+    assert row["floor / ours"] == pytest.approx(0.25)
+
+
+@pytest.mark.soak  # Inductor compiles C++
+def test_all_contenders_run() -> None:
+    row = cpu_peers.measure("5b-smallest", torch.float32, threads=1, rounds=2)
+    assert all(row[f"{name} num_samples"] == 2 for name in cpu_peers.CONTENDERS)
