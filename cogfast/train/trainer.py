@@ -26,13 +26,13 @@ from cogfast.train.assembly import (
     assemble_transformer,
 )
 from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
-from cogfast.train.distributed.attention_choice import choose_for_training
 from cogfast.train.distributed.parallelize import count_trained
 from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.optimizer import build_learning_rate, build_optimizer, parameter_groups
+from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets

@@ -24,7 +24,7 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.schema.values import Problems, cut
-from cogfast.train.distributed.attention_choice import check_attention
+from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen

@@ -22,10 +22,10 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import to_dict
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
-from cogfast.train.distributed.attention_choice import choose_for_sampling
 from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
+from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.run.folder import git

@@ -19,12 +19,12 @@ from cogfast.kernels.attention_backends import BACKENDS
 from cogfast.kernels.attention_timing import Measured, fastest, find_error, measure
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.attention_choice import (
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.preflight.attention_choice import (
     check_attention,
     choose_for_training,
     run_shape,
 )
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 
