@@ -130,7 +130,7 @@ class BatchLoader:
                 if batch.pop("unfilled", False):
                     path, reason = batch["bad"][-1]
                     raise ValueError(
-                        f"step {batch['step']}: no readable sample in {len(batch['bad'])} tried; "
+                        f"step {batch['step']}: none of {len(batch['bad'])} samples could be read; "
                         f"repair the files under args.train_data; last: {path}: {reason}"
                     )
             except ValueError:

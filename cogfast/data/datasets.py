@@ -272,7 +272,8 @@ def _missing_file(key: str, source: str) -> str | None:
 
 
 def _no_source(key: str, what: str, source: str) -> str:
-    return f"{key}: no {what} {cut(source, 160) or repr(source)}; name your data"
+    shown = cut(source, 160) or repr(source)
+    return f"{key}: {what} {shown} does not exist; set it to the {what}s of your data"
 
 
 def _missing_shard(key: str, source: str) -> str | None:
@@ -286,8 +287,8 @@ def _missing_shard(key: str, source: str) -> str | None:
     if gone is None:
         return None
     return (
-        f"{key}={cut(source, 160)}: there is no file {cut(str(gone), 160)}; name shards that are "
-        "there, many of them as s-{000..099}.tar, or their folder"
+        f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; set it to existing "
+        "shards (s-{000..099}.tar stands for many), or to their folder"
     )
 
 
@@ -370,8 +371,8 @@ class VideoList(ListedVideos):
         for key, file in files.items():
             if not file.is_file():
                 raise ValueError(
-                    f"data.params.{key}={file.name}: {file} does not exist; name the list's file, "
-                    "one line a sample (folders of videos/ and labels/: VideoFolder)"
+                    f"data.params.{key}={file.name}: {file} does not exist; set it to the file that has "
+                    "one line per sample (for folders videos/ and labels/ use VideoFolder)"
                 )
             lines[key] = text_lines(file)
         if not allow_empty_captions:
@@ -381,7 +382,7 @@ class VideoList(ListedVideos):
                 lines[key] = [line for line in lines[key] if line]
         videos, captions = lines["video_column"], lines["caption_column"]
         if not videos:
-            raise ValueError(f"{files['video_column']}: no video in it")
+            raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
         # text_lines drops blank lines at the end, which may be empty captions.
         if allow_empty_captions:
             captions += [""] * (len(videos) - len(captions))
@@ -389,7 +390,7 @@ class VideoList(ListedVideos):
             if key in lines and len(lines[key]) != len(videos):
                 raise ValueError(
                     f"{files['video_column']} has {len(videos)} lines and {files[key]} "
-                    f"{len(lines[key])}; give every video one {what} line"
+                    f"{len(lines[key])}; give each video one line with its {what}"
                 )
         beside = lambda key: PackedStrings(str(files[key].parent / line) for line in lines[key])
         return ClipList(
@@ -439,6 +440,8 @@ def _folders(source: str) -> list[str]:
     for folder in folders.split(",") if semicolon else []:
         name, star, times = folder.partition("*")
         if not Path(name).is_dir() or (star and not times.isdigit()):
-            raise ValueError(f"data_dir={source}: no folder {folder}; after ; come A,B*2")
+            raise ValueError(
+                f"data_dir={source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
+            )
         names += [name] * (int(times) if star else 1)
     return names

@@ -194,7 +194,7 @@ def _arguments(
                 p.kind is p.VAR_KEYWORD for p in parameters.values()
             ):
                 key = join(where, "target")
-                raise KeyProblem(key, f"{key}={path}: it must take an argument {name}")
+                raise KeyProblem(key, f"{key}={path} must accept the argument {name}")
         _require(target, parameters, {*arguments, *given}, where_params)
     return target, arguments
 

@@ -199,10 +199,10 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
 REFUSED_DEEPSPEED: dict[str, str] = {
     "scheduler": "the learning rate is set by args.lr_schedule, lr_decay_style and warmup; remove it",
     "amp": "apex mixed precision is not used; enable bf16 or fp16",
-    "torch_autocast": "the model has the precision of bf16 or fp16; enable one of them",
-    "tensorboard": "the run folder holds tensorboard/ already; remove it",
+    "torch_autocast": "bf16 and fp16 set the precision; enable one of them",
+    "tensorboard": "TensorBoard logs are always written to the run folder; remove it",
     "wandb": "set args.wandb=true",
-    "csv_monitor": "the run folder holds metrics.jsonl; remove it",
+    "csv_monitor": "metrics are always written to metrics.jsonl in the run folder; remove it",
     "curriculum_learning": "not in this version; remove it",
     "data_efficiency": "not in this version; remove it",
     "elasticity": "checkpoints load at any world size; remove it",
@@ -212,6 +212,6 @@ REFUSED_DEEPSPEED: dict[str, str] = {
     "sparse_gradients": "no embedding of the network has sparse gradients; remove it",
     "pipeline": "not in this version; remove it",
     "tensor_parallel": "set args.model_parallel_size",
-    "checkpoint": "checkpoints are not DeepSpeed's; see args.save_interval and keep_last",
+    "checkpoint": "DeepSpeed does not write the checkpoints; use args.save_interval and keep_last",
     "compile": "torch.compile is not in this version; remove it",
 }

@@ -103,10 +103,10 @@ def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) ->
         value = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_number)
         _walk(value)
     except RecursionError:
-        text = f"its values nest in more than {MOST_NESTED} levels"
+        text = f"its values are nested more than {MOST_NESTED} levels deep"
         raise _error(where, text, fix) from None
     except UnicodeDecodeError as error:
-        raise _error(where, f"damaged, its byte {error.start} is not UTF-8 text", fix) from None
+        raise _error(where, f"damaged: byte {error.start} is not UTF-8 text", fix) from None
     except (
         ValueError
     ) as error:  # JSONDecodeError, integers of too many digits, and the errors of the hooks below
@@ -137,7 +137,8 @@ def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
     except OSError as error:
         raise _error(str(path), f"cannot be read ({error.strerror})", fix) from None
     if len(content) > most_bytes:
-        raise _error(str(path), f"more than {most_bytes} bytes, too many for its kind", fix)
+        text = f"larger than {most_bytes} bytes, the limit for this kind of file"
+        raise _error(str(path), text, fix)
     return content
 
 
@@ -146,7 +147,7 @@ def read_name(path: str | Path) -> str:
     try:
         name = read_limited(path, _MOST_NAME).decode("utf-8").strip()
     except UnicodeDecodeError:
-        raise _error(str(path), "damaged, it is not UTF-8 text", _AGAIN) from None
+        raise _error(str(path), "damaged: not UTF-8 text", _AGAIN) from None
     return check(name, InsideName, str(path))
 
 
@@ -172,7 +173,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _walk(value: object) -> None:
@@ -184,7 +185,7 @@ def _walk(value: object) -> None:
         for item in level:
             if isinstance(item, str):
                 if not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
-                    raise ValueError("half of a surrogate pair in its text")
+                    raise ValueError("a string with an unpaired surrogate")
             elif isinstance(item, float):
                 if not math.isfinite(item):
                     raise ValueError("a number beyond the range of floats")

@@ -124,4 +124,4 @@ def describe_place(path: str, place: str) -> str:
         return hint or "it is not listed in cogfast/schema/places.py"
     one = PLACES[place]
     listed = " or ".join((f"{', '.join(one.names)} of {one.module}", *one.others))
-    return f"no {one.what}; {hint or f'use {listed}'}"
+    return f"unknown {one.what}; {hint or f'use {listed}'}"

@@ -53,7 +53,8 @@ class SatClass:
             if name in self.only:
                 only = self.only[name]
                 if value != only:
-                    raise KeyProblem(key, f"{key}={show(value)}: only {show(only)} works; use it")
+                    text = f"{key}={show(value)}: only {show(only)} is supported; use it"
+                    raise KeyProblem(key, text)
             elif unused_name in UNUSED:
                 unused[key] = UNUSED[unused_name]
             else:
@@ -80,7 +81,7 @@ _FUSED_EMA_ADAM = SatClass(path="cogfast.kernels.fused_ema_adam.FusedEmaAdam")
 _RENAMED = {"image_size": "video_size", "num_frames": "max_num_frames", "txt_key": "caption_key"}
 # Params of SAT's streaming data set that have no effect when samples are read by index.
 _STREAM_ONLY = {
-    "seed": "args.seed decides the order",
+    "seed": "args.seed sets the order",
     "shuffle_buffer": "the whole data set is shuffled, by index",
     "nshards": "an epoch reads every sample",
     "meta_names": "captions are looked for in every .meta.jsonl",
@@ -95,7 +96,7 @@ def _shard_arguments(
     for name, value in params.items():
         key = join(where, name)
         if name in ("path", "include_dirs"):
-            text = f"{key}={show(value)}: args.train_data names shards; put it there"
+            text = f"{key}={show(value)}: args.train_data lists the shards; move it there"
             raise KeyProblem(key, text)
         if name in _STREAM_ONLY:
             unused[key] = _STREAM_ONLY[name]

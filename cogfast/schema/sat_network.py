@@ -315,7 +315,7 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
             value = config.get(key, only)
             # attn_resolutions may be a tuple, which does not equal a list.
             if (list(value) if isinstance(value, Sequence) and only == [] else value) != only:
-                raise ValueError(f"{name}.params.{key}={value}: only {only} works; use it")
+                raise ValueError(f"{name}.params.{key}={value}: only {only} is supported; use it")
         for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
             if key not in config:
                 raise ValueError(f"{name}.params.{key} is missing; set it as SAT's config does")
@@ -372,7 +372,8 @@ def _read(
             found[name] = value
         elif name in only:
             if value != only[name]:
-                raise KeyProblem(key, f"{key}={show(value)}: only {show(only[name])} works; use it")
+                text = f"{key}={show(value)}: only {show(only[name])} is supported; use it"
+                raise KeyProblem(key, text)
         elif f"{sat_class}.{name}" in UNUSED:
             unused[key] = UNUSED[f"{sat_class}.{name}"]
         else:
@@ -383,7 +384,7 @@ def _read(
 def _require(params: Mapping, names: Collection[str], where: str) -> None:
     for name in names:
         if params.get(name) is None:
-            raise KeyProblem(where, f"{join(where, name)} is missing")
+            raise KeyProblem(where, f"{join(where, name)} is missing; set it as SAT's file does")
 
 
 def _require_positive(params: Mapping, names: Collection[str], where: str) -> None:

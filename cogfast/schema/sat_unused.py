@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_DECIDED_HERE = "the device and the launch decide"
+_DECIDED_HERE = "the device and the launch decide this"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
 _ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
 _NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does not read it"
@@ -14,12 +14,12 @@ _TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
 UNUSED: dict[str, str] = {
     "args.no_load_rng": _RNG,
     "args.no_save_rng": _RNG,
-    "args.resume_dataloader": "the position in the data is always resumed",
+    "args.resume_dataloader": "a resumed run always continues at its position in the data",
     "args.device": _DECIDED_HERE,
     "args.local_rank": _DECIDED_HERE,
     "args.deepspeed": "training always goes through DeepSpeed",
     "args.distributed_backend": "nccl on GPUs, gloo on CPUs",
-    "args.image2video": "a line of the input with @@ names an image, regardless of this key",
+    "args.image2video": "a prompt@@image line gives an image, regardless of this key",
     "args.debug": "SAT reads it nowhere",
     "args.log_image": "SAT reads it nowhere",
     "args.force_pretrain": "SAT reads it nowhere",
@@ -46,7 +46,7 @@ UNUSED: dict[str, str] = {
     "DiffusionTransformer.dtype": "the precision comes from the deepspeed section",
     "transformer_args.vocab_size": _NOT_SAT_NETWORK,
     "transformer_args.skip_init": "weights are initialized, then loaded",
-    "transformer_args.model_parallel_size": "args.model_parallel_size decides",
+    "transformer_args.model_parallel_size": "args.model_parallel_size decides this",
     "transformer_args.checkpoint_num_layers": _TORCH_CHECKPOINTING,
     "transformer_args.checkpoint_skip_layers": _TORCH_CHECKPOINTING,
     "transformer_args.make_vocab_size_divisible_by": _NOT_SAT_NETWORK,
@@ -56,11 +56,11 @@ UNUSED: dict[str, str] = {
     "Rotary3DPositionEmbeddingMixin.width_interpolation": "SAT's rotary table ignores it",
     "Rotary3DPositionEmbeddingMixin.time_interpolation": "SAT's rotary table ignores it",
     "LoraMixin.cross_attention": "the network has no cross attention",
-    "LoraMixin.layer_num": "the network's own number of layers counts",
+    "LoraMixin.layer_num": "the number of layers is the network's num_layers",
     "DiscreteDenoiser.weighting_config": (
         "the loss's weight is 1 / (1 - alpha_bar), as in SAT's VideoDiffusionLoss, which ignores it"
     ),
-    "VideoDiffusionLoss.batch2model_keys": "the network gets what it needs",
+    "VideoDiffusionLoss.batch2model_keys": "the network always gets the inputs that it needs",
     **dict.fromkeys([f"{sampler}.device" for sampler in _SAMPLERS], _DECIDED_HERE),
     **dict.fromkeys([f"{sampler}.verbose" for sampler in _SAMPLERS], "progress is always shown"),
     "FrozenT5Embedder.device": _DECIDED_HERE,

@@ -105,7 +105,7 @@ def check_sections(
             continue
         if name == "network_config" and is_component(node) and node["target"] not in NETWORKS:
             key = f"{where}.target"
-            text = f"{key}={show(node['target'])}: the network is {NETWORKS[0]}; use that"
+            text = f"{key}={show(node['target'])}: only {NETWORKS[0]} is supported; use it"
             raise KeyProblem(key, text)
         if name == "conditioner_config":
             _check_conditioner(node, where, allow_import, unused)
@@ -126,7 +126,8 @@ def _require_text_keys(node: object, where: str) -> None:
     for key, child in children:
         if not isinstance(key, str):
             inner = join(where, str(key))
-            raise KeyProblem(inner, f"unknown key {inner}: keys are text, this is {show(key)}")
+            text = f"unknown key {inner}: keys must be text, but YAML reads {show(key)}; quote it"
+            raise KeyProblem(inner, text)
         _require_text_keys(child, join(where, key))
 
 
@@ -200,14 +201,16 @@ def _check_conditioner(
     for name, value in params.items():
         if name in ("cor_embs", "cor_p"):
             if value:
-                raise KeyProblem(join(where, name), f"{where}.{name}: only an empty list works")
+                text = f"{where}.{name}: only an empty list is supported; remove it"
+                raise KeyProblem(join(where, name), text)
         elif name != "emb_models":
             raise unknown_key(where, name, ("emb_models",))
     entries, key = params.get("emb_models"), f"{where}.emb_models"
     if not isinstance(entries, list):
         raise KeyProblem(key, f"{key}={show(entries)} must be a list of text encoders")
     if len(entries) > 1:
-        raise KeyProblem(key, f"{key} lists {len(entries)} encoders; CogVideoX reads one, for txt")
+        text = f"{key} lists {len(entries)} encoders, but CogVideoX uses one, for captions; remove the rest"
+        raise KeyProblem(key, text)
     for entry in entries:
         here = f"{key}[0]"
         if not is_component(entry):
@@ -219,7 +222,7 @@ def _check_conditioner(
             raise KeyProblem(here, f"{here}.is_trainable=true: text encoders are frozen; use false")
         if entry.get("input_key", "txt") != "txt":
             raise KeyProblem(
-                here, f"{here}.input_key={entry['input_key']}: captions are called txt"
+                here, f"{here}.input_key={entry['input_key']} must be txt, the key of captions"
             )
         if not 0 <= entry.get("ucg_rate", 0.0) <= 1:
             raise KeyProblem(here, f"{here}.ucg_rate={entry['ucg_rate']} must be from 0 to 1")

@@ -156,7 +156,7 @@ def describe_type(annotation: object) -> str:
     if origin is tuple and args and args[-1] is not Ellipsis:
         return f"a list of {len(args)} ({', '.join(describe_type(a) for a in args)})"
     if annotation in _SEQUENCES or origin in _SEQUENCES:
-        return f"a list of {describe_type(args[0])} each" if args else "a list"
+        return f"a list (each item: {describe_type(args[0])})" if args else "a list"
     if annotation in (dict, Mapping) or origin in (dict, Mapping):
         return "a mapping"
     if dataclasses.is_dataclass(annotation):

@@ -24,9 +24,9 @@ _CHARACTERS = 10  # of a text that count as one more value
 _PER_REFERENCE = 10  # values that one interpolation counts as: resolving it takes longer
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MARK = "${"
-_INNER = "has an interpolation ${...} inside another, or one that does not end; write it out"
-_PART = "which is an interpolation itself; name what that one stands for"
-_NOT_PLAIN = "is an interpolation, which no run writes: its values are resolved; write the value"
+_INNER = "has an interpolation ${...} that is nested or not closed; write the value instead"
+_PART = "which is an interpolation itself; refer to the key that it stands for"
+_NOT_PLAIN = "is an interpolation, but a run's file has resolved values only; write the value"
 
 
 class Refused(ValueError):
@@ -65,7 +65,7 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
         raise ValueError(one_line(f"{name}: a value cannot be read: {error}")) from None
     if isinstance(loaded, ListConfig):
         raise ValueError(
-            f"{name}: holds a list; sections model, data, args, deepspeed are expected"
+            f"{name}: must be a mapping of the sections model, data, args, deepspeed, not a list"
         )
     return loaded
 
@@ -77,7 +77,7 @@ def check_nesting(text: str) -> None:
     def count(node: yaml.Node, above: tuple[int, ...]) -> int:
         # A node above itself is an alias inside its own anchor.
         if id(node) in above or len(above) > _MOST_NESTED:
-            raise Refused(f"it nests deeper than {_MOST_NESTED} levels; sections need 12")
+            raise Refused(f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12")
         if id(node) not in sizes and not isinstance(node, yaml.ScalarNode):
             here, parts = (*above, id(node)), node.value
             if isinstance(node, yaml.MappingNode):
@@ -85,7 +85,7 @@ def check_nesting(text: str) -> None:
             sizes[id(node)] = 1 + sum(count(part, here) for part in parts)
         size = sizes.get(id(node), 1)
         if size > _MOST_VALUES:
-            raise Refused(f"it has more than {_MOST_VALUES} values, by its aliases (*name)")
+            raise Refused(f"more than {_MOST_VALUES} values once aliases (*name) are expanded")
         return size
 
     try:
@@ -94,7 +94,8 @@ def check_nesting(text: str) -> None:
         if root is not None:
             count(root, ())
     except RecursionError:
-        raise Refused(f"it nests deeper than {_MOST_NESTED} levels; sections need 12") from None
+        text = f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12"
+        raise Refused(text) from None
 
 
 def check_interpolations(config: DictConfig) -> None:
@@ -141,7 +142,7 @@ def _check_references(config: DictConfig, is_plain: bool) -> None:
         if total > _MOST_VALUES:
             key = ".".join(path)
             text = f"{key or 'the configuration'} has more than {_MOST_VALUES} values"
-            raise KeyProblem(key, f"{text}, by its interpolations ${{...}}; write them out")
+            raise KeyProblem(key, f"{text} once ${{...}} are resolved; write the values instead")
         sizes[path] = total
         return total
 
@@ -155,7 +156,7 @@ def _as_mappings(node: object) -> object:
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
     named = {str(key): _as_mappings(value) for key, value in pairs}
     if len(named) < len(node):
-        raise Refused("a key occurs as text and as a number; keys are text")
+        raise Refused("a key occurs both as text and as a number; keys must be text")
     return named
 
 

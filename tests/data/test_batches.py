@@ -159,7 +159,7 @@ def test_nothing_readable():
     with pytest.raises(ValueError, match="2/2 videos unreadable"):
         _read(Latents(2, bad=(0, 1)), 1, num_workers=1)
     with pytest.raises(
-        ValueError, match="step 0: no readable sample in 100 tried; .*last: sample-.*: broken"
+        ValueError, match="step 0: none of 100 samples could be read; .*last: sample-.*: broken"
     ):
         _read(Latents(200, bad=tuple(range(200))), 1, max_bad_fraction=1.0)
 

@@ -128,7 +128,7 @@ def test_short_clip(selection, short_clips, expected, tmp_path):
 
 @pytest.mark.parametrize(
     "num_frames, fps, reason",
-    [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none left")],
+    [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none are left")],
 )
 def test_clips_on_which_sat_fails_are_bad_samples(num_frames, fps, reason, tmp_path):
     write_clip(tmp_path / "x.mp4", constant_rate(num_frames, fps))
@@ -156,7 +156,7 @@ def test_video_list(tmp_path):
         ({}, r"video_column=videos.txt: .*videos.txt does not exist"),
         ({"videos.txt": "videos/00.mp4"}, r"caption_column=prompts.txt: .* does not exist"),
         ({"videos.txt": "videos/00.mp4", "prompts.txt": "a\nb"}, "has 1 lines and .* 2; give"),
-        ({"videos.txt": "\n", "prompts.txt": ""}, "no video in it"),
+        ({"videos.txt": "\n", "prompts.txt": ""}, "lists no video"),
         (
             {"videos.txt": "a.mp4\n\nb.mp4\nc.mp4", "prompts.txt": "a\nb\n\nc"},
             "prompts.txt and .*videos.txt have blank lines in different places, first in line 2",
@@ -204,9 +204,11 @@ def test_other_encodings(tmp_path):
 
 
 def test_missing_and_empty_folders(tmp_path):
-    with pytest.raises(ValueError, match=r"data_dir=.*/nowhere: no such folder; args.train_data"):
+    with pytest.raises(
+        ValueError, match=r"data_dir=.*/nowhere: no such folder; correct args.train_data"
+    ):
         VideoFolder([str(tmp_path / "nowhere")], **CLIP)
-    with pytest.raises(ValueError, match=r"data_dir=\[\]: name a folder in args.train_data"):
+    with pytest.raises(ValueError, match=r"data_dir=\[\]: set args.train_data"):
         VideoFolder([], **CLIP)
     (tmp_path / "x.avi").write_bytes(b"")
     with pytest.raises(ValueError, match=r"no .mp4 file in it, but 1 .avi.*x.avi.*convert"):

@@ -357,8 +357,8 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
     [
         ({"ch": 48}, "ch=48 must be a multiple of 32"),
         ({"ch_mult": [1, 2]}, r"ch_mult=\[1, 2\] and decoder_config.params.ch_mult=\[1, 2, 2, 4\]"),
-        ({"attn_resolutions": [16]}, r"attn_resolutions=\[16\]: only \[\] works"),
-        ({"temporal_compress_times": 8}, "temporal_compress_times=8: only 4 works"),
+        ({"attn_resolutions": [16]}, r"attn_resolutions=\[16\]: only \[\] is supported"),
+        ({"temporal_compress_times": 8}, "temporal_compress_times=8: only 4 is supported"),
     ],
     ids=["channels", "levels", "attention", "time"],
 )

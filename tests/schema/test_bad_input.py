@@ -82,7 +82,7 @@ WRONG = {
     "args.train_iters=1.5": "args.train_iters=1.5 must be a whole number from 1 to 1e+09 or null",
     "args.wandb=1": "args.wandb=1 must be true or false",
     "args.mode=sft": "args.mode='sft' must be one of pretrain, finetune, inference",
-    "args.valid_data=[1]": r"args.valid_data=[1] must be a list of text each",
+    "args.valid_data=[1]": r"args.valid_data=[1] must be a list (each item: text)",
     "args=5": "args=5 must be a mapping",
     "model.latent_input=yes please": "model.latent_input='yes please' must be true or false",
     "model.scale_factor=[1]": "model.scale_factor=[1] must be a number",
@@ -92,14 +92,14 @@ WRONG = {
     f"{MODEL}.num_attention_heads=7": "num_attention_heads=7 must divide hidden_size=1920",
     "model.loss_fn_config.params.type=l3": "params.type='l3' must be one of l2, l1",
     "model.denoiser_config.params.num_idx=true": "num_idx=true must be a whole number",
-    "model.denoiser_config.params.flip=false": "flip=false: only true works; use it",
+    "model.denoiser_config.params.flip=false": "flip=false: only true is supported; use it",
     "model.denoiser_config.params=7": "model.denoiser_config.params=7 must be a mapping",
     "model.denoiser_config=7": "model.denoiser_config must be a mapping with target and params",
     f"{EMBEDDER}.is_trainable=true": "is_trainable=true: text encoders are frozen; use false",
     f"{EMBEDDER}.ucg_rate=2": "ucg_rate=2 must be from 0 to 1",
-    f"{EMBEDDER}.input_key=txt2": "input_key=txt2: captions are called txt",
+    f"{EMBEDDER}.input_key=txt2": "input_key=txt2 must be txt, the key of captions",
     "data.params.fps=fast": "data.params.fps='fast' must be a whole number",
-    "data.params.video_size=480": "data.params.video_size=480 must be a list of a whole number from 1",
+    "data.params.video_size=480": "data.params.video_size=480 must be a list (each item: a whole number from 1",
     "data.params.data_dir=x": "data.params.data_dir is set by the trainer itself; remove it",
     "model.conditioner_config.params=7": "conditioner_config.params=7 must be a mapping",
     "model.conditioner_config={target: torch.nn.Identity}": "use sgm.modules.GeneralConditioner",
@@ -111,7 +111,7 @@ WRONG = {
     f"{MODEL}.modules.pos_embed_config.params.height_interpolation=0": "must be a number from 0.001",
     f"{VAE}.encoder_config.params=7": "encoder_config.params=7 must be a mapping",
     f"{VAE}.encoder_config.params.ch=96": "ch=96 and decoder_config.params.ch=128 must be equal",
-    f"{VAE}.encoder_config.params.ch_mult=[1,-2,2,4]": "params.ch_mult=[1, -2, 2, 4] must be a list of a whole number from 1 to 16",
+    f"{VAE}.encoder_config.params.ch_mult=[1,-2,2,4]": "params.ch_mult=[1, -2, 2, 4] must be a list (each item: a whole number from 1 to 16",
     "model.denoiser_config.params.scaling_config=7": "given as target and params",
     "model.denoiser_config.params.scaling_config={target: null}": "must be a mapping with target",
     "model.sampler_config.params.num_steps={target: torch.nn.Identity}": "a whole number",
@@ -121,8 +121,8 @@ WRONG = {
     "deepspeed.optimizer={type: AdamW, params: {lr: '1e-5'}}": "lr='1e-5' must be a number",
     "deepspeed.optimizer.typ=Adam": "unknown key deepspeed.optimizer.typ; did you mean type?",
     "deepspeed.optimizer.params=7": "deepspeed.optimizer.params=7 must be a mapping",
-    "deepspeed.optimizer.params.betas=[{7: 1}]": "betas.0.7: keys are text, this is 7",
-    "args.load={on: 1}": "unknown key args.load.True: keys are text, this is true",
+    "deepspeed.optimizer.params.betas=[{7: 1}]": "betas.0.7: keys must be text, but YAML reads 7; quote it",
+    "args.load={on: 1}": "unknown key args.load.True: keys must be text, but YAML reads true",
     "deepspeed.zero_optimization.stage=4": "stage=4 must be one of 0, 1, 2, 3",
     "deepspeed.zero_optimization.offload_optimizer.device=gpu": (
         "offload_optimizer.device='gpu' must be one of none, cpu, nvme"
@@ -137,12 +137,12 @@ WRONG = {
 
 TARGETS = {
     "model.sampler_config.target=os.system": (
-        "model.sampler_config.target=os.system: no sampler; use VPSDEDPMPP2MSampler, "
+        "model.sampler_config.target=os.system: unknown sampler; use VPSDEDPMPP2MSampler, "
         "VPODEDPMPP2MSampler, VideoDDIMSampler of cogfast.diffusion.sampler or torch.nn.Identity; "
         "classes of your own package need --allow-import os"
     ),
     f"model.sampler_config.target={SAMPLING}.VPSDEDPMPP2Sampler": (
-        f"VPSDEDPMPP2Sampler: no sampler; did you mean {SAMPLING}.VPSDEDPMPP2MSampler?"
+        f"VPSDEDPMPP2Sampler: unknown sampler; did you mean {SAMPLING}.VPSDEDPMPP2MSampler?"
     ),
     f"model.sampler_config.target={SAMPLING}.EulerEDMSampler": (
         "upstream's does not run with a CogVideoX schedule; use "
@@ -151,10 +151,10 @@ TARGETS = {
         "use sgm.modules.diffusionmodules.loss.VideoDiffusionLoss"
     ),
     "model.network_config.target=torch.nn.Identity": (
-        "the network is dit_video_concat.DiffusionTransformer; use that"
+        "only dit_video_concat.DiffusionTransformer is supported; use it"
     ),
     "data.target=cogfast.data.datasets.VideoFoldr": (
-        "VideoFoldr: no data set; did you mean cogfast.data.datasets.VideoFolder?"
+        "VideoFoldr: unknown data set; did you mean cogfast.data.datasets.VideoFolder?"
     ),
     "data.target=cogfast.dataset.VideoFolder": "; did you mean cogfast.data.datasets.VideoFolder",
     "data.target=[1]": "data must be a mapping with target and params",
@@ -209,7 +209,7 @@ def test_the_file_is_named(tmp_path, sat_configs):
 FILES = {
     "args: [1": "bad.yaml line 1: not valid YAML",
     "5": "bad.yaml: cannot be read",
-    "- args": "holds a list; sections model, data, args, deepspeed are expected",
+    "- args": "must be a mapping of the sections model, data, args, deepspeed",
     "args: {seed: 1, seed: 2}": "duplicate key",
     "args: {save_interval: '${args.seeed}'}": "bad.yaml: args.save_interval: .*args.seeed",
     "args: {seed: '???'}": r"args.seed has no value \(\?\?\?\)",

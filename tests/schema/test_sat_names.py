@@ -63,7 +63,7 @@ def test_patch_size_as_number_or_list(network):
     number = transformer_arguments(params)["patch_size"]
     assert transformer_arguments(params | {"patch_size": [1, 2, 2]})["patch_size"] == number
     with pytest.raises(
-        ValueError, match=r"patch_size=\[2, 2\] must be a whole number from 1 to 64 or a list of"
+        ValueError, match=r"patch_size=\[2, 2\] must be a whole number from 1 to 64 or a list "
     ):
         transformer_arguments(params | {"patch_size": [2, 2]})
 
@@ -105,11 +105,11 @@ def change(params: dict, key: str, value: object) -> dict:
 
 BAD = {
     "num_layer": (1, "unknown key net.num_layer; did you mean num_layers"),
-    "use_SwiGLU": (True, "net.use_SwiGLU=true: only false works"),
-    "num_classes": (10, "net.num_classes=10: only null works"),
+    "use_SwiGLU": (True, "net.use_SwiGLU=true: only false is supported"),
+    "num_classes": (10, "net.num_classes=10: only null is supported"),
     "hidden_size": ("big", "net.hidden_size='big' must be a whole number"),
-    "transformer_args.layernorm_order": ("post", "layernorm_order='post': only 'pre' works"),
-    "transformer_args.is_decoder": (True, "is_decoder=true: only false works"),
+    "transformer_args.layernorm_order": ("post", "layernorm_order='post': only 'pre' is supported"),
+    "transformer_args.is_decoder": (True, "is_decoder=true: only false is supported"),
     "transformer_args.chekpoint_activations": (True, "did you mean checkpoint_activations"),
     "modules.pos_embed_cfg": ({}, "net.modules.pos_embed_cfg; did you mean pos_embed_config"),
     "modules.pos_embed_config.params.text_lenght": (1, "did you mean text_length"),
@@ -117,7 +117,7 @@ BAD = {
         32,
         "hidden_size / num_attention_heads = 64",
     ),
-    "modules.pos_embed_config.params.rot_v": (True, "rot_v=true: only false works"),
+    "modules.pos_embed_config.params.rot_v": (True, "rot_v=true: only false is supported"),
     "modules.pos_embed_config.target": ("x.Y", "target=x.Y: use dit_video_concat.Basic3D"),
     "modules.adaln_layer_config.params": ({"qk_norm": True}, "params.qk_norm; did you mean qk_ln"),
     "modules.adaln_layer_config.target": ("x.Y", "target=x.Y: use dit_video_concat.AdaLNMixin"),
@@ -126,7 +126,7 @@ BAD = {
         "patch_embed_config.params.text_hidden_size is missing",
     ),
     "modules.lora_config.params.rank": (4, "unknown key net.modules.lora_config.params.rank"),
-    "modules.lora_config.params.qlora": (True, "qlora=true: only false works"),
+    "modules.lora_config.params.qlora": (True, "qlora=true: only false is supported"),
     "modules.lora_config.params.r": (0, "params.r=0 must be a whole number from 1 to 4096"),
 }
 

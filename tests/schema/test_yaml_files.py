@@ -48,7 +48,7 @@ GROWING = {
 def test_what_grows_is_refused_before_it_grows(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(yaml.safe_dump({"args": GROWING[kind]}))
-    with pytest.raises(ValueError, match=r"^a.yaml: .* values, by its interpolations") as refused:
+    with pytest.raises(ValueError, match=r"^a.yaml: .* values once ") as refused:
         load_config([file])
     assert len(str(refused.value)) < 400
     words = [
@@ -57,7 +57,7 @@ def test_what_grows_is_refused_before_it_grows(tmp_path: Path, kind: str) -> Non
         ).removesuffix("\n...")
         for name, value in GROWING[kind].items()
     ]
-    with pytest.raises(ValueError, match="^command line: .* values, by its interpolations"):
+    with pytest.raises(ValueError, match="^command line: .* values once "):
         load_config([], words)
 
 
@@ -66,7 +66,7 @@ def test_two_files_are_counted_together(tmp_path: Path) -> None:
     for name, part in (("a", values[::2]), ("b", values[1::2])):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"args": dict(part)}))
     load = lambda *names: load_config([tmp_path / f"{name}.yaml" for name in names])
-    with pytest.raises(ValueError, match="^b.yaml: .* values, by its interpolations"):
+    with pytest.raises(ValueError, match="^b.yaml: .* values once "):
         load("a", "b")
 
 
@@ -92,7 +92,7 @@ def test_what_configurations_use_is_resolved(
 
 @pytest.mark.parametrize("text", ["${a.${b}}", "${oc.decode:'${b}'}", "${oc.create:{a: 1}}"])
 def test_one_interpolation_inside_another_is_refused(text: str) -> None:
-    with pytest.raises(KeyProblem, match="c=.* one that does not end; write it out|inside another"):
+    with pytest.raises(KeyProblem, match="c=.* nested or not closed; write the value"):
         check_interpolations(OmegaConf.create({"b": "x", "c": text}))
 
 
@@ -116,12 +116,12 @@ def test_a_resolved_text_is_not_resolved_again(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "the environment": ("args: {load: '${oc.env:HOME}'}\n", "args.load=.* no run writes"),
-    "an interpolation": ("args: {load: '${args.save}'}\n", "args.load=.* no run writes"),
-    "aliases": (LAUGHS, r"it has more than 100000 values, by its aliases \(\*name\)"),
-    "itself": ("a: &a [*a]\n", "it nests deeper than 50 levels"),
+    "the environment": ("args: {load: '${oc.env:HOME}'}\n", "args.load=.* resolved values only"),
+    "an interpolation": ("args: {load: '${args.save}'}\n", "args.load=.* resolved values only"),
+    "aliases": (LAUGHS, r"more than 100000 values once aliases \(\*name\)"),
+    "itself": ("a: &a [*a]\n", "nested more than 50 levels deep"),
     "a command": ("model: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
-    "a list": ("[1]\n", "holds a list"),
+    "a list": ("[1]\n", "not a list"),
 }
 
 

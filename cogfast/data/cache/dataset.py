@@ -135,7 +135,8 @@ class CachedVideos(CaptionedVideos):
             if not is_being_written(self.folder) and not file.exists():
                 raise RuntimeError(
                     f"args.latent_cache={self.folder}: {file.name}, for {self.name(index)}, is "
-                    "missing, and no `cogfast cache` is writing it; run it again, it resumes"
+                    "missing, and no `cogfast cache` is writing it; run `cogfast cache` again, which "
+                    "resumes"
                 )
             waited = time.monotonic() - start
             if is_logged and waited >= next_line:
@@ -188,7 +189,7 @@ class CachedVideos(CaptionedVideos):
             differences = [index.difference(kind, self.specs[kind]) for kind in _KINDS]
             why = "; ".join(text for text in dict.fromkeys(differences) if text)
             if not index.shards:
-                why = "no cache in this folder"
+                why = "the folder has no cache"
             elif not why:
                 changed = f"{num_changed} videos changed or moved since caching"
                 why = changed if num_changed else "new captions"
@@ -201,7 +202,7 @@ class CachedVideos(CaptionedVideos):
         if missing and not is_being_written(self.folder):
             raise ValueError(
                 f"args.latent_cache={self.folder}: {missing} of {total} samples are not encoded, and "
-                "no `cogfast cache` is running; run it again, it resumes"
+                "no `cogfast cache` is running; run it again, which resumes"
             )
         if missing:
             logger.info("%d of %d samples are still being encoded", missing, total)

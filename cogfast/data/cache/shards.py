@@ -117,8 +117,8 @@ class CacheIndex:
         except ValueError as error:
             found = f"nothing readable ({brief(str(error))})"
         raise ValueError(
-            f"{file} holds {found[:200]}, not {FORMAT}; remove the folder, whose shards cannot be used "
-            "without it, or name another"
+            f"{file} contains {found[:200]}, not {FORMAT}; remove the folder, whose shards cannot be "
+            "used without it, or set args.latent_cache to another"
         )
 
     def write(self, folder: Path) -> None:
@@ -275,8 +275,8 @@ class Writer:
             # A cache may come from elsewhere: writing through its links could damage any file.
             if (self.path.parent / name).is_symlink():
                 raise ValueError(
-                    f"args.latent_cache={self.path.parent}: {name} is a link, and its target would be "
-                    "written; remove it"
+                    f"args.latent_cache={self.path.parent}: {name} is a link, and writing it would "
+                    "change its target; remove it"
                 )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ class Writer:
         except OSError as error:
             raise ValueError(
                 f"args.latent_cache={self.path.parent}: cannot be written ({error.strerror}); "
-                "name another folder"
+                "set it to another folder"
             ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ _UNREADABLE = "unreadable-"  # prefix of the hash of a file that cannot be read
 
 def unreadable(path: Path, error: OSError) -> str:
     """The error message for a file of a cache that cannot be read."""
-    return f"args.latent_cache: {path} cannot be read ({error.strerror}); name a folder that can"
+    return f"args.latent_cache: {path} cannot be read ({error.strerror}); use a readable folder"
 
 
 def hash_text(text: str) -> str:

@@ -26,7 +26,7 @@ def data_sources(data_dir: DataDir) -> list[str]:
     """Return data_dir as a list of at least one source."""
     sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
     if not sources:
-        raise ValueError("data_dir=[]: name a folder in args.train_data (args.valid_data)")
+        raise ValueError("data_dir=[]: set args.train_data (args.valid_data) to a folder")
     names = [str(source) for source in sources]
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
@@ -40,7 +40,7 @@ def data_folders(data_dir: DataDir) -> list[Path]:
     for folder in dirs:
         if not Path(folder).is_dir():
             raise ValueError(
-                f"data_dir={folder}: no such folder; args.train_data and args.valid_data name them"
+                f"data_dir={folder}: no such folder; correct args.train_data or args.valid_data"
             )
     return [Path(folder) for folder in dirs]
 
@@ -138,7 +138,7 @@ def check_caption_size(num_bytes: int, name: str) -> None:
     """Raise ValueError if a caption is too long for a tokenizer."""
     if num_bytes > _MAX_CAPTION_BYTES:
         raise ValueError(
-            f"{name}: {num_bytes} bytes; a caption has at most {_MAX_CAPTION_BYTES}, shorten it"
+            f"{name}: {num_bytes} bytes; a caption may have at most {_MAX_CAPTION_BYTES}; shorten it"
         )
 
 

@@ -38,8 +38,8 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
     """Read the samples of a manifest, in its order; ValueError with file and line of a fault."""
     if not file.is_file() or file.suffix.lower() not in MANIFEST_ENDINGS:
         raise ValueError(
-            f"data_dir={file}: {'' if file.exists() else 'no such file; '}args.train_data must name "
-            "manifests, .csv or .jsonl"
+            f"data_dir={file}: {'' if file.exists() else 'no such file; '}args.train_data must list "
+            "manifests (.csv or .jsonl)"
         )
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
@@ -48,7 +48,9 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
         where = f"{file}: line {line}"
         path, caption, image = (_text(row.get(n), f"{where}: {n}") for n in texts)
         if not path:
-            raise ValueError(f"{file}: line {line} has no path; name a video in the path column")
+            raise ValueError(
+                f"{file}: line {line} has no path; write the path of its video into column path"
+            )
         check_caption_size(len(caption), f"{where}: caption")
         if not caption:
             empty.append(f"line {line}")
@@ -113,13 +115,13 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
         twice = [name for name in _COLUMNS if names.count(name) > 1]
         if twice:
-            raise ValueError(f"{file}: line 1 names column {twice[0]} twice; keep one")
+            raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
         _check_columns(file, 1, set(names))
         missing = [name for name in ("path", "caption") if name not in names]
         if missing:
             header = ",".join(names)
             raise ValueError(
-                f"{file}: line 1 names no column {missing[0]} ({header[:80]!r}); add it to the header, "
+                f"{file}: line 1 has no column {missing[0]} ({header[:80]!r}); add it to the header, "
                 "with commas between columns"
             )
         for row in reader:
@@ -127,7 +129,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
             if None in row:
                 raise ValueError(
                     f"{file}: line {reader.line_num} has more values than the header has columns; "
-                    "quote captions that hold commas"
+                    "quote captions that contain commas"
                 )
             yield reader.line_num, row
     except csv.Error as error:

@@ -52,8 +52,8 @@ def expand_braces(pattern: str) -> list[str]:
         names = range(int(first), int(last) + 1)
         if len(names) > _MAX_SHARDS:
             raise ValueError(
-                f"data_dir={pattern[:80]}: {found[0][:40]} names {len(names)} shards; {_MAX_SHARDS} "
-                "at most are read"
+                f"data_dir={pattern[:80]}: {found[0][:40]} stands for {len(names)} shards, but at most "
+                f"{_MAX_SHARDS} are supported"
             )
         # Names have as many digits as the first number: {000..010} starts at 000, not at 0.
         names = [f"{i:0{len(first)}d}" for i in names]
@@ -61,7 +61,7 @@ def expand_braces(pattern: str) -> list[str]:
         names = found[1].split(",")
     if not names or len(names) == 1:
         raise ValueError(
-            f"data_dir={pattern}: {found[0]} names no shards; use {{000..099}} or {{a,b}}"
+            f"data_dir={pattern}: {found[0]} is not a range or list; use {{000..099}} or {{a,b}}"
         )
     start, end = pattern[: found.start()], pattern[found.end() :]
     return [rest for name in names for rest in expand_braces(start + name + end)]
@@ -117,7 +117,7 @@ class Member(io.RawIOBase):
 def read_member(file: str, offset: int, size: int) -> bytes:
     """Read the bytes of a member, SHARD::NAME; BadSample if they cannot be read."""
     if size > _MAX_BYTES:
-        raise BadSample(file, f"a member of {size} bytes; {_MAX_BYTES} at most are read")
+        raise BadSample(file, f"a member of {size} bytes; at most {_MAX_BYTES} are supported")
     try:
         data = Store(file.partition(MEMBER)[0]).read(offset, size)
     except OSError as error:
@@ -133,7 +133,9 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
     The list is read from the index in the user's cache folder if the shard has not changed.
     """
     if MEMBER in url:
-        raise ValueError(f"data_dir={url[:200]}: a shard's name must not hold {MEMBER}; rename it")
+        raise ValueError(
+            f"data_dir={url[:200]}: a shard's name must not contain {MEMBER}; rename it"
+        )
     store = Store(url)
     try:
         if not store.is_remote and Path(url).exists() and not Path(url).is_file():
@@ -165,13 +167,13 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         if image_key and image_key not in members:
             raise ValueError(
                 f"{url}: sample {key} has no {key}.{image_key}; data.params.image_key={image_key} "
-                "must name a member that every sample has"
+                "must be the extension of a member that every sample has"
             )
         files.append(f"{url}{MEMBER}{key}.{kind}")
         captions.append(caption)
         places.append((*members[kind], *image))
     if not files:
-        raise ValueError(f"{url}: no video in it ({', '.join(VIDEO_KINDS)})")
+        raise ValueError(f"{url}: contains no video ({', '.join(VIDEO_KINDS)})")
     if others:
         text = "%s: %d samples (names up to the first dot) have no video and are not read: %s"
         logger.warning(text, url, len(others), named(others))

@@ -160,7 +160,7 @@ def read_pixels(source: str | bytes) -> Tensor:
     except Exception as error:
         what = "" if isinstance(error, Image.UnidentifiedImageError) else f" ({one_line(error)})"
         kinds = ", ".join(_PICTURES[:-1]) + f" or {_PICTURES[-1]}"
-        raise ValueError(f"not a readable picture{what}; use {kinds}") from None
+        raise ValueError(f"not a readable image{what}; use {kinds}") from None
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def _missing_package() -> str | None:
     try:
         importlib.import_module("nvidia.dali")
     except ImportError as error:
-        return f"DALI does not import ({error}); pip install nvidia-dali-cuda130"
+        return f"DALI cannot be imported ({error}); pip install nvidia-dali-cuda130"
     return None
 
 

@@ -78,18 +78,22 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
     try:
         return av.open(source, "r", options=options, metadata_errors="ignore")
     except ArgumentError:
-        raise ValueError("damaged, or not mp4, mov, mkv, webm, avi, ts or the like") from None
+        raise ValueError(
+            "damaged, or not a supported format (mp4, mov, mkv, webm, avi, ts, ...)"
+        ) from None
 
 
 def video_stream(path: str, container: InputContainer) -> av.VideoStream:
     """The stream to decode; BadSample if there is none, or if it cannot be decoded."""
     if not container.streams.video:
-        raise BadSample(path, "no video stream in it (truncated, or never there)")
+        raise BadSample(path, "no video stream in it (truncated, or not a video)")
     stream = container.streams.video[0]
     if stream.codec_context is None:
-        raise BadSample(path, "no decoder for its video (damaged, or of a codec FFmpeg lacks)")
+        raise BadSample(
+            path, "no decoder for its video (damaged, or a codec that FFmpeg does not have)"
+        )
     if container.format.name.endswith("_pipe"):  # FFmpeg's name of its picture formats
-        raise BadSample(path, f"a picture ({stream.codec_context.name}), not a video")
+        raise BadSample(path, f"an image ({stream.codec_context.name}), not a video")
     height, width = stream.height or 0, stream.width or 0
     if height * width > MAX_PIXELS:
         raise BadSample(path, f"frames of {height} x {width} pixels; at most {MAX_PIXELS} are read")

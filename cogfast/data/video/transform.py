@@ -82,12 +82,12 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
         stride = (end - start) // num_frames
         if stride == 0:
             raise ValueError(
-                f"{clip_fps:g} fps is below fps={fps:g}, for which frame_selection=sat has no stride"
+                f"{clip_fps:g} fps is below fps={fps:g}, and frame_selection=sat does not repeat frames"
             )
         indices = np.arange(start, end, stride)
         if indices[-1] >= length:  # SFTDataset fails with an index beyond the end
             raise ValueError(
-                f"{length} frames, frame_selection=sat reads up to frame {indices[-1]} "
+                f"{length} frames, but frame_selection=sat reads up to frame {indices[-1]} "
                 f"(skip_frms_num={skip:g})"
             )
     elif length > num_frames:
@@ -102,7 +102,9 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
             kept = 0
         indices = np.arange(start, start + kept)
     if len(indices) == 0:
-        raise ValueError(f"{length} frames, none left after skip_frms_num={skip:g} at either end")
+        raise ValueError(
+            f"{length} frames, of which none are left after skip_frms_num={skip:g} at either end"
+        )
     return Selection(_padded(indices, num_frames), kept)
 
 

@@ -103,7 +103,7 @@ class ReadingProcesses:
                 if not str(error).startswith("DataLoader worker"):
                     raise
                 raise RuntimeError(
-                    f"a reading process was killed at or after {self._name(key)}; where memory or "
+                    f"a reading process was killed at or after {self._name(key)}; if memory or "
                     "/dev/shm ran out, lower args.num_workers or args.prefetch_factor"
                 ) from error
         raise StopIteration

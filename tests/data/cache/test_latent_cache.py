@@ -212,7 +212,7 @@ def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
     mine.write_text("precious")
     for name in ("writer", "bad_samples.jsonl"):
         (cache / name).symlink_to(mine)
-        with pytest.raises(ValueError, match=rf"{name} is a link, and its target would be written"):
+        with pytest.raises(ValueError, match=rf"{name} is a link, and writing it would"):
             Writer(cache).__enter__()
         (cache / name).unlink()
     assert mine.read_text() == "precious"
@@ -336,7 +336,7 @@ def test_every_sample_gets_its_own(tmp_path: Path, videos: CaptionedVideos) -> N
 def test_unusable_samples_are_counted_in_the_error(tmp_path: Path, videos: CaptionedVideos) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(
-        ValueError, match=r"no cache in this folder: 0 of 8 usable; run `cogfast cache`"
+        ValueError, match=r"the folder has no cache: 0 of 8 usable; run `cogfast cache`"
     ):
         CachedVideos(cache, videos, SPECS)
     plan = planned(cache, videos)

@@ -83,15 +83,15 @@ def test_parts_of_one_file_have_names(tmp_path):
 
 REFUSED = {
     "path,caption\nx.mp4,": r"1/1 rows of .*data.csv without a caption: line 2; .*allow_empty",
-    "path,caption\n,a": "data.csv: line 2 has no path; name a video in the path column",
-    "path,text\nx.mp4,a": r"line 1 names no column caption \('path,text'\); add it to the header",
+    "path,caption\n,a": "data.csv: line 2 has no path; write the path of its video into",
+    "path,text\nx.mp4,a": r"line 1 has no column caption \('path,text'\); add it to the header",
     "path;caption\nx.mp4;a": r"no column path \('path;caption'\); .* with commas between columns",
-    "path,caption,caption\nx,a,b": "line 1 names column caption twice; keep one",
+    "path,caption,caption\nx,a,b": "line 1 has column caption twice; remove one",
     "path,caption\nx.mp4,a\0b": r"line 2 is not UTF-8 \(byte 0x00\)",
     "path,caption,wieght\nx,a,1": "line 1: unknown column 'wieght'; did you mean weight?",
     "path,caption\nx.mp4,a, b": "line 2 has more values than the header has columns; quote captions",
     "path,caption\n": "data.csv: no sample in it",
-    "": "names no column path",
+    "": "has no column path",
     "path,caption,weight\nx,a,-1": "line 2: weight=-1 must be a number, 0 or more",
     "path,caption,fps\nx,a,0": "line 2: fps=0 must be a number, above 0",
     "path,caption,start\nx,a,soon": "line 2: start=soon must be a number",
@@ -130,7 +130,7 @@ def test_refused_json_lines_and_names(tmp_path):
         with pytest.raises(ValueError, match=message):
             VideoManifest(_csv(tmp_path, text, "data.jsonl"), **CLIP)
     for name in ("data.parquet", "nowhere.csv", "."):
-        with pytest.raises(ValueError, match="must name manifests, .csv or .jsonl"):
+        with pytest.raises(ValueError, match=r"must list manifests \(.csv or .jsonl"):
             VideoManifest(tmp_path / name, **CLIP)
 
 
@@ -178,11 +178,11 @@ def test_images_of_a_list(tmp_path):
     assert (data[0]["images"] == torch.tensor([200, 0, 0], dtype=torch.uint8)[:, None, None]).all()
     assert data[1]["images"].shape == (3, 32, 48)
     (tmp_path / "1.jpg").write_bytes(b"no picture")
-    with pytest.raises(BadSample, match="not a readable picture") as error:
+    with pytest.raises(BadSample, match="not a readable image") as error:
         data[1]
     assert error.value.path.endswith("videos/01.mp4")
     (tmp_path / "images.txt").write_text("0.png")
-    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*images.txt 1; give every"):
+    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*images.txt 1; give each"):
         VideoList(tmp_path, **options)
-    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*prompts.txt 1; give every"):
+    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*prompts.txt 1; give each"):
         VideoList(tmp_path, **CLIP)

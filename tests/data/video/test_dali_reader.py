@@ -434,6 +434,6 @@ def test_auto_says_why_pyav_reads(caplog, monkeypatch):
 def test_dali_configured_and_missing():
     with pytest.raises(
         ValueError,
-        match=r"data.params.video_backend=dali: DALI does not import \(.*; pip install .*; auto",
+        match=r"data.params.video_backend=dali: DALI cannot be imported \(.*; pip install .*; auto",
     ):
         _settings("dali")

@@ -132,7 +132,7 @@ CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
     "none": (None, "1/4 videos without a label file"),
     "empty": (b"", "1/4 label files without a caption in the first line"),
     "spaces": (b" \t\n \n", "1/4 label files without a caption in the first line"),
-    "10 MB": (b"word " * 2 * 2**20, "10485760 bytes; a caption has at most 1048576"),
+    "10 MB": (b"word " * 2 * 2**20, "10485760 bytes; a caption may have at most 1048576"),
     "not UTF-8": ("Größe".encode("latin-1"), "line 1 is not UTF-8"),
     "UTF-16": ("a caption".encode("utf-16"), "line 1 is not UTF-8"),
     "a zero": (b"a\0b\n", "line 1 is not UTF-8"),
@@ -183,14 +183,14 @@ MANIFESTS: dict[str, tuple[str, str, str | None]] = {
     "a quote within": ("csv", GOOD_ROWS + 'videos/2.mp4,"a" b\n', "line 4 is not CSV"),
     "no caption column": ("csv", "path,text\nvideos/0.mp4,a\n", "names no column caption"),
     "no rows": ("csv", "path,caption\n", "no sample in it"),
-    "nothing": ("csv", "", "names no column path"),
+    "nothing": ("csv", "", "has no column path"),
     "more values than columns": ("csv", GOOD_ROWS + "videos/2.mp4,a,b\n", "line 4 has more values"),
     "rows twice": ("csv", GOOD_ROWS + "videos/0.mp4,a\n" * 2, None),
     "a line of a million": ("csv", GOOD_ROWS + f"videos/2.mp4,{'x ' * 500_000}\n", "is not CSV"),
     "a line of two million": (
         "jsonl",
         LINES + json.dumps({"path": "videos/2.mp4", "caption": "x" * 2_000_000}),
-        "caption has at most",
+        "caption may have at most",
     ),  # fmt: skip
     "weights that are none": (
         "jsonl",

@@ -96,8 +96,8 @@ REFUSED = {
         "model.latent_input=false"
     ),
     "args.load=nowhere": "args.load=nowhere does not exist; set it to the folder of the",
-    "args.train_data=[nowhere]": "args.train_data: no folder nowhere; name your data",
-    "args.valid_data=[nowhere]": "args.valid_data: no folder nowhere; name your data",
+    "args.train_data=[nowhere]": "args.train_data: folder nowhere does not exist; set it to",
+    "args.valid_data=[nowhere]": "args.valid_data: folder nowhere does not exist; set it to",
     "args.train_data=[]": "args.train_data is empty; set it to the folders of",
     "args.train_data_weights=[1,2]": "must have as many entries as args.train_data, 1; give one",
     "args.train_data_weights=[0]": "must be numbers of 0 or more, at least one of them above 0; ",
@@ -161,7 +161,7 @@ REFUSED = {
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
     ),
-    "args.train_data=['']": "args.train_data: no folder ''; name your data",
+    "args.train_data=['']": "args.train_data: folder '' does not exist; set it to",
     "args.load=": "args.load= does not exist",
     "args.split=": "args.split='' must be the shares of training, validation and test data, such",
     "args.split=0,1": "args.split='0,1' must be the shares of training",
@@ -224,9 +224,7 @@ def test_cache_refuses_a_size_of_one_number(config):
 def test_a_missing_shard_is_named(config, tmp_path: Path):
     (tmp_path / "s-0.tar").touch()
     words = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
-    with pytest.raises(
-        ValueError, match=r"train_data=.*s-\{0..1\}.tar: there is no file .*s-1.tar"
-    ):
+    with pytest.raises(ValueError, match=r"train_data=.*s-\{0..1\}.tar: file .*s-1.tar does not"):
         check_train(config("cogvideox_2b", *words.split("|")))
 
 
@@ -302,7 +300,9 @@ def test_the_size_that_is_named_fits(config, model, size, fix):
 def test_latents_in_the_batch_need_no_frozen_weights(config):
     """A data set of the user's own may bring latents, so files of the encoders may be missing."""
     words = ["data={target: torch.utils.data.TensorDataset, params: null}"]
-    with pytest.raises(ValueError, match="torch.utils.data.TensorDataset: no data set; use Video"):
+    with pytest.raises(
+        ValueError, match="torch.utils.data.TensorDataset: unknown data set; use Video"
+    ):
         config("cogvideox_2b", *words)
 
 

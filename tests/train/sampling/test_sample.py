@@ -290,9 +290,7 @@ def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) 
     found = read_image(tmp_path / "wide.png", (32, 32))
     assert torch.equal(found, torch.ones(3, 32, 32))
     (tmp_path / "no.png").write_text("no picture")
-    with pytest.raises(
-        ValueError, match=r"--image .*no.png: not a readable picture; use PNG, JPEG"
-    ):
+    with pytest.raises(ValueError, match=r"--image .*no.png: not a readable image; use PNG, JPEG"):
         read_image(tmp_path / "no.png", (32, 32))
 
 
