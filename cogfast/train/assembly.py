@@ -76,6 +76,7 @@ def assemble_transformer(
     (a LoRA run), args.load supplies the rest. ema: read the averaged copy of `weights`.
     allow_missing: accept an `args.load` that lacks tensors; these are initialized.
     """
+    # No memory yet: with tensor parallelism a rank allocates only its shards.
     with torch.device("meta"):
         transformer = build_transformer(config.model)
     # A trainable parameter without a gradient would end the run after its first step.
@@ -217,6 +218,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
         valid = _dataset(config, args.valid_data)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
             valid = valid.with_clips(valid.clips.in_split("valid"))
+    # A manifest without rows of split `valid` uses args.split.
     if valid is not None and len(valid):
         return Datasets(train, valid)
     shares = [float(s) for s in args.split.split(",")]
@@ -278,6 +280,7 @@ def assemble_batches(
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
     if not groups.is_first_of_model:
+        # The first rank of the tensor-parallel group reads and broadcasts.
         return ModelBatches(None, groups)
     loader = BatchLoader(
         dataset,

@@ -50,6 +50,7 @@ def cache_specs(
     video = {
         "VAE": _identity("VAE", config.model.get("first_stage_config"), config, sources),
         "precision": args.precision,
+        # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
         **({"args.cached_noised_images": number} if number else {}),
         **clip,
@@ -103,6 +104,7 @@ def _folder(part: str, folder: str, sources: Sources) -> list[list[str]]:
     found = []
     for place in [path for path in inner if os.path.isdir(path)] or [folder]:
         for root, folders, names in os.walk(place):
+            # os.walk descends in this order, which must be the same on every machine.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(name for name in names if not name.startswith(".")):
                 path = os.path.join(root, name)

@@ -134,6 +134,7 @@ class Encoder:
     def encode_moments(self, pixels: Tensor) -> Moments:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
         dtype = _dtype(self.first_stage)
+        # Smaller calls need less memory. Each clip is still encoded whole.
         parts = pixels.split(self.samples_at_a_time or len(pixels))
         return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
 
@@ -147,6 +148,7 @@ class Encoder:
         frames, variants = in_unit_range(images)[:, :, None], []  # [B, 3, 1, H, W]
         for number_of_variant in range(number):
             slots = [random_bits(key, number_of_variant) for key in keys]
+            # Seed and step are 0: a cache entry must not depend on the run that writes it.
             rng = SlotRandom(0, 0, slots, 0, frames.device)
             variants.append(self.encode_moments(self._noised(frames, rng)))
         return _joined(variants, partial(torch.stack, dim=1))
@@ -234,6 +236,7 @@ def _one_variant(batch: dict, rng: SlotRandom) -> Moments:
 def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
     """Replace the samples of `values` [B, ...] that is_dropped [B] marks by zeros."""
     is_dropped = is_dropped.to(values.device, non_blocking=True)
+    # Zeros, as in SAT, and not the embedding of an empty caption.
     return values.masked_fill(is_dropped.view(-1, *[1] * (values.ndim - 1)), 0)
 
 

@@ -166,6 +166,7 @@ class Evaluator:
             dp_rank=self.groups.data_rank,
             dp_size=self.groups.data_size,
             num_steps=num_steps,
+            # The workers of training stay alive meanwhile.
             num_workers=min(1, args.num_workers),
             timeout=reading_timeout(args),
             bad_samples_path=self.folder / "bad_samples_valid.jsonl",

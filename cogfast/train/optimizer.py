@@ -55,6 +55,7 @@ def build_optimizer(
     kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
+    # A copy, since keys are removed below.
     params = to_dict(OmegaConf.create(dict(section.get("params") or {})))
     if kind.lower() in ("adam", "adamw"):
         if not params.pop("bias_correction", True):

@@ -96,6 +96,7 @@ class Trainer:
             check_changes(checkpoint, self.manifest, config, self.global_batch)
         if self.groups.is_main:
             describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
+            # The headers were read before the folder existed.
             record_bad(self.folder, bad, len(self.datasets.train))
 
         transformer = assemble_transformer(
@@ -171,7 +172,9 @@ class Trainer:
         )
         self._announce()
         with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop:
+            # The writer exits first: a pending save is complete before anything else is closed.
             with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
+                # Training mode also selects the checkpointed versions of the blocks (use_calls).
                 engine.transformer.train()
                 while self.step < self.num_steps and not stop.is_agreed():
                     lr = self.learning_rate(self.step)
@@ -195,6 +198,7 @@ class Trainer:
                     if self._is_due(args.log_interval) or self.step == self.num_steps:
                         with profiler.range("log"):
                             self._check_skipped(metrics.log(self.step, lr, engine))
+                    # True after it has written a profile, which is no training time.
                     if profiler.end_step(self.step):
                         metrics.restart_clock()
                     if self._is_due(args.eval_interval):
@@ -202,8 +206,10 @@ class Trainer:
                         metrics.add_evaluation(self.step, found)
                     if self._is_due(args.save_interval):
                         self._save(metrics)
+                    # SAT's key: end here, after the save below, and let the user resume.
                     if self._is_due(args.exit_interval):
                         break
+                # saved_step is valid only after this.
                 self.writer.wait()
                 # A last save may have failed, or the run ended between two of them.
                 if self.step > self.writer.saved_step:
@@ -262,6 +268,7 @@ class Trainer:
         with self.profiler.range("encode"):
             latents, conditioning = self.encoder(batch, rng)
         self._note_size(batch, latents, conditioning)
+        # nn.Dropout draws from PyTorch's generator: seed it by step and slot, too.
         if self.engine.transformer.config.lora_dropout > 0:
             rng.seed_pytorch("lora dropout")
         with self.profiler.range("forward"):
@@ -311,6 +318,7 @@ class Trainer:
     def _tensorboard_folder(self) -> Path:
         if self.args.summary_dir is None:
             return self.folder / "tensorboard"
+        # SAT's key names one folder for all runs.
         return Path(self.args.summary_dir) / self.folder.name
 
     def _announce(self) -> None:
@@ -386,5 +394,6 @@ class Trainer:
                 before[0],
                 "" if before[0] != num_samples else ", with different weights or buckets",
             )
+        # A run that ends before its first step need not save this one again.
         self.step = self.writer.saved_step = manifest["step"]
         logger.info("resumed %s at step %d", checkpoint, self.step)

@@ -90,6 +90,7 @@ def cache_latents(config: Config) -> None:
 
 def _own(stack: ExitStack, folder: Path) -> None:
     stack.enter_context(Writer(folder))
+    # Under the lock: the files of another writer must stay.
     remove_unfinished(folder)
 
 
@@ -100,6 +101,7 @@ class _CacheRun:
         self, config: Config, args: TrainArguments, groups: ProcessGroups, folder: Path
     ) -> None:
         self.config, self.args, self.groups, self.folder = config, args, groups, folder
+        # The videos, and not the cache that this command fills.
         datasets = assemble_datasets(config, dataclasses.replace(args, latent_cache=None))
         datasets, _ = survey_datasets(datasets, args, groups, global_batch=1)
         self.clips = [*_in_order(datasets.train, args.seed), *_in_order(datasets.valid, args.seed)]
@@ -110,6 +112,7 @@ class _CacheRun:
     def run(self) -> None:
         sources = self._hash_sources()
         first = self.clips[0].dataset
+        # Rank 0 alone hashes the weights of the encoders.
         specs = self.groups.on_main(
             lambda: specs_of(self.config, self.args, first.settings, sources)
         )
@@ -128,6 +131,7 @@ class _CacheRun:
         self._encode("text", self._encode_text, missing, by_text, by_video)
         self._encode("video", self._encode_videos, missing, by_text, by_video)
         self.groups.gather(None)
+        # Rank 0 reads the shards of all ranks, which are on disk since the gather.
         self.groups.on_main(lambda: self._finish(plan, by_text, by_video))
 
     def _hash_sources(self) -> Sources:
@@ -166,6 +170,7 @@ class _CacheRun:
         texts = [clip.text_key for clip in self.clips]
         plan = index.plan("text", specs["text"], texts, self.folder)
         plan += index.plan("video", specs["video"], keys, self.folder)
+        # Before anything is encoded: a training that waits for this cache reads both files.
         sources.write()
         index.write(self.folder)
         return plan

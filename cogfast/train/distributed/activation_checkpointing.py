@@ -91,6 +91,7 @@ _CONTEXTS = {
 @cache
 def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
     """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
+    # Only the non-reentrant version accepts a context_fn.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
     if policy in _CONTEXTS:
         options["context_fn"] = _CONTEXTS[policy]
@@ -164,6 +165,7 @@ class ActivationCheckpointing:
         if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
             self.layer = layer_shape(self.transformer, hidden)
         if device.type == "cuda":
+            # The first micro-batch of a step: later ones would count its gradients.
             if not self.is_inside_step:
                 self.bytes_before = torch.cuda.memory_allocated(device)
             if not self.is_settled:

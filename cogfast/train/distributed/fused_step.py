@@ -44,6 +44,7 @@ class WeightGather:
         zero = self.zero
         wholes, parts = zero.bit16_groups_flat, own_weights(zero)
         for whole, part, group in zip(wholes, parts, zero.real_dp_process_group, strict=True):
+            # A single rank has all weights already: its part is a view of the whole.
             if dist.get_world_size(group) > 1:
                 work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
                 assert work is not None, "an asynchronous collective returns its work"
@@ -97,6 +98,7 @@ class FusedStep:
         self._flat_gradients: dict[int, Tensor] = {}  # by partition
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
             partition.grad_dtype = None  # allows a bf16 gradient for float32 masters
+            # The optimizer writes the new weights straight into the buffer of the all-gather.
             self.optimizer.low_precision_copies[partition] = weights.detach()
         self._counted = list(self._counted_slices())
         # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
@@ -121,6 +123,7 @@ class FusedStep:
         optimizer.found_inf = (~norm.isfinite()).float()
         if zero.clip_grad > 0:
             excess = (norm + _NORM_EPS) / zero.clip_grad
+            # At most 1: gradients below the limit keep their norm. On the device, without a sync.
             optimizer.gradient_scale = excess.clamp(min=1).reciprocal()
         for partition, gradient in zip(self.partitions, gradients, strict=True):
             partition.grad = gradient
@@ -196,6 +199,7 @@ class FusedStep:
         gradient = zero.get_gradient_for_reduction(parameter)
         place = buffer.narrow(0, front + self._start(part, parameter), parameter.numel())
         place.copy_(gradient.reshape(-1))
+        # As in DeepSpeed's method: the bucket, where the gradient was, is used again.
         gradient.data = place.view_as(gradient)
 
     def _make_buffer(self, part: int) -> tuple[Tensor, int]:
@@ -206,6 +210,7 @@ class FusedStep:
         zero, first = self.zero, self.zero.params_in_partition[part][0]
         last = zero.params_in_partition[part][-1]
         aligned = _ALIGNMENT // zero.dtype.itemsize
+        # Rounded up to whole vectors, so that the partition itself is aligned.
         front = -(self._start(part, first) // aligned) * aligned
         end = max(self.partitions[part].numel(), self._start(part, last) + last.numel())
         device = zero.bit16_groups_flat[part].device

@@ -63,6 +63,7 @@ class LayerShape:
         """Return the bytes that a block keeps from its forward to its backward pass."""
         u, part = self.unit, self.unit // self.num_parts
         row = part if self.splits_rows else u  # an activation between the linears
+        # Attention's log-sum-exp: one float32 for each row and head.
         lse = 4 * self.num_rows * self.num_heads // self.num_parts
         statistics = 2 * 2 * 4 * self.num_rows  # float32 mean and rstd
         adapters = self.num_rows * self.adapter_columns * self.bytes_per_number
@@ -70,6 +71,7 @@ class LayerShape:
             return row
         if policy == "attention_kept":
             return row + part + lse
+        # qkv 3, attention 1 and fc1 4 are split between the tensor-parallel ranks.
         wide = 8 * part + lse + adapters
         if policy == "pointwise":
             return row + 2 * u + wide

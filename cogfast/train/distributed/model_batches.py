@@ -41,6 +41,7 @@ class DeviceAhead:
             raise first
         batch, is_copied = first
         now = torch.cuda.current_stream(self._device)
+        # The compute stream waits, and the host does not.
         now.wait_event(is_copied)
         for value in batch.values():
             if isinstance(value, Tensor):
@@ -109,6 +110,7 @@ class ModelBatches:
             except Exception as caught:  # raised below, once the waiting ranks know of it
                 error = caught
         message = None if error is None else f"{type(error).__name__}: {error}"
+        # First the shapes: the other ranks allocate before they receive.
         outline = {key: _Outline.of(value) for key, value in batch.items()}
         outline, message = groups.broadcast_in_model((outline, message))
         if error is not None:

@@ -117,6 +117,7 @@ def _parallelize_attention(
 ) -> None:
     qkv, out = attention.get_submodule("qkv"), attention.get_submodule("out")
     if isinstance(qkv, LoraLinear):
+        # Cut within each of q, k and v, so that a rank has the same heads of all three.
         sharded = ColumnParallelLora(qkv, column(qkv.original, group, num_parts=3))
     else:
         assert isinstance(qkv, nn.Linear), f"qkv is {type(qkv).__name__}"
@@ -133,6 +134,7 @@ def _parallelize_attention(
 
 
 def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | None:
+    # Without weights there is no gradient to sum.
     if norm is None or not norm.elementwise_affine:
         return norm
     return SharedHeadNorm(norm, group)

@@ -99,6 +99,7 @@ class ProcessGroups:
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, on the device."""
         if self.data_size > 1:
+            # all_reduce works in place, and the caller keeps its tensor.
             value = value.clone()
             dist.all_reduce(value, group=self.data)
             value /= self.data_size
@@ -169,6 +170,7 @@ class ProcessGroups:
                 value = make()
             except Exception as caught:
                 error = caught
+        # First agree: otherwise the other ranks would wait for a value that never comes.
         self.agree(error)
         return self.broadcast(value)
 
@@ -331,6 +333,7 @@ class StopRequest:
             work.wait()
             self.is_stopping = bool(flag.item())  # sync: none, a CPU tensor
         flag = torch.tensor([int(self.is_asked)])
+        # MAX: one rank that was asked stops all.
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         assert work is not None, "an asynchronous collective returns its work"
         self._pending = (work, flag)

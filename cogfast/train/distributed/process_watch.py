@@ -62,6 +62,7 @@ def tell_torchrun(text: str) -> None:
     """Write this rank's error to the file from which torchrun prints the first error of all ranks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
+        # The format that torch.distributed.elastic.multiprocessing.errors reads.
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(file, "w") as out:
             json.dump({"message": {"message": text, "extraInfo": extra}}, out)
@@ -121,6 +122,7 @@ class ProcessWatch:
             for rank, pid in self.machines[self.here].items():
                 if not _is_alive(pid):
                     self.store.set(_GONE, f"rank {rank} is gone")
+            # One rank is enough: every rank reads the key below.
             for machine in self.machines if self.rank == 0 else ():
                 if self._seconds_since(machine) > _SILENCE:
                     ranks = ", ".join(map(str, self.machines[machine]))
@@ -131,6 +133,8 @@ class ProcessWatch:
 
     def _seconds_since(self, machine: str) -> float:
         """Return the seconds since the last heartbeat of a machine."""
+        # Adding 0 reads the counter and, unlike `get`, does not wait for a missing key. Only this
+        # machine's clock is used, since clocks differ.
         count, now = self.store.add(machine, 0), time.monotonic()
         if machine not in self._heard or self._heard[machine][0] != count:
             self._heard[machine] = count, now
@@ -147,6 +151,7 @@ def _end(rank: int | str, reason: str) -> None:
 
 def _is_alive(pid: int) -> bool:
     try:
+        # Signal 0 only checks that the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

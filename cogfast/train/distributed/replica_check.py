@@ -89,7 +89,9 @@ def hash_parameters(parameters: list[nn.Parameter]) -> Tensor:
 
 def _hash(values: Tensor, weights: Tensor) -> Tensor:
     """Hash values [N] of any dtype -> [] int64."""
+    # Bits and not values: 0.0 equals -0.0, and NaN differs from itself.
     bits = values.view(_INTEGERS[values.element_size()])
+    # int64 sums wrap around without an error, which a hash may.
     sums = [(chunk * weights[: len(chunk)]).sum() for chunk in bits.split(_CHUNK)]
     return reduce(lambda total, chunk: total * _ODD + chunk, sums)
 

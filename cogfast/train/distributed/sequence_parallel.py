@@ -59,6 +59,7 @@ class _SplitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # Each rank has the gradient of its own rows only.
         return _joined(_start_gather(grad, ctx.group), ctx.group), None
 
 
@@ -70,6 +71,7 @@ class _JoinRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # The gradient of all rows is replicated: each rank takes its own.
         return _own_rows(grad, ctx.group).contiguous(), None
 
 
@@ -205,6 +207,7 @@ def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKern
         if not any(v.requires_grad for v in given):
             return list(vectors)
         copies = share_vectors(given, group)
+        # The kernels expect the parameters' dtype; float32 is for the sum of the gradients.
         return [copy.to(v.dtype) for copy, v in zip(copies, given, strict=True)]
 
     def adaptive_layernorm(

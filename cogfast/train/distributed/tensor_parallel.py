@@ -107,6 +107,7 @@ class _ColumnLinear(torch.autograd.Function):
             # In place, since nothing else uses the product; torch.compile needs the pure op.
             start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
             dx = start(grad @ weight, "sum", ctx.name)
+        # dW and db are computed while the all-reduce runs.
         rows = grad.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             dw = rows.T @ x.flatten(0, -2)

@@ -167,6 +167,7 @@ class ZeroEngine:
             self.parts = self.zero.single_partition_of_fp32_groups
             self.slices = list(self._stage12_slices(names))
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
+        # Every forward pass waits, also those of evaluations.
         transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
         self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
@@ -194,6 +195,7 @@ class ZeroEngine:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # Asked before the step, which counts the micro-batch.
         is_update = self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
         if not is_update:
@@ -264,6 +266,7 @@ class ZeroEngine:
         for part, group in enumerate(self.zero.bit16_groups):
             for parameter in group:
                 mapping = parameter._hp_mapping
+                # None: this rank owns no element of the parameter.
                 if mapping is not None:
                     at, where = mapping.lp_fragment_address, mapping.hp_fragment_address
                     yield Slice(names[id(parameter)], at.start, at.numel, part, where.start)
@@ -329,6 +332,7 @@ class ZeroEngine:
                 first.all_gather(self.zero.persistent_parameters)
             return
         for weights, source in zip(own_weights(self.zero), sources, strict=True):
+            # Rounds the float32 source to the training dtype.
             weights.data.copy_(source)
         assert self._gather is not None, "stages 1 and 2 gather weights"
         self._gather.start()
@@ -355,6 +359,7 @@ class ZeroEngine:
         """
         self.wait_for_weights()
         if self.stage < 3:
+            # Stages 1 and 2 keep every parameter whole on each rank.
             yield parameter.data
             return
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters

@@ -265,6 +265,7 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             "the run ends; use an earlier step"
         )
         refuse(config, "args.profiling", text)
+    # The first share must be above 0: something must be left to train on.
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
         text = (
             f"args.split={args.split!r} must be the shares of training, validation and test data, such "

@@ -79,6 +79,7 @@ class CheckpointWriter:
         except (MemoryError, RuntimeError) as error:
             self._report_failure(step, error)
             return
+        # `wait` has returned, so the thread no longer reads the buffers that this overwrites.
         self._snapshot.take()
         # Read now: training changes the scale while the thread writes.
         about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
@@ -127,6 +128,7 @@ class CheckpointWriter:
         """Write the files of all ranks, the manifest and `latest`. One rank's error ends all."""
         draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
         assert snapshot is not None, "save takes it before it starts this thread"
+        # Also a barrier: no rank writes before the folder is empty.
         groups.on_main(lambda: _make_empty(draft))
         name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
         try:
@@ -220,6 +222,7 @@ class _Snapshot:
         for key, buffer in buffers.items():
             buffer.copy_(live[key], non_blocking=True)
         if any(x.is_cuda for x in live.values()):
+            # The next step cannot overwrite the state before it is copied: both are on this stream.
             self.copied = torch.cuda.Event()
             self.copied.record()
 

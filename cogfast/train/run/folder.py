@@ -74,6 +74,7 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
     if resume not in (None, "auto", "latest"):
         return _named(Path(resume))
     if resume is not None:
+        # The glob also finds experiments whose names begin with this one's.
         runs = [
             p for p in save.glob(f"{escape(experiment)}-*") if _STAMP.sub("", p.name) == experiment
         ]
@@ -199,6 +200,7 @@ def _changes(before: dict, after: dict) -> dict[str, str]:
 
 
 def _leaves(node: object, key: str = "") -> dict[str, object]:
+    # Compare lists of components item by item, other lists as one value.
     if isinstance(node, list) and any(isinstance(item, dict) for item in node):
         node = {str(i): item for i, item in enumerate(node)}
     if not isinstance(node, dict):

@@ -35,6 +35,7 @@ class GradientCheck:
         self.num_trainable = len(trainable)
         self.is_lora = all("lora" in name or "matrix_" in name for name in trainable)
         self.waiting = set(trainable)
+        # Hooks, because ZeRO moves gradients away from the parameters as they arrive.
         self.hooks = [p.register_hook(self._seen(name)) for name, p in trainable.items()]
 
     def _seen(self, name: str):

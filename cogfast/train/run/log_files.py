@@ -73,6 +73,7 @@ class TensorBoardFile:
         # The name may exist: two runs in one process and second.
         taken = len(list(folder.glob(f"{name}.*")))
         self._file = LogFile(folder / f"{name}.{taken}")
+        # TensorBoard expects the version as the first record of a file.
         self._add(event.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
             start = event.SessionLog(status=event.SessionLog.START)

@@ -317,6 +317,7 @@ class Metrics:
                 self.folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png")
             )
         except WriteError as error:
+            # Warn once if the disk stays full, not at every drawing.
             if self.is_drawn:
                 logger.warning("%s; training continues", error)
             self.is_drawn = False
@@ -353,6 +354,7 @@ def _history_until(step: int, path: Path) -> list[dict]:
         if problem is not None:
             kept = set_aside(path)
             logger.warning("%s is damaged (%s): renamed to %s", path, problem, kept.name)
+        # Always, since a line that a crash has cut would swallow the next one.
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     except (OSError, WriteError) as error:
         logger.warning("%s: cannot remove the lines after step %d (%s)", path, step, error)

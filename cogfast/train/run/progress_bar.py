@@ -35,6 +35,7 @@ def open_bar(what: str, total: int) -> Progress | None:
         TextColumn("{task.fields[note]}"),
         console=Console(stderr=True),
     )
+    # While it runs, rich replaces sys.stderr and prints log lines above the bar.
     bar.start()
     bar.add_task(what, total=total, note="")
     return bar

@@ -124,6 +124,7 @@ class StopSignals:
         The main thread may hold the lock of sys.stderr.
         """
         write_last_line(self.last_line(reason))
+        # The status that shells give a process that a signal has ended.
         os._exit(128 + number)
 
 

@@ -65,6 +65,7 @@ def sample(
     if groups.is_main:
         log_unused(config)
         warn_of_different_schedules(config)
+    # Without a run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     transformer = assemble_transformer(
         config, args, groups, source, ema, allow_missing=args.force_inference
@@ -108,6 +109,7 @@ def sample(
             maker,
             wanted,
             groups,
+            # The videos of one call have one size.
             at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
             latents_only=args.only_save_latents,
         )
@@ -138,6 +140,7 @@ def _limit_decoding(
     largest = max(sizes, key=lambda size: size.height * size.width)
     plan, error = None, None
     try:
+        # Only these ranks decode: the others need no first stage.
         if groups.is_first_of_model:
             plan = encoder.first_stage.limit_decode_memory(
                 budget, largest.num_frames, *_pixels(largest)

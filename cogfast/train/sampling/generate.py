@@ -107,6 +107,7 @@ class VideoMaker:
         return to_frames(self.encoder.decode(latents[None], num_frames)[0])
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
+        # The seed is in the place of the slot, so a video does not depend on its batch.
         return SlotRandom(0, 0, [p.seed for p in prompts], 0, self.device)
 
     def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -150,6 +151,7 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
     mine = list(prompts[groups.data_rank :: groups.data_size])
     most = -(-len(prompts) // groups.data_size)
     while is_in_step and len(mine) < most:
+        # The same video again, so writing its file twice is harmless.
         mine.append(prompts[-1])
     return mine
 

@@ -76,6 +76,7 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
     """
     shards = find_shards(transformer)
     parameters = {
+        # Adapter files name the plain linear, even if the model has adapters of its own on it.
         name.replace(".original.", "."): (name, parameter)
         for name, parameter in transformer.named_parameters()
         if not is_lora_parameter(name)

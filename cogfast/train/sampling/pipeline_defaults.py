@@ -195,6 +195,7 @@ def fill_from_pipeline(config: Config) -> Config:
         if _is_unnamed(entry, "model_dir") and (folder / "text_encoder").is_dir():
             entry["params"]["model_dir"] = str(folder)
             found.append(f"model.conditioner_config.params.emb_models.{i}.params.model_dir")
+    # Messages about these keys must name the folder, no longer the YAML file.
     origins = {k: v for k, v in config.origins.items() if not k.startswith(tuple(found))}
     return dataclasses.replace(
         config,
