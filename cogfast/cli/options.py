@@ -60,6 +60,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = message
+        # argparse lists the unknown options, but does not suggest a known one.
         if message.startswith("unrecognized arguments: -"):
             flag_given = message.split()[2].partition("=")[0]
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -87,6 +88,7 @@ def _whole_request(found: argparse.Namespace) -> Request:
     """Build the request of a command that needs --base and accepts key=value arguments."""
     if not found.base:
         raise ValueError("--base is missing; give model.yaml and sft.yaml")
+    # `--base a.yaml b.yaml key=value`: nargs="+" also takes the overrides that follow.
     base, moved = _split_overrides(found.base)
     for override in found.overrides:
         if "=" not in override:
@@ -144,6 +146,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     run_config = _run_config(Path(sources[0])) if sources else None
     # Sampling need not use the tensor-parallel layout that the run was trained with.
     fitting = ["args.model_parallel_size=1", "args.sequence_parallel=false"] if run_config else []
+    # Neither a run nor a checkpoint of one: a model folder, with the file of configs/ that fits it.
     if sources and run_config is None:
         from cogfast.train.sampling.pipeline_defaults import find_config
 
@@ -158,6 +161,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         images=found.image,
         out=found.out,
         weights=sources[0] if sources else None,
+        # A run is sampled with its averaged weights by default, a model folder has none.
         ema=bool(sources) if found.ema is None else found.ema,
         lora=tuple(found.lora or ()),
     )
@@ -178,6 +182,7 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
         if not os.path.isfile(file):
             raise ValueError(f"{key}={file}: no such file; give --prompt TEXT or a file of prompts")
         lines = _utf8_lines(Path(file).read_bytes(), f"{key}={file}")
+    # Blank lines of a file are skipped; an empty --prompt is a prompt.
     pairs = [line.partition("@@")[::2] for line in lines if line.strip() or request.prompts]
     if not pairs:
         raise ValueError("there is no prompt; give --prompt TEXT")
@@ -234,9 +239,11 @@ def _parse(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> argpa
     for name in [f.name for f in fields(TrainArguments)] + unused + list(_OTHER_FLAGS):
         if name in visible:
             continue
+        # Both --train-iters and --train_iters; a name of one word has one spelling.
         flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
         options: dict[str, typing.Any] = {"help": argparse.SUPPRESS, "dest": f"args.{name}"}
         kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
+        # SAT's switches have no value: the flag alone means true.
         if name in _SWITCHES or bool in kinds:
             options |= {"action": "store_const", "const": True}
         elif typing.get_origin(hints.get(name)) is list or any(
@@ -244,6 +251,7 @@ def _parse(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> argpa
         ):
             options["nargs"] = "*"
         parser.add_argument(*flags, **options)
+    # Intermixed: overrides may stand before, between and after the options.
     return parser.parse_intermixed_args(list(argv))
 
 
@@ -256,6 +264,7 @@ def _flag_overrides(found: argparse.Namespace) -> list[str]:
     values = vars(found)
     overrides = [] if found.seed is None else [f"args.seed={found.seed}"]
     if values.get("resume") is not None:
+        # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
         overrides.append(f"args.resume={json.dumps(values['resume'])}")
     if values.get("accept_changes"):
         overrides.append("args.accept_changes=true")

@@ -50,6 +50,7 @@ def _kept(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
     if stream is not None:
         with contextlib.suppress(OSError):
             stream.flush()
+    # Over the same descriptor, so that child processes and C++ libraries write to the same place.
     return io.TextIOWrapper(
         io.BufferedWriter(_Stream(descriptor, "w", closefd=False)),
         encoding="utf-8" if stream is None else stream.encoding,

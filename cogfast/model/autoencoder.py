@@ -198,6 +198,7 @@ class VideoAutoencoder(nn.Module):
         per_pixel = bytes_per_pixel(self.inner, num_latents)
         video = 3 * num_pixel_frames(num_latents) * height * width * self.dtype.itemsize
         if self.use_tiling:
+            # The user's choice of tiles is kept, whatever the limit.
             tile = (self.inner.tile_sample_min_height, self.inner.tile_sample_min_width)
             return tiled(height, width, tile, per_pixel, video)
         plan = plan_decode(height, width, per_pixel, video, num_bytes)
@@ -405,6 +406,7 @@ def plan_decode(
     ]
     fitting = [plan for plan in plans if plan.num_bytes <= budget]
     if not fitting:
+        # plans[0] has the smallest tiles.
         return min(plans[0], whole, key=lambda plan: plan.num_bytes)
     return min(fitting, key=lambda plan: _cost(height, width, plan))
 

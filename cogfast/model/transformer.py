@@ -68,6 +68,7 @@ class DiffusionTransformer(nn.Module):
             )
             for _ in range(config.num_layers)
         )
+        # Set by use_calls, such as checkpointed versions of the blocks.
         self.training_calls: Sequence[BlockCall] | None = None
         self._before_training_calls: Callable[[Tensor], None] | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
@@ -237,6 +238,7 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
                     config.lora_dropout,
                     config.lora_targets,
                 )
+    # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":
         transformer.to_empty(device=device)
         initialize(transformer, seed)

@@ -100,6 +100,7 @@ def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[str, Any]:
     patch, rows = shapes["patch_embedding.weight"], shapes["output.weight"][0]
     size = source.facts.get("patch_size") or _patch_size(rows, out_channels, source)
+    # The query norm has one weight for each entry of a head.
     head = shapes.get("blocks.0.attention.query_norm.weight", (_HEAD_WIDTH,))[0]
     if patch[0] % head:
         raise ValueError(

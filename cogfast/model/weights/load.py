@@ -71,6 +71,7 @@ def load_source(
     shards: Mapping[str, Shard] | None = None,
 ) -> LoadReport:
     """Load from an open source; otherwise as load_transformer. path: the name in error messages."""
+    # args.force_train and args.force_inference also permit bf16 weights in fp16.
     if not allow_missing:
         _check_dtype(path, source.main_dtype, transformer.dtype)
     parameters, shards = dict(transformer.named_parameters()), shards or {}

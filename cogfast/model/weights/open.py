@@ -20,6 +20,7 @@ def open_source(path: Path, ema: bool = False) -> WeightSource:
     folder; a PEFT file or folder; a run of cogfast or one of its checkpoints; a folder in cogfast's
     own format. ema: open the moving average, which SAT folders and runs may have.
     """
+    # Runs first: their checkpoints are safetensors files, too.
     checkpoint = find_run_checkpoint(path)
     if checkpoint is not None:
         return open_run(checkpoint, ema)

@@ -22,6 +22,7 @@ def to_sat_state_dict(transformer: DiffusionTransformer) -> dict[str, Tensor]:
         state[key] = state[key].view(config.hidden_size, config.in_channels, patch.h, patch.w)
         if config.position == "rotary":
             turns = transformer.rotary(config.grid).per_row(num_text=0)  # [V, D/2] complex
+            # Sine before cosine, as in ROTARY_BUFFERS, each for both entries that it rotates.
             for name, table in zip(ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
                 state[PREFIX + name] = table.repeat_interleave(2, dim=-1)
     return state

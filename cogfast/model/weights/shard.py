@@ -53,6 +53,7 @@ class Shard:
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this shard of the whole parameter; a view if it is one stretch."""
+        # Some formats store a parameter flat.
         whole = whole.reshape(self.shape)
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)

@@ -115,6 +115,7 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
 
     def read(name: str, shard: Shard | None) -> Tensor:
         values = source.read(name, shard)
+        # Tensor parallelism splits only the blocks, never this weight.
         return values.reshape(flat) if name == key and shard is None else values
 
     return replace(

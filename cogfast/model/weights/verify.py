@@ -107,6 +107,7 @@ def _ours(source: WeightSource, config: TransformerConfig, given: dict[str, Tens
         transformer = assemble_transformer(config)
     transformer.to_empty(device="cpu").eval()
     if isinstance(transformer.position_table, PositionTable) and config.position == "sincos":
+        # 2B's table is computed: `source` may come without it (see `verify`).
         transformer.position_table.reset()
     load_source(transformer, source, source.description)
     return transformer(**given)
@@ -236,6 +237,7 @@ def verify_peft(source: WeightSource, file: Path) -> str:
         module, _, part = name.rsplit(".", 2)
         layer = layers.pop(linear_parts(module)[int(part)])
         a, b = (source.read(name.replace("_A.", f"_{s}."), None).float() for s in "AB")
+        # PEFT keeps adapters by name; the file has one.
         (adapter,) = layer.scaling
         theirs = (
             matrices[adapter].get_parameter("weight") for matrices in (layer.lora_A, layer.lora_B)

@@ -326,6 +326,7 @@ def write_diffusers(
     about = diffusers_config(config)
     _log_positions(config, path)
     _compare_table(source, config)
+    # Descriptions only: a tensor is read when it is written.
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", about)

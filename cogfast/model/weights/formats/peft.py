@@ -168,6 +168,7 @@ def _header(source: WeightSource, names: list[str]) -> dict[str, Any]:
     alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
     config = {
         "r": rank,
+        # peft.LoraConfig declares it as an int.
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": sorted(ranks),
         "rank_pattern": {f"^{module}": r for module, r in ranks.items() if r != rank},
@@ -271,6 +272,7 @@ def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
     if _HEADER_KEY in header:
         where = f"{file}: {_HEADER_KEY}"
         found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
+        # diffusers prefixes its keys by the pipeline's component; other tools may not.
         prefixed = {k: v for k, v in found.items() if k.startswith(_COMPONENT)}
         found = {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}
         settings = check(found, _Settings, where)
@@ -299,6 +301,7 @@ def _check_pattern(pattern: str, where: str) -> None:
 def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
     """Return the alpha for which alpha / rank is the strength of a linear's pair."""
     if settings is None:
+        # Strength 1, as in diffusers.
         return float(rank)
     alpha = settings.lora_alpha
     for pattern, special in (settings.alpha_pattern or {}).items():

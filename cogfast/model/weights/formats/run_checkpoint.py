@@ -41,11 +41,13 @@ class RunFiles:
                 shares.setdefault((index, count), []).append((s["start"], s["numel"], file, key))
         for shares in self._pieces.values():
             for pieces in shares.values():
+                # By their start, since `_read` walks through them once.
                 pieces.sort()
         self.kinds = {kind for _, kind in self._pieces}
         self.frozen = sorted(name for name, kind in self._pieces if kind == "frozen")
         known = {**manifest.get("frozen", {}), **manifest["parameters"]}
         self._cuts = {name: tuple(about["cut"]) for name, about in known.items() if "cut" in about}
+        # The first format stores no shape of frozen weights: add up the lengths of their slices.
         flat = {
             n: (sum(p[1] for p in self._pieces[n, "frozen"][0, 1]),)
             for n in self.frozen
@@ -124,6 +126,7 @@ class RunFiles:
         at, end = start, start + out.numel()
         for begin, numel, file, key in self._pieces.get((name, kind), {}).get(share, []):
             high = min(begin + numel, end)
+            # A gap: the slice with element `at` is missing.
             if begin > at:
                 break
             if high > at:
@@ -183,6 +186,7 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
 
     def read(name: str, shard: Shard | None) -> Tensor:
         nonlocal is_verified
+        # Not when opened: hashing takes long, and a caller may only want names and shapes.
         if not is_verified:
             verify()
             is_verified = True

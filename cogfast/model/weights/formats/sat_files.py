@@ -46,6 +46,7 @@ def grid_facts(
     where: the file's name in errors. ValueError for tensors that are no such tables.
     """
     facts: dict[str, Any] = {}
+    # Of the stored dtype: it limits how exact the table's values are.
     eps = 0.0 if table is None else torch.finfo(table.dtype).eps
     sin, cos, table = (None if t is None else t.float() for t in (sin, cos, table))
     if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):
@@ -65,6 +66,7 @@ def grid_facts(
         facts = {"position": "rotary"}
         facts |= _video_of(_grid(both[:, :rows], both[:, rows:columns], both[:, columns:]))
         if table is not None:
+            # 5B-I2V has a learned table beside the rotary ones.
             facts["text_length"] = table.shape[1] - sin.shape[0]
     elif table is not None and not is_rotary:
         width = table.shape[2]
@@ -285,7 +287,7 @@ def sat_tensors(
         shape, read = tensor.shape, tensor.read
         is_patch = name == "patch_embedding.weight"
         if is_patch and config is not None and not config.patch_size.joins_frames:
-            # a convolution in SAT
+            # A convolution in SAT.
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
         cut = model_parallel_cut(name)
         if cut is not None and count > 1:
@@ -320,5 +322,6 @@ def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[s
     if config.position == "rotary" and _UNUSED_TABLE not in source.shapes:
         shape = (config.max_sequence_length, config.hidden_size)
         dtype = source.dtypes["patch_embedding.weight"]
+        # SAT loads the tensor and never reads its values.
         read = partial(torch.zeros, shape)
         yield _UNUSED_TABLE, Outgoing(sat_name(_UNUSED_TABLE), shape, dtype, read)

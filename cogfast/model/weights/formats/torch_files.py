@@ -37,6 +37,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
 
     ValueError for a file that is damaged or contains other objects.
     """
+    # Before torch.load, which would do the work that a hostile file asks for.
     _check_zip(path)
     _check_pickle(path)
     try:
@@ -119,6 +120,7 @@ def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:
     """
     with zipfile.ZipFile(path, "w") as archive:
         _add(archive, "data.pkl", memoryview(_pickled(key, tensors)))
+        # As torch.save: torch.load reads the byte order here, and the format from `version`.
         _add(archive, "byteorder", memoryview(b"little"))
         for index, tensor in enumerate(tensors):
             _add(archive, f"data/{index}", tensor.bytes())
@@ -167,6 +169,7 @@ class _Pickler(pickle.Pickler):
 def _pickled(key: str, tensors: Sequence[Outgoing]) -> bytes:
     file = io.BytesIO()
     content = {key: {t.name: _Tensor(i, t) for i, t in enumerate(tensors)}}
+    # torch.save's default protocol.
     _Pickler(file, protocol=2).dump(content)
     return file.getvalue()
 

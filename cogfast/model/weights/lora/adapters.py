@@ -139,6 +139,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
         pair = _PAIR.fullmatch(name)
         assert pair is not None, f"{name}: _is_paired found a pair"
         weight = shapes.get(f"{pair['module']}.weight")
+        # Adapters of too many layers are of another model: the message below says which.
         if weight is None and num_layers <= has_layers:
             raise ValueError(
                 f"{adapter.description}: {name} adapts a linear that the model does not have; use "
@@ -270,6 +271,7 @@ class MergeRounding:
     def add(self, name: str, weight: Tensor, merged: Tensor) -> None:
         """Add a merged weight. weight: the base's, in its dtype; merged: float32."""
         dtype = self.dtype or weight.dtype
+        # Each weight counts once, though --verify reads it again; float32 and wider round nothing.
         if name in self._sums or torch.promote_types(torch.float32, dtype) == dtype:
             return
         change = merged - weight.float()
@@ -311,6 +313,7 @@ def merge_lora(
         module, _, kind = name.rpartition(".")
         if kind != "weight" or module not in adapted:
             return base.read(name, shard)
+        # The whole weight, also for a shard: rounding is measured on whole weights.
         weight = base.read(name, None)
         deltas = _deltas(adapter, module, weight.shape)
         # In float32: in bf16 most of so small a change would round away.

@@ -83,6 +83,7 @@ class Extraction:
         else:
             size = min(self.rank + _SPARE, *change.shape)
             with torch.random.fork_rng(devices=[]):  # the SVD draws its first directions
+                # Two conversions give the same file.
                 torch.manual_seed(0)
                 found = torch.svd_lowrank(change, q=size, niter=_ITERATIONS)
             u, s, v = (f[..., : self.rank] for f in found)

@@ -105,6 +105,7 @@ def _count(names: Iterable[str], pattern: str, path: Path) -> tuple[int, int]:
     """Return the number of levels of the encoder, and of blocks per level."""
     found = [match for match in (re.match(pattern, name) for name in names) if match]
     numbers = [{match[i] for match in found} for i in (1, 2)]
+    # The numbers must run from 0 without a gap.
     if any(not held or held != set(map(str, range(len(held)))) for held in numbers):
         raise ValueError(f"{path}: blocks of the VAE's encoder are missing; copy it again")
     return len(numbers[0]), len(numbers[1])
