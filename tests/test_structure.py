@@ -192,8 +192,8 @@ print(json.dumps({{
     "default dtype": str(torch.get_default_dtype()),
 }}))
 """
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    arguments = [sys.executable, "-c", code]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(modules) <= set(found["modules"])

@@ -1,4 +1,4 @@
-"""The words of `cogfast train` and `cogfast sample`, exit statuses, and upstream's scripts."""
+"""The arguments of `cogfast train` and `cogfast sample`, exit statuses, and upstream's scripts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from cogfast.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess:
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(list(map(str, words)), env=env, capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        list(map(str, arguments)), env=env, capture_output=True, text=True, cwd=ROOT
+    )
 
 
-def train_words(sat_configs: Path, *words: str) -> list[str]:
-    return ["--base", str(sat_configs / "cogvideox_2b.yaml"), str(sat_configs / "sft.yaml"), *words]
+def train_arguments(sat_configs: Path, *arguments: str) -> list[str]:
+    return [
+        "--base",
+        str(sat_configs / "cogvideox_2b.yaml"),
+        str(sat_configs / "sft.yaml"),
+        *arguments,
+    ]
 
 
 def test_sats_flags_become_overrides(sat_configs):
@@ -53,7 +60,7 @@ def test_sats_flags_become_overrides(sat_configs):
         "--zero_stage",
         "1",
     ]
-    request = parse_train(train_words(sat_configs, *flags))
+    request = parse_train(train_arguments(sat_configs, *flags))
     config = load_config(request.base, request.overrides)
     args = config.args
     assert (args.train_iters, args.bf16, args.save_interval) == (10, True, 5)
@@ -64,7 +71,7 @@ def test_sats_flags_become_overrides(sat_configs):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         "--base {0} {1} args.seed=5 --dry-run data.params.fps=4",
         "args.seed=5 --base {0} {1} data.params.fps=4 --dry-run",
@@ -72,15 +79,15 @@ def test_sats_flags_become_overrides(sat_configs):
         "--train-data x data.params.fps=4 --base {0} {1} args.seed=5 --dry-run",
     ],
 )
-def test_overrides_may_come_anywhere(sat_configs, words):
+def test_overrides_may_come_anywhere(sat_configs, arguments):
     files = [str(sat_configs / f"{name}.yaml") for name in ("cogvideox_2b", "sft")]
-    request = parse_train(words.format(*files).split())
+    request = parse_train(arguments.format(*files).split())
     assert request.base == files
     assert request.dry_run
     assert {"args.seed=5", "data.params.fps=4"} <= set(request.overrides)
 
 
-BAD_WORDS = {
+BAD_ARGUMENTS = {
     "--train-itres 3": "cogfast train has no option --train-itres; did you mean --train-iters?",
     "fast": "no such file",
     "--seed x": "command line: args.seed='x' must be a whole number",
@@ -89,11 +96,11 @@ BAD_WORDS = {
 }
 
 
-@pytest.mark.parametrize("words", BAD_WORDS)
-def test_wrong_arguments(sat_configs, capsys, words):
-    assert main(["train", *train_words(sat_configs, *words.split())]) == 2
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_wrong_arguments(sat_configs, capsys, arguments):
+    assert main(["train", *train_arguments(sat_configs, *arguments.split())]) == 2
     printed = capsys.readouterr()
-    assert BAD_WORDS[words] in printed.err
+    assert BAD_ARGUMENTS[arguments] in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
 
@@ -110,13 +117,13 @@ def test_words_without_files(capsys):
 
 
 def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
-    words = train_words(sat_configs, "--dry-run", "args.train_iters=7")
-    assert main(["train", *words]) == 0
+    arguments = train_arguments(sat_configs, "--dry-run", "args.train_iters=7")
+    assert main(["train", *arguments]) == 0
     text = capsys.readouterr().out
     assert "load: '{your CogVideoX SAT folder}/transformer'" in text
     line = next(t for t in text.splitlines() if t.startswith("  train_iters: 7"))
     assert line.endswith("# command line")
-    assert main(["train", *words[:-2]]) == 2
+    assert main(["train", *arguments[:-2]]) == 2
     (refused,) = capsys.readouterr().err.splitlines()
     assert "is a placeholder of upstream's file" in refused
 
@@ -133,23 +140,23 @@ def test_base_may_be_given_twice(sat_configs, capsys):
 def test_errors_of_other_packages_keep_their_traceback(sat_configs, tmp_path, monkeypatch):
     (tmp_path / "broken_clips.py").write_text("raise ValueError('mine')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["--allow-import", "broken_clips", "data={target: broken_clips.X, params: null}"]
+    arguments = ["--allow-import", "broken_clips", "data={target: broken_clips.X, params: null}"]
     with pytest.raises(ValueError, match="mine"):
-        main(["train", *train_words(sat_configs, *words)])
+        main(["train", *train_arguments(sat_configs, *arguments)])
     with pytest.raises(ValueError, match="--base nothing.yaml: no such file"):
         main(["train", "--base", "nothing.yaml", "--traceback"])
 
 
 def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
     """Under a launcher the other ranks wait, so that torchrun ends them before they repeat it."""
-    words = [sys.executable, "-m", "cogfast", "train", "--base", "nothing.yaml"]
-    alone = run(*words, RANK="0", WORLD_SIZE="2")
+    arguments = [sys.executable, "-m", "cogfast", "train", "--base", "nothing.yaml"]
+    alone = run(*arguments, RANK="0", WORLD_SIZE="2")
     assert alone.returncode == 2
     assert alone.stderr == "cogfast: --base nothing.yaml: no such file\n"
     waited = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("cogfast.__main__.time.sleep", waited.append)
-    assert main(words[3:]) == 2
+    assert main(arguments[3:]) == 2
     assert capsys.readouterr().err == "cogfast: rank 1: --base nothing.yaml: no such file\n"
     assert waited == [3]
 
@@ -163,8 +170,8 @@ def test_help_imports_nothing_slow():
 
 
 def test_upstreams_script_names(sat_configs):
-    words = train_words(sat_configs, "--seed", "11", "--dry-run")
-    shown = run(sys.executable, "scripts/train_video.py", *words)
+    arguments = train_arguments(sat_configs, "--seed", "11", "--dry-run")
+    shown = run(sys.executable, "scripts/train_video.py", *arguments)
     assert shown.returncode == 0, shown.stderr
     assert "  seed: 11" in shown.stdout
     refused = run(sys.executable, "scripts/sample_video.py", "--base", "nothing.yaml")
@@ -184,7 +191,7 @@ def test_finetune_scripts_pass_arguments_on(tmp_path, sat_configs):
     )
     assert one.returncode == 0, one.stderr
     assert "  train_iters: 77" in one.stdout
-    # torchrun is replaced by a script that shows its words
+    # torchrun is replaced by a script that shows its arguments
     fake = tmp_path / "torchrun"
     fake.write_text('#! /bin/bash\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"\n')
     fake.chmod(0o755)
@@ -200,8 +207,8 @@ def test_finetune_scripts_pass_arguments_on(tmp_path, sat_configs):
 def test_torchrun_knows_the_signal_option():
     from torch.distributed.run import get_args_parser
 
-    words = ["--signals-to-handle=SIGTERM,SIGUSR1", "script.py", "--base", "a.yaml"]
-    found = get_args_parser().parse_args(words)
+    arguments = ["--signals-to-handle=SIGTERM,SIGUSR1", "script.py", "--base", "a.yaml"]
+    found = get_args_parser().parse_args(arguments)
     assert found.signals_to_handle == "SIGTERM,SIGUSR1"
     assert found.training_script_args == ["--base", "a.yaml"]
 
@@ -239,7 +246,7 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     file.write_text(f"a cat\n\na dog@@{image}\n")
     run_folder = str(make_run(tmp_path))
     args = load_config([], [f"args.input_file={file}", "args.input_type=txt"]).args
-    asked = lambda *words: read_prompts(parse_sample([run_folder, *words]), args)
+    asked = lambda *arguments: read_prompts(parse_sample([run_folder, *arguments]), args)
     assert asked() == (["a cat", "a dog"], [None, image])
     assert asked("--prompt-file", str(file)) == (["a cat", "a dog"], [None, image])
     assert asked("--prompt", "x") == (["x"], [None])

@@ -17,7 +17,7 @@ COMMAND = """
 import ctypes, logging, os, sys, time
 import cogfast.__main__ as command
 
-def work(words):
+def work(arguments):
     command._start_logging()
     while not os.path.exists(sys.argv[2] + ".go"):
         time.sleep(0.01)

@@ -53,7 +53,7 @@ def test_prompt_files(tmp_path, monkeypatch) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "training_config.yaml").write_text("{}")
     args = SimpleNamespace(input_type="cli")
-    asked = lambda *words: read_prompts(parse_sample([str(tmp_path), *words]), args)
+    asked = lambda *arguments: read_prompts(parse_sample([str(tmp_path), *arguments]), args)
     file = tmp_path / "prompts.txt"
     file.write_bytes("a\u2028b\x0bc\r\nd\re\n\n".encode())
     assert asked("--prompt-file", str(file))[0] == ["a\u2028b\x0bc", "d", "e"]

@@ -112,8 +112,8 @@ def test_every_launch_compiles() -> None:
     """On a GPU arguments that are 1 or multiples of 16 become constants and hints; the interpreter
     does not show that."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    words = [sys.executable, "-m", "tests.support.kernels.triton_on_cpu"]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    arguments = [sys.executable, "-m", "tests.support.kernels.triton_on_cpu"]
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {
         "adaptive_layernorm_fwd_kernel",

@@ -79,7 +79,7 @@ def test_targets_without_a_pair_stay_and_cost_nothing(targets: tuple[str, ...]) 
 
 
 def test_targets_go_by_sats_names_or_diffusers(tmp_path) -> None:
-    """lora_config.params.target_modules, in the words of either trainer."""
+    """lora_config.params.target_modules, with the names of either trainer."""
     section = model_section("5b", tmp_path, lora_rank=2)
     params = section["network_config"]["params"]["modules"]["lora_config"]["params"]
     cases = {

@@ -161,15 +161,15 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("word", [*UNKNOWN, *WRONG, *TARGETS])
-def test_one_line_names_origin_key_and_fix(sat_configs, word):
-    message = (UNKNOWN | WRONG | TARGETS)[word]
+@pytest.mark.parametrize("argument", [*UNKNOWN, *WRONG, *TARGETS])
+def test_one_line_names_origin_key_and_fix(sat_configs, argument):
+    message = (UNKNOWN | WRONG | TARGETS)[argument]
     with pytest.raises(ValueError) as raised:
-        load_config([sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"], [word])
+        load_config([sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"], [argument])
     text = str(raised.value)
     assert message in text
     assert "\n" not in text
-    if word in UNKNOWN:
+    if argument in UNKNOWN:
         assert text == f"command line: {message}"
 
 

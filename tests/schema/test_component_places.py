@@ -182,14 +182,14 @@ def test_an_allowed_package_gives_only_what_it_defines(base, package, name) -> N
 def test_an_allowed_package_by_its_modules(base, package) -> None:
     OmegaConf.save(OmegaConf.merge(OmegaConf.load(base), {"data": None}), base)
     for path in (f"{package}.Clips", f"{package}.clips.Clips"):
-        words = [f"data={{target: {path}, params: {{size: 3}}}}"]
-        assert load_config([base], words, [package]).data.target == path
+        arguments = [f"data={{target: {path}, params: {{size: 3}}}}"]
+        assert load_config([base], arguments, [package]).data.target == path
         with pytest.raises(ValueError, match=rf"own package need --allow-import {package}"):
-            load_config([base], words)
+            load_config([base], arguments)
         with pytest.raises(ValueError, match=r"--allow-import my_clips_package"):
-            load_config([base], words, [package.removesuffix("_package")])
-    words = ["data={target: my_clips_package.clips.Clips}"]
-    assert load_config([base], words, [f"{package}.clips"]).data.target.endswith("Clips")
+            load_config([base], arguments, [package.removesuffix("_package")])
+    arguments = ["data={target: my_clips_package.clips.Clips}"]
+    assert load_config([base], arguments, [f"{package}.clips"]).data.target.endswith("Clips")
 
 
 def test_a_file_cannot_allow_an_import(base, package, capsys) -> None:
@@ -197,8 +197,8 @@ def test_a_file_cannot_allow_an_import(base, package, capsys) -> None:
     text = base.read_text().replace("data_video.SFTDataset", f"{package}.Clips")
     base.write_text(text)
     for extra in ("allow_import", "args.allow_import", "data.allow_import"):
-        words = ["train", "--dry-run", "--base", str(base), f"{extra}=[{package}]"]
-        assert main(words) == 2
+        arguments = ["train", "--dry-run", "--base", str(base), f"{extra}=[{package}]"]
+        assert main(arguments) == 2
         assert "unknown key" in capsys.readouterr().err or extra == "data.allow_import"
     assert main(["train", "--dry-run", "--base", str(base), "--allow-import", package]) == 2
     assert "unknown key data.params" in capsys.readouterr().err

@@ -114,8 +114,8 @@ def test_override_of_a_list_entry(sat_configs):
 
 
 def test_override_values_are_yaml_or_else_text():
-    words = ["args.load={a: folder}/x", "args.lr=1e-4", "args.epochs=null", "args.save=a=b"]
-    config = load_config([], [*words, "args.experiment_name=run #7", "args.summary_dir=#a\nb"])
+    overrides = ["args.load={a: folder}/x", "args.lr=1e-4", "args.epochs=null", "args.save=a=b"]
+    config = load_config([], [*overrides, "args.experiment_name=run #7", "args.summary_dir=#a\nb"])
     assert (config.args.experiment_name, config.args.summary_dir) == ("run #7", "#a\nb")
     assert config.args.load == "{a: folder}/x"
     assert config.args.lr == 1e-4

@@ -29,7 +29,7 @@ from tests.support.tiny_run import ROOT
 CONFIGS = ROOT / "configs"
 MODELS = [f"cogvideox{name}" for name in ("_2b", "_5b", "_5b_i2v", "1.5_5b", "1.5_5b_i2v")]
 RANK = "model.network_config.params.modules.lora_config.params.r"
-# Upstream's file -> the words that make ours its equal.
+# Upstream's file -> the arguments that make ours its equal.
 UPSTREAM = {
     **{name: (name, []) for name in MODELS},
     "cogvideox_2b_lora": ("cogvideox_2b", []),
@@ -38,13 +38,13 @@ UPSTREAM = {
 }
 
 
-def load(*names: str, words: list[str] | None = None) -> Config:
-    return load_config([CONFIGS / f"{name}.yaml" for name in names], words or [])
+def load(*names: str, arguments: list[str] | None = None) -> Config:
+    return load_config([CONFIGS / f"{name}.yaml" for name in names], arguments or [])
 
 
 def load_as_upstream(name: str) -> Config:
-    model, words = UPSTREAM[name]
-    return load(model, *(["lora"] if "lora" in name else []), words=words)
+    model, arguments = UPSTREAM[name]
+    return load(model, *(["lora"] if "lora" in name else []), arguments=arguments)
 
 
 def test_no_file_is_left_out():
@@ -132,7 +132,7 @@ def test_placeholders_are_refused_with_the_fix(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     fix = "is a placeholder of upstream's file; set it to your own path"
-    words = ["args.num_workers=0"]
+    arguments = ["args.num_workers=0"]
     for key in (
         "model.conditioner_config.params.emb_models.0.params.model_dir",
         "model.first_stage_config.params.ckpt_path",
@@ -140,15 +140,17 @@ def test_placeholders_are_refused_with_the_fix(
         "args.train_data.0",
     ):
         with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
-            check_train(load(model, "sft", words=words))
+            check_train(load(model, "sft", arguments=arguments))
         if key != "args.train_data.0":
             with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
-                check_sample(load(model, "inference", words=words), has_images="i2v" in model)
+                check_sample(
+                    load(model, "inference", arguments=arguments), has_images="i2v" in model
+                )
         if key.startswith("args.train_data"):
-            words.append(f"args.train_data=[{tmp_path}]")
+            arguments.append(f"args.train_data=[{tmp_path}]")
         else:
-            words.append(f"{key}={tmp_path}")
-    check_train(load(model, "sft", words=[*words, *CPU]), world_size=8)
+            arguments.append(f"{key}={tmp_path}")
+    check_train(load(model, "sft", arguments=[*arguments, *CPU]), world_size=8)
     # and through the command, before anything is written
     files = [str(CONFIGS / f"{name}.yaml") for name in (model, "inference")]
     assert main(["sample", "--base", *files, "--prompt", "x", "--out", str(tmp_path / "o")]) == 2

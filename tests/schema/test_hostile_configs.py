@@ -240,7 +240,7 @@ def case(
     elif source == "ours":
         name = ROOT / "configs" / rng.choice(OURS)
     config = OmegaConf.to_container(OmegaConf.load(name))
-    words, done = [], what
+    arguments, done = [], what
     if what in ("file", "override"):
         steps = [mutate(config, rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         if verb != "dry":
@@ -249,8 +249,8 @@ def case(
     if what == "override":
         key = ".".join(map(str, rng.choice(nodes_of(config))))
         key = rng.choice((key, key, f"{key}[0]", f"{key}.x", "", "=", "a" * 5000, "args[", "[]"))
-        words.append(f"{key}={rng.choice((*map(str, VALUES), LAUGHS, '[' * 3000))}"[:100_000])
-        done += f" {words[-1][:100]}"
+        arguments.append(f"{key}={rng.choice((*map(str, VALUES), LAUGHS, '[' * 3000))}"[:100_000])
+        done += f" {arguments[-1][:100]}"
     text = yaml.safe_dump(config, allow_unicode=True, sort_keys=False)
     if what == "text":
         text = rng.choice(TEXTS)
@@ -263,27 +263,27 @@ def case(
     file.write_bytes(bytes(data))
     base = ["--base", str(file), *others]
     if verb == "train":  # a mutated args.save would write where it says
-        words.append(f"args.save={folder / 'runs'}")
+        arguments.append(f"args.save={folder / 'runs'}")
     if verb == "cache":
-        words.append(f"args.latent_cache={folder / 'cache'}")
+        arguments.append(f"args.latent_cache={folder / 'cache'}")
     if verb == "sample":
-        words += ["args.force_inference=true", "args.mode=inference"]
-        return done, ["sample", *base, "--prompt", "x", "--out", str(folder / "out"), *words]
+        arguments += ["args.force_inference=true", "args.mode=inference"]
+        return done, ["sample", *base, "--prompt", "x", "--out", str(folder / "out"), *arguments]
     return done, [
         "train" if verb == "dry" else verb,
         *base,
-        *words,
+        *arguments,
         *["--dry-run"] * (verb == "dry"),
     ]
 
 
 def examine(seeds: range, start: Path, folder: Path, verbs: Sequence[str] = VERBS) -> list[str]:
-    """The faults of the cases of `seeds`, each with its words."""
+    """The faults of the cases of `seeds`, each with its arguments."""
     found = []
     for seed in seeds:
-        done, words = case(seed, start, folder / str(seed), verbs)
-        outcome = run_case(lambda words=words: main(words), folder / str(seed))
-        shown = [word for word in words if not word.startswith(str(folder))]
+        done, arguments = case(seed, start, folder / str(seed), verbs)
+        outcome = run_case(lambda arguments=arguments: main(arguments), folder / str(seed))
+        shown = [argument for argument in arguments if not argument.startswith(str(folder))]
         found += [f"seed {seed} ({done}) {shown}: {fault}" for fault in faults(outcome)]
         wrong = [line for line in outcome.output.splitlines() if line.startswith("cogfast: ")]
         if outcome.status in (1, 2) and not wrong:

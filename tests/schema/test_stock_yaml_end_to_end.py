@@ -1,6 +1,6 @@
 """Upstream's stock YAML files train, evaluate, resume and sample, with VAE and T5 in the loop.
 
-Only words of the command line are added: they shrink the network and name local files. What the
+Only arguments of the command line are added: they shrink the network and name local files. What the
 trainer computes at step 1 is computed a second time from the mp4 on by PyAV, sentencepiece,
 transformers, diffusers' VAE and transformer, and the formulas of the paper in float64.
 """
@@ -58,7 +58,7 @@ class Case:
     """One stock model file. num_latents: T of a clip, without padding."""
 
     name: str
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     is_fp32: bool = False  # sft.yaml asks for bf16
 
     @property
@@ -105,11 +105,11 @@ class Files:
     def t5(self) -> Path:
         return self.folder / "t5"
 
-    def words(self, case: Case) -> list[str]:
+    def arguments(self, case: Case) -> list[str]:
         """Paths, and sizes that two CPU cores can train."""
         network, coder = "model.network_config.params", "model.first_stage_config.params"
         modules = f"{network}.modules"
-        words = [
+        arguments = [
             f"args.load={self.folder / case.name}",
             f"{coder}.ckpt_path={self.folder / '3d-vae.pt'}",
             f"{coder}.encoder_config.params.ch=32",
@@ -121,15 +121,15 @@ class Files:
             f"{network}.hidden_size=128",
             "model.sampler_config.params.num_steps=3",
             "model.sampler_config.params.guider_config.params.num_steps=3",
-            *case.words,
+            *case.arguments,
         ]
         if not case.is_15:  # 1.5 slices its table of 300x300, 1.0's is the clip's size
             rows, columns = (side // 8 for side in SIZE)
-            words += [f"{network}.latent_height={rows}", f"{network}.latent_width={columns}"]
-            words.append(f"{network}.num_frames={case.num_frames}")
+            arguments += [f"{network}.latent_height={rows}", f"{network}.latent_width={columns}"]
+            arguments.append(f"{network}.num_frames={case.num_frames}")
         if "lora" in case.name:
-            words.append(f"{modules}.lora_config.params.r=4")
-        return words
+            arguments.append(f"{modules}.lora_config.params.r=4")
+        return arguments
 
     def training(self, case: Case, sat_configs: Path, save: Path) -> list[str]:
         clips = self.folder / f"clips-{case.num_frames}"
@@ -139,7 +139,7 @@ class Files:
             str(sat_configs / "sft.yaml"),
             "--seed",
             str(SEED),
-            *self.words(case),
+            *self.arguments(case),
             f"args.train_data=[{clips}]",
             f"args.valid_data=[{clips}]",
             f"args.save={save}",
@@ -160,7 +160,7 @@ class Files:
             "--base",
             str(sat_configs / f"{case.name}.yaml"),
             str(sat_configs / "inference.yaml"),
-            *self.words(case),
+            *self.arguments(case),
             f"args.load={load}",
             f"args.input_file={prompts}",
             f"args.output_dir={prompts.parent / 'outputs'}",
@@ -237,7 +237,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, sat_configs: Path) -> Files:
     found = Files(folder, write_vae(folder / "3d-vae.pt"))
     for case in CASES.values():
         diffusers_transformer(case).save_pretrained(folder / "diffusers" / case.name)
-        config = load_config([sat_configs / f"{case.name}.yaml"], found.words(case))
+        config = load_config([sat_configs / f"{case.name}.yaml"], found.arguments(case))
         config.model.network_config.params.modules.pop("lora_config", None)  # the base model's
         transformer = build_transformer(config.model)
         load_transformer(transformer, folder / "diffusers" / case.name)
@@ -398,8 +398,8 @@ def read_timesteps(case: Case, batch: int) -> Tensor:
     return ((strata + rng.uniform("timestep")) / batch * 1000).long()
 
 
-def train(words: list[str]) -> None:
-    assert main(["train", *words]) == 0
+def train(arguments: list[str]) -> None:
+    assert main(["train", *arguments]) == 0
 
 
 @pytest.mark.parametrize(
@@ -415,8 +415,8 @@ def test_train_evaluate_resume_and_sample(
     capsys: pytest.CaptureFixture,
 ) -> None:
     case = CASES[name]
-    words = files.training(case, sat_configs, tmp_path / "runs")
-    train(words)
+    arguments = files.training(case, sat_configs, tmp_path / "runs")
+    train(arguments)
     run = run_folder(tmp_path / "runs")
     straight = losses(run)
     assert len(straight) == 3
@@ -434,7 +434,7 @@ def test_train_evaluate_resume_and_sample(
     # the step after a checkpoint again, bitwise
     checkpoints = run / "checkpoints"
     before = read_run_weights(checkpoints / "00000003")
-    train([*words, "--resume", str(checkpoints / "00000002")])
+    train([*arguments, "--resume", str(checkpoints / "00000002")])
     assert losses(run) == straight
     after = read_run_weights(checkpoints / "00000003")
     assert before.keys() == after.keys()
@@ -448,7 +448,7 @@ def test_train_evaluate_resume_and_sample(
         2 if "lora" in name else 0
     )
     if "lora" in name:
-        assert main(["train", *words, f"args.load={run}"]) == 2
+        assert main(["train", *arguments, f"args.load={run}"]) == 2
         refused = f"args.load={run} holds 16 tensors and lacks"
         assert capsys.readouterr().err.count(refused) == 2
 
@@ -460,10 +460,10 @@ def check_sampling(case: Case, files: Files, sat_configs: Path, folder: Path, ru
     prompts = folder / "prompts.txt"
     prompts.write_text(CAPTIONS[0] + (f"@@{image}" if case.is_i2v else "") + "\n")
 
-    words = files.sampling(case, sat_configs, files.folder / case.name, prompts)
-    assert main(["sample", *words, f"args.output_dir={folder / 'video'}"]) == 0
+    arguments = files.sampling(case, sat_configs, files.folder / case.name, prompts)
+    assert main(["sample", *arguments, f"args.output_dir={folder / 'video'}"]) == 0
     latents_only = ["args.only_save_latents=true", f"args.output_dir={folder / 'latents'}"]
-    assert main(["sample", *words, *latents_only]) == 0
+    assert main(["sample", *arguments, *latents_only]) == 0
     (video,), (latents,) = (folder / "video").glob("*.mp4"), (folder / "latents").glob("*.safe*")
     frames = decode_all(video)
     assert frames.shape == (case.num_frames, *SIZE, 3)
@@ -502,8 +502,8 @@ def children(files: Files) -> Iterator[dict[str, str]]:
     yield {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def run_child(words: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+def run_child(arguments: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -514,11 +514,11 @@ def test_upstreams_commands(
     """`python train_video.py --base ... --seed N` and finetune_single_gpu.sh: the same losses."""
     case = CASES["cogvideox_2b_lora"]
     runs = [tmp_path / name for name in ("in-process", "train_video", "finetune_single_gpu")]
-    words = [files.training(case, sat_configs, save) for save in runs]
+    arguments = [files.training(case, sat_configs, save) for save in runs]
     shorter = ["args.train_iters=2", "args.eval_interval=null", "args.save_interval=null"]
-    train([*words[0], *shorter])
-    run_child([sys.executable, "scripts/train_video.py", *words[1], *shorter], children)
-    base, rest = words[2][1:3], words[2][5:]
+    train([*arguments[0], *shorter])
+    run_child([sys.executable, "scripts/train_video.py", *arguments[1], *shorter], children)
+    base, rest = arguments[2][1:3], arguments[2][5:]
     run_child(
         ["scripts/finetune_single_gpu.sh", *rest, *shorter],
         {**children, "BASE": " ".join(base), "SEED": str(SEED)},
@@ -531,9 +531,9 @@ def test_upstreams_commands(
 def test_stock_1_5_is_refused_until_latent_input_is_off(
     files: Files, sat_configs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    words = files.training(CASES["cogvideox1.5_5b"], sat_configs, tmp_path)
-    words.remove("model.latent_input=false")
-    assert main(["train", *words]) == 2
+    arguments = files.training(CASES["cogvideox1.5_5b"], sat_configs, tmp_path)
+    arguments.remove("model.latent_input=false")
+    assert main(["train", *arguments]) == 2
     assert (
         "cogvideox1.5_5b.yaml: model.latent_input=true, but data_video.SFTDataset returns pixels; "
         "set model.latent_input=false" in capsys.readouterr().err

@@ -51,14 +51,14 @@ def test_what_grows_is_refused_before_it_grows(tmp_path: Path, kind: str) -> Non
     with pytest.raises(ValueError, match=r"^a.yaml: .* values once ") as refused:
         load_config([file])
     assert len(str(refused.value)) < 400
-    words = [
+    arguments = [
         f"args.{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}".removesuffix(
             "\n"
         ).removesuffix("\n...")
         for name, value in GROWING[kind].items()
     ]
     with pytest.raises(ValueError, match="^command line: .* values once "):
-        load_config([], words)
+        load_config([], arguments)
 
 
 def test_two_files_are_counted_together(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     groups = start_processes()
     for number, run in enumerate(runs):
-        name, _, words = run.partition(":")
-        overrides = [f"args.save={Path(save) / str(number)}", *words.split(",")]
-        overrides = [word for word in overrides if word]
+        name, _, arguments = run.partition(":")
+        overrides = [f"args.save={Path(save) / str(number)}", *arguments.split(",")]
+        overrides = [argument for argument in overrides if argument]
         if name in FATAL:
             owner, attribute = FAULTS[name]
             call = failing(name, vars(owner)[attribute]) if rank == 1 else vars(owner)[attribute]

@@ -212,10 +212,10 @@ def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
             if is_write and is_outside(path):
                 say("w", os.fsdecode(path))
         elif event in _STARTS:
-            words = arguments[1] if event == "subprocess.Popen" else arguments[0]
-            name = words[0] if isinstance(words, list | tuple) else words
+            argv = arguments[1] if event == "subprocess.Popen" else arguments[0]
+            name = argv[0] if isinstance(argv, list | tuple) else argv
             if os.path.basename(os.fsdecode(name)) not in COMMANDS and os.getpid() == process:
-                say("c", f"{event} {words}")
+                say("c", f"{event} {argv}")
         elif event in _WRITES:
             for path in arguments[:2] if event in ("os.rename", "shutil.move") else arguments[:1]:
                 if is_outside(path):

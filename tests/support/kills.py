@@ -49,19 +49,19 @@ def newest_step(save: Path) -> int:
     return max((int(path.read_text()) for path in save.glob("*/checkpoints/latest")), default=0)
 
 
-def run_with_kills(words: Sequence[str], save: Path, kills: Sequence[Kill]) -> list[bool]:
+def run_with_kills(arguments: Sequence[str], save: Path, kills: Sequence[Kill]) -> list[bool]:
     """`cogfast WORDS` of two processes, again after each kill, and at last to its end. Returns
     whether each kill left an unfinished checkpoint."""
     was_in_save = []
     for kill in kills:
         before = newest_step(save)
-        process = start([*words, "--resume", "auto"], 2)
+        process = start([*arguments, "--resume", "auto"], 2)
         if kill.when != "start":
             wanted = max(kill.step, before + 1)
             wait_for(lambda: newest_step(save) >= wanted, process)  # noqa: B023
         kill_now(process, kill, save)
         was_in_save.append(any(save.glob("*/checkpoints/*.incomplete")))
-    done = run([*words, "--resume", "auto"], 2, timeout=1200)
+    done = run([*arguments, "--resume", "auto"], 2, timeout=1200)
     assert done.returncode == 0, done.stdout
     return was_in_save
 

@@ -34,11 +34,11 @@ def copy_run(save: str, step: str, run: str) -> None:
 
 def train(steps: list[list[str]]) -> None:
     groups = start_processes()
-    for first, *words in steps:
+    for first, *arguments in steps:
         if first == "copy":
-            groups.on_main(lambda names=words: copy_run(*names))
+            groups.on_main(lambda names=arguments: copy_run(*names))
         else:
-            Trainer(load_config([first], words)).train()
+            Trainer(load_config([first], arguments)).train()
     groups.close()
 
 

@@ -45,14 +45,14 @@ def draw_stops(seed: int, count: int) -> list[Stop]:
 
 
 def run_with_stops(
-    words: Sequence[str], save: Path, stops: Sequence[Stop], processes: int
+    arguments: Sequence[str], save: Path, stops: Sequence[Stop], processes: int
 ) -> dict[str, int]:
     """`cogfast WORDS`, an endless run, again after each signal. Returns how many stops were before
     training began and how many saved."""
     counts = {"before training": 0, "saved": 0}
     for stop in stops:
         before = newest_step(save)
-        process = start([*words, "--resume", "auto"], processes)
+        process = start([*arguments, "--resume", "auto"], processes)
         everything, output = stop_now(process, stop, save, before, processes)
         _, alive = psutil.wait_procs(everything, timeout=SECONDS_TO_END)
         assert not alive, f"{stop}, and {alive} stayed"

@@ -227,10 +227,10 @@ def torchrun(processes: int) -> list[str]:
     ]
 
 
-def launch_ranks(processes: int, *words: str, timeout: float = 300) -> None:
+def launch_ranks(processes: int, *arguments: str, timeout: float = 300) -> None:
     """Run a script of the tests on so many gloo processes; it must end well."""
     done = subprocess.run(
-        [*torchrun(processes), *words],
+        [*torchrun(processes), *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -241,12 +241,12 @@ def launch_ranks(processes: int, *words: str, timeout: float = 300) -> None:
 
 
 def start(
-    words: list[str], processes: int = 1, program: tuple[str, ...] = ("-m", "cogfast")
+    arguments: list[str], processes: int = 1, program: tuple[str, ...] = ("-m", "cogfast")
 ) -> subprocess.Popen:
     """Start `cogfast WORDS`, under torchrun where there is more than one process."""
-    command = [sys.executable, *program, *words]
+    command = [sys.executable, *program, *arguments]
     if processes > 1:
-        command = [*torchrun(processes), *program, *words]
+        command = [*torchrun(processes), *program, *arguments]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -259,13 +259,13 @@ def start(
 
 
 def run(
-    words: list[str],
+    arguments: list[str],
     processes: int = 1,
     timeout: float = 240,
     program: tuple[str, ...] = ("-m", "cogfast"),
 ) -> subprocess.CompletedProcess:
     """Run `cogfast WORDS` to its end; stdout and stderr together in .stdout."""
-    process = start(words, processes, program)
+    process = start(arguments, processes, program)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -54,16 +54,16 @@ def test_a_checkpoint_holds_the_adapters_alone(base: Path, trained: Path) -> Non
 
 
 def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> None:
-    words = [*ASKED, f"{LORA}.lora_dropout=0.5", "args.train_iters=4", "args.save_interval=2"]
-    Trainer(load_config([base], [*words, f"args.save={tmp_path / 'whole'}"])).train()
-    words.append(f"args.save={tmp_path / 'parts'}")
-    Trainer(load_config([base], [*words, "args.exit_interval=2"])).train()
+    arguments = [*ASKED, f"{LORA}.lora_dropout=0.5", "args.train_iters=4", "args.save_interval=2"]
+    Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'whole'}"])).train()
+    arguments.append(f"args.save={tmp_path / 'parts'}")
+    Trainer(load_config([base], [*arguments, "args.exit_interval=2"])).train()
     torch.manual_seed(5)  # another process would be in another state
-    Trainer(load_config([base], [*words, "args.resume=latest"])).train()
+    Trainer(load_config([base], [*arguments, "args.resume=latest"])).train()
     whole, parts = (losses(run_folder(tmp_path / name)) for name in ("whole", "parts"))
     assert whole == parts and len(whole) == 4
-    words[1], words[-1] = f"{LORA}.lora_dropout=0", f"args.save={tmp_path / 'none'}"
-    Trainer(load_config([base], words)).train()
+    arguments[1], arguments[-1] = f"{LORA}.lora_dropout=0", f"args.save={tmp_path / 'none'}"
+    Trainer(load_config([base], arguments)).train()
     assert losses(run_folder(tmp_path / "none")) != whole
 
 
@@ -86,8 +86,8 @@ def sources(trained: Path, base: Path) -> dict[str, Path]:
 def test_training_starts_from_adapters(
     tmp_path: Path, base: Path, sources: dict[str, Path], kind: str
 ) -> None:
-    words = [*ASKED, f"args.load_lora={sources[kind]}", f"args.save={tmp_path}"]
-    trainer = Trainer(load_config([base], words))
+    arguments = [*ASKED, f"args.load_lora={sources[kind]}", f"args.save={tmp_path}"]
+    trainer = Trainer(load_config([base], arguments))
     adapter = open_adapter(sources["run"])
     state = dict(trainer.engine.transformer.named_parameters())
     held = {name for name in state if is_lora_parameter(name)}
@@ -108,10 +108,10 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
         f"{LORA}.target_modules=[to_q]": r"set target_modules: \[to_q, to_v, to_out.0\]",
         "args.load_lora=nothing": "args.load_lora=nothing does not exist; set it to a file",
     }
-    for word, match in cases.items():
-        words = [*ASKED, f"args.load_lora={sources['peft']}", f"args.save={tmp_path}", word]
+    for argument, match in cases.items():
+        arguments = [*ASKED, f"args.load_lora={sources['peft']}", f"args.save={tmp_path}", argument]
         with pytest.raises(ValueError, match=match):
-            Trainer(load_config([base], words))
+            Trainer(load_config([base], arguments))
     assert not list(tmp_path.iterdir())
 
 
@@ -128,8 +128,8 @@ def test_a_base_that_gives_adapters_no_gradient_is_refused(
             if is_zero:
                 parameter.zero_()
     save_as_sat(plain, tmp_path / "zero")
-    words = [f"args.load={tmp_path / 'zero'}", f"args.save={tmp_path / 'runs'}"]
+    arguments = [f"args.load={tmp_path / 'zero'}", f"args.save={tmp_path / 'runs'}"]
     with pytest.raises(ValueError, match=rf"zero: the .*{what} is zero, so LoRA gets no gradient"):
-        Trainer(load_config([base], words))
-    Trainer(load_config([base], [*words, "args.force_train=true"]))
+        Trainer(load_config([base], arguments))
+    Trainer(load_config([base], [*arguments, "args.force_train=true"]))
     assert any("LoRA gets no gradient at first" in r.message for r in caplog.records)

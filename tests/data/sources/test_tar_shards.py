@@ -226,9 +226,9 @@ def _header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return bytes(block)
 
 
-def _pax(**words: str) -> bytes:
+def _pax(**headers: str) -> bytes:
     info = tarfile.TarInfo("a.mp4")
-    info.pax_headers = words
+    info.pax_headers = headers
     return info.tobuf(tarfile.PAX_FORMAT)
 
 

@@ -391,7 +391,7 @@ def test_a_cache_is_made_by_dali(tmp_path):
     args = {"train_iters": 4, "num_workers": 1, "max_bad_fraction": 0.2, "check_videos": False}
     base = write_config(tmp_path / "base.yaml", folder, "5b_i2v", **args)
 
-    def words(backend: str, cache: str) -> list[str]:
+    def arguments(backend: str, cache: str) -> list[str]:
         where = f"args.latent_cache={tmp_path / cache}"
         return [f"data.params.video_backend={backend}", where, f"args.save={tmp_path / 'runs'}"]
 
@@ -400,17 +400,17 @@ def test_a_cache_is_made_by_dali(tmp_path):
         ("again", "dali", ["args.num_workers=4"]),
         ("pyav", "pyav", []),
     ):
-        cache_latents(load_config([base], [*words(backend, cache), *more]))
+        cache_latents(load_config([base], [*arguments(backend, cache), *more]))
         if cache == "again":
             lost = sorted((tmp_path / cache).glob("video*.safetensors"))[0]
             lost.unlink()
-            cache_latents(load_config([base], words("dali", cache)))
+            cache_latents(load_config([base], arguments("dali", cache)))
             assert contents(tmp_path / "dali") == contents(tmp_path / "again")
     assert contents(tmp_path / "dali") != contents(tmp_path / "pyav")
     runs = {}
     for name, config in (
-        ("cache", load_config([base], words("pyav", "dali"))),
-        ("pixels", load_config([base], words("dali", "dali")[::2])),
+        ("cache", load_config([base], arguments("pyav", "dali"))),
+        ("pixels", load_config([base], arguments("dali", "dali")[::2])),
     ):
         runs[name] = Recorder(config)
         runs[name].train()

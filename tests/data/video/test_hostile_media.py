@@ -78,8 +78,8 @@ def _train(root: Path, config: Path) -> Outcome:
 
 
 def _encode_cache(root: Path, config: Path) -> Outcome:
-    word = f"args.latent_cache={root / 'cache'}"
-    return run_case(lambda: main(["cache", "--base", str(config), word]), root, max_wait=120.0)
+    argument = f"args.latent_cache={root / 'cache'}"
+    return run_case(lambda: main(["cache", "--base", str(config), argument]), root, max_wait=120.0)
 
 
 def _recorded(file: Path) -> dict[str, str]:

@@ -39,16 +39,20 @@ RATES = {"mpeg2video": (24, 25, 30)}
 def options(codec: str, rng: random.Random) -> dict[str, str]:
     choose = lambda name, *values: f"{name}={rng.choice(values)}"
     if codec == "libx264":
-        words = [choose("keyint", 1, 5, 12, 30, 250), choose("bframes", 0, 1, 3, 8)]
-        words += [choose("b-pyramid", "none", "strict", "normal"), choose("ref", 1, 3, 6)]
-        words += [choose("open-gop", 0, 1), choose("weightp", 0, 2), choose("slices", 1, 4)]
-        words += rng.choice(([], [], [], ["intra-refresh=1"], ["tff=1"], ["bff=1"]))
+        codec_options = [choose("keyint", 1, 5, 12, 30, 250), choose("bframes", 0, 1, 3, 8)]
+        codec_options += [choose("b-pyramid", "none", "strict", "normal"), choose("ref", 1, 3, 6)]
+        codec_options += [choose("open-gop", 0, 1), choose("weightp", 0, 2), choose("slices", 1, 4)]
+        codec_options += rng.choice(([], [], [], ["intra-refresh=1"], ["tff=1"], ["bff=1"]))
         preset = rng.choice(("ultrafast", "veryfast", "medium"))
-        return {"x264-params": ":".join([*words, "threads=1"]), "preset": preset}
+        return {"x264-params": ":".join([*codec_options, "threads=1"]), "preset": preset}
     if codec == "libx265":
-        words = [choose("keyint", 5, 30, 250), choose("bframes", 0, 4), choose("open-gop", 0, 1)]
-        words += [choose("temporal-layers", 0, 1), "log-level=none", "pools=none"]
-        return {"x265-params": ":".join(words), "preset": "ultrafast"}
+        codec_options = [
+            choose("keyint", 5, 30, 250),
+            choose("bframes", 0, 4),
+            choose("open-gop", 0, 1),
+        ]
+        codec_options += [choose("temporal-layers", 0, 1), "log-level=none", "pools=none"]
+        return {"x265-params": ":".join(codec_options), "preset": "ultrafast"}
     if codec == "libsvtav1":
         return {"preset": "12", "svtav1-params": "lp=1"}
     if codec.startswith("libvpx"):

@@ -444,8 +444,8 @@ def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
 
 
 def test_a_dtype_has_either_name() -> None:
-    for word in ("bf16", "bfloat16"):
-        assert parse_convert(["a", "b", "--to", "sat", "--dtype", word])["dtype"] == "bfloat16"
+    for argument in ("bf16", "bfloat16"):
+        assert parse_convert(["a", "b", "--to", "sat", "--dtype", argument])["dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="--dtype: invalid choice: 'int8'"):
         parse_convert(["a", "b", "--to", "sat", "--dtype", "int8"])
 

@@ -196,7 +196,7 @@ def test_what_a_killed_conversion_left_is_no_obstacle(made: Path, tmp_path: Path
 
 def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> None:
     folder, target = str(made / "sat"), str(made / "target")
-    for words, message in (
+    for arguments, message in (
         (
             ["--to", "sat", "--model-parallel-size", "4"],
             "must divide num_attention_heads=2; use 1, 2",
@@ -210,7 +210,7 @@ def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> N
         (["--to", "onnx"], "invalid choice: 'onnx'"),
         (["--to", "sat", "--verfy"], "no option --verfy; did you mean --verify"),
     ):
-        assert main(["convert", folder, target, *words]) == 2
+        assert main(["convert", folder, target, *arguments]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith("cogfast: ") and message in line
         assert not Path(target).exists()

@@ -62,8 +62,8 @@ print(peak)
 MOST = (2 * 130 << 10) + (1 << 20)  # kB: twice the largest tensor and 1 GiB
 
 
-def python(code: str, *words: object) -> str:
-    command = [sys.executable, "-c", code, *map(str, words)]
+def python(code: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -53,7 +53,7 @@ IMPORTED_LATE = (
 
 @dataclass(frozen=True)
 class Format:
-    """reads: words of commands, or calls, that read the folder `in`; they may write to `out`."""
+    """reads: arguments of commands, or calls, that read the folder `in`; they may write to `out`."""
 
     make: Callable[[Path], None]
     reads: tuple[tuple[str, ...] | Callable[[], object], ...]
@@ -63,7 +63,7 @@ def run(read: tuple[str, ...] | Callable[[], object]) -> int:
     """Run a command as the command line does, with one line for an error."""
     if isinstance(read, tuple):
         return main(list(read))
-    with patch.dict(_COMMANDS, {"read": lambda words: read()}):
+    with patch.dict(_COMMANDS, {"read": lambda argv: read()}):
         return main(["read"])
 
 
@@ -148,9 +148,9 @@ def _t5(folder: Path) -> None:
     import sentencepiece
     from transformers import T5Config, T5EncoderModel
 
-    words, model = ["a video of the sea", "the sea at night"], io.BytesIO()
+    sentences, model = ["a video of the sea", "the sea at night"], io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(words),
+        sentence_iterator=iter(sentences),
         model_writer=model,
         vocab_size=18,
         pad_id=0,

@@ -115,9 +115,9 @@ def test_without_one_trained_size_the_networks_own_is_written(
 def test_a_run_notes_its_size(tmp_path: Path) -> None:
     data = write_clips(tmp_path / "data", num_clips=4)
     base = write_config(tmp_path / "base.yaml", data, train_iters=1)
-    words = [f"model.network_config.params.latent_{side}=8" for side in ("height", "width")]
-    words.append(f"{POSITION}.positions=pipeline")
-    trainer = Trainer(load_config([base], words, allow_import=["tests"]))
+    arguments = [f"model.network_config.params.latent_{side}=8" for side in ("height", "width")]
+    arguments.append(f"{POSITION}.positions=pipeline")
+    trainer = Trainer(load_config([base], arguments, allow_import=["tests"]))
     assert trainer.engine.transformer.rotary.is_rescaled
     trainer.train()
     source = open_source(run_folder(tmp_path / "runs"))
@@ -132,7 +132,7 @@ LARGER = (
 
 
 @pytest.mark.parametrize(
-    ("family", "words", "text"),
+    ("family", "arguments", "text"),
     [
         ("5b", LARGER, "videos of 32x32 are trained at integer positions"),
         ("5b", (*LARGER, f"{POSITION}.positions=pipeline"), None),
@@ -144,11 +144,11 @@ LARGER = (
     ],
 )
 def test_training_says_what_a_pipeline_will_do(
-    family: str, words: tuple[str, ...], text: str | None, tmp_path: Path, caplog
+    family: str, arguments: tuple[str, ...], text: str | None, tmp_path: Path, caplog
 ) -> None:
     base = write_config(tmp_path / "base.yaml", tmp_path / "data", family)
     with caplog.at_level("INFO", logger="cogfast"):
-        warn_of_pipeline_positions(load_config([base], words, allow_import=["tests"]))
+        warn_of_pipeline_positions(load_config([base], arguments, allow_import=["tests"]))
     assert [text in line for line in caplog.messages] == [True] * (text is not None)
 
 
@@ -173,8 +173,8 @@ def test_sampling_at_other_positions_than_the_runs_is_logged(
 def test_pipeline_positions_have_no_largest_size(tmp_path: Path) -> None:
     base = write_config(tmp_path / "base.yaml", tmp_path / "data")
     for positions in ("integer", "pipeline"):
-        words = [f"{POSITION}.positions={positions}"]
-        config = load_config([base], words, allow_import=["tests"])
+        arguments = [f"{POSITION}.positions={positions}"]
+        config = load_config([base], arguments, allow_import=["tests"])
         network = transformer_arguments(config.model.network_config.params)
         if positions == "pipeline":
             check_size(config, network, 64, 128, "args.sampling_image_size")

@@ -49,7 +49,7 @@ ADAPTERS = [
     "model.not_trainable_prefixes=[all]",
     "args.load={whole}",  # the folder of the first run
 ]
-# Trainer's runs of two copies of a model: words of their configurations.
+# Trainer's runs of two copies of a model: overrides of their configurations.
 RUNS = {
     "zero-1": [f"{ZERO}.stage=1", *TWICE],
     "zero-2": TWICE,
@@ -140,9 +140,9 @@ def _find_group(args: tuple) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(group)
 
 
-def training_step(base: str, save: Path, words: list[str]) -> Counter[str]:
+def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     """Count the bytes of the third step; the first two set up buffers."""
-    trainer = Trainer(load_config([base], [f"args.save={save}", "args.train_iters=3", *words]))
+    trainer = Trainer(load_config([base], [f"args.save={save}", "args.train_iters=3", *arguments]))
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
     if groups.tensor is not None:
         names = {groups.tensor.name: "inside", groups.data.group_name: "copies"}
@@ -181,10 +181,10 @@ def main() -> None:
     base, folder = sys.argv[1], Path(sys.argv[2])
     groups = start_processes()
     found, runs = {}, RUNS if groups.world_size == 2 else MESH_RUNS
-    for name, words in runs.items():
+    for name, arguments in runs.items():
         whole = next((folder / next(iter(runs))).glob("*"), None)
-        words = [word.format(whole=whole) for word in words]
-        found[name] = training_step(base, folder / name, words)
+        arguments = [argument.format(whole=whole) for argument in arguments]
+        found[name] = training_step(base, folder / name, arguments)
     if groups.world_size == 2:
         group = TensorParallelGroup(groups.rank, groups.world_size, dist.group.WORLD)
         found |= {name: shared_step(name, group) for name in SHARED}

@@ -1,5 +1,5 @@
 """Several samplings in one launch: `torchrun ... tests/support/ranks/sample_ranks.py '[[WORD, ...], ...]'`, each
-with the words of a `cogfast sample`."""
+with the arguments of a `cogfast sample`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cogfast.train.distributed.process_groups import start_processes
 
 def sample_all(lists: list[list[str]]) -> None:
     groups = start_processes()
-    for words in lists:
-        assert main(["sample", *words]) == 0, words
+    for arguments in lists:
+        assert main(["sample", *arguments]) == 0, arguments
     groups.close()
 
 

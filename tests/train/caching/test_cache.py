@@ -92,7 +92,7 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
 
 
 @pytest.mark.parametrize(
-    ("family", "words"),
+    ("family", "arguments"),
     [
         ("5b", []),
         ("1.5_5b_i2v", []),
@@ -101,17 +101,17 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
     ids=["5b", "1.5_5b_i2v", "buckets"],
 )
 def test_training_from_the_cache_is_training_from_pixels(
-    family: str, words: list[str], data: Path, tmp_path: Path
+    family: str, arguments: list[str], data: Path, tmp_path: Path
 ) -> None:
     """Latents, embeddings and noised images bit for bit, over more than an epoch, the losses, and
     the videos sampled in an evaluation."""
     args = {"train_iters": 6, "split": "4,1,0", "num_workers": 1, "eval_interval": 6}
     base = write_vae_config(tmp_path / "base.yaml", data, family, **args)
     cache = f"args.latent_cache={tmp_path / 'cache'}"
-    cache_latents(load_config([base], [*words, cache]))
+    cache_latents(load_config([base], [*arguments, cache]))
     runs = {}
     for name, more in (("pixels", []), ("cache", [cache])):
-        config = load_config([base], [*words, *more, f"args.save={tmp_path / name}"])
+        config = load_config([base], [*arguments, *more, f"args.save={tmp_path / name}"])
         runs[name] = Recorder(config)
         runs[name].train()
     assert runs["cache"].paths == runs["pixels"].paths
@@ -146,8 +146,8 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
 
     args = {"train_iters": 3, "split": "4,1,0", "eval_interval": 3, "eval_num_samples": 0}
     base = write_vae_config(tmp_path / "base.yaml", data, "1.5_5b_i2v", **args)
-    words = ["model.noised_image_dropout=0", f"args.latent_cache={tmp_path / 'cache'}"]
-    config = load_config([base], [*words, "args.cached_noised_images=3"])
+    arguments = ["model.noised_image_dropout=0", f"args.latent_cache={tmp_path / 'cache'}"]
+    config = load_config([base], [*arguments, "args.cached_noised_images=3"])
     cache_latents(config)
     with patch.object(VideoAutoencoder, "__init__", side_effect=AssertionError):
         run = Recorder(config)
@@ -178,7 +178,7 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
     unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[2])]
     torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)
 
-    before, plain = contents(tmp_path / "cache"), load_config([base], words)
+    before, plain = contents(tmp_path / "cache"), load_config([base], arguments)
     match = (
         r"cache made by first frames kept False, the config has True; cache made by "
         r"args.cached_noised_images 3, the config has none: 0 of 4 usable; run `cogfast cache`"
@@ -226,16 +226,16 @@ def killed_again_and_again(
 ) -> dict[str, bytes]:
     """The cache after kills, each some seconds after the index was there, and a run to the end on
     several ranks."""
-    words = ["cache", "--base", str(base), f"args.latent_cache={cache}"]
+    arguments = ["cache", "--base", str(base), f"args.latent_cache={cache}"]
     for delay in delays:
-        process = start(words)
+        process = start(arguments)
         wait_for((cache / "index.jsonl").exists, process)
         wait_for((cache / "writer").exists, process)
         time.sleep(delay)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    done = run(words, num_processes)
+    done = run(arguments, num_processes)
     assert done.returncode == 0, done.stdout
     return contents(cache)
 
@@ -300,8 +300,8 @@ def test_what_changed_is_encoded_again_and_nothing_else(
     clips, cache = tmp_path / "clips", tmp_path / "cache"
     shutil.copytree(data, clips)
     base = write_vae_config(tmp_path / "base.yaml", clips)
-    words = [f"args.latent_cache={cache}"]
-    config = load_config([base], words)
+    arguments = [f"args.latent_cache={cache}"]
+    config = load_config([base], arguments)
     cache_latents(config)
     before = contents(cache)
     index = CacheIndex.read(cache)
@@ -342,12 +342,12 @@ def test_another_vae_or_text_encoder_is_refused_with_counts(data: Path, tmp_path
     text.model.conditioner_config.params.emb_models[0].params.seed = 1
     OmegaConf.save(text, others["text encoder"])
     for what, file in others.items():
-        words = [cache, "data.params.fps=4"] if what == "data.params.fps" else [cache]
+        arguments = [cache, "data.params.fps=4"] if what == "data.params.fps" else [cache]
         match = (
             rf"cache made by {what} \w+, the config has \w+: 0 of 20 usable; run `cogfast cache`"
         )
         with pytest.raises(ValueError, match=match):
-            Trainer(load_config([file], words))
+            Trainer(load_config([file], arguments))
 
 
 def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> None:
@@ -398,12 +398,12 @@ def test_training_waits_for_a_cache_that_is_being_made(
     os.killpg(process.pid, signal.SIGSTOP)
     assert not list(cache.glob("video-*"))
     threading.Timer(7, os.killpg, (process.pid, signal.SIGCONT)).start()
-    words = [f"args.latent_cache={cache}"]
-    Trainer(load_config([base], [*words, f"args.save={tmp_path / 'waited'}"])).train()
+    arguments = [f"args.latent_cache={cache}"]
+    Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'waited'}"])).train()
     assert process.wait(60) == 0
     assert "20 of 20 samples are still being encoded" in caplog.text
     assert "waiting for `cogfast cache`: " in caplog.text
-    Trainer(load_config([base], [*words, f"args.save={tmp_path / 'after'}"])).train()
+    Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'after'}"])).train()
     assert losses(run_folder(tmp_path / "waited")) == losses(run_folder(tmp_path / "after"))
 
 
@@ -434,8 +434,8 @@ def test_a_full_disk_ends_in_one_line_and_leaves_what_is_written(
     }
     cache_latents(config)
     assert half.items() <= contents(cache).items()
-    words = ["cache", "--base", str(base), f"args.latent_cache={base}"]
-    done = run(words)
+    arguments = ["cache", "--base", str(base), f"args.latent_cache={base}"]
+    done = run(arguments)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].startswith(f"cogfast: args.latent_cache={base}: cannot be")
 

@@ -325,8 +325,8 @@ def test_a_plan_in_words() -> None:
 
 def test_keys_of_sat_and_ours(sat_configs: Path) -> None:
     model = sat_configs / "cogvideox_2b.yaml"  # checkpoint_activations: True
-    choice = lambda *words: (
-        TrainArguments.from_config(load_config([model], words)).activation_checkpointing
+    choice = lambda *arguments: (
+        TrainArguments.from_config(load_config([model], arguments)).activation_checkpointing
     )
     assert choice() == "auto"
     assert choice("args.checkpoint_activations=false") == "none"

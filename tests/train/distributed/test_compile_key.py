@@ -81,17 +81,17 @@ def test_training_is_the_same_on_every_choice(tmp_path: Path, data: Path) -> Non
 
 def test_compiling_is_off_by_default_and_kernels_are_chosen(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data)
-    for words, gelu in (([], "gelu"), (["args.kernels=torch"], "gelu_reference")):
-        trainer = Trainer(load_config([base], words))
+    for arguments, gelu in (([], "gelu"), (["args.kernels=torch"], "gelu_reference")):
+        trainer = Trainer(load_config([base], arguments))
         blocks = trainer.engine.transformer.blocks
         assert all(block._compiled_call_impl is None for block in blocks)
         assert {block.kernels.gelu.__name__ for block in blocks} == {gelu}
         assert {block.attention.kernels.gelu.__name__ for block in blocks} == {gelu}
-        assert trainer.engine.optimizer.kernels == ("torch" if words else "triton")
+        assert trainer.engine.optimizer.kernels == ("torch" if arguments else "triton")
 
 
-def check(base: Path, *words: str) -> None:
-    check_train(load_config([base], words))
+def check(base: Path, *arguments: str) -> None:
+    check_train(load_config([base], arguments))
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_what_does_not_go_together(base: Path) -> None:
     with pytest.raises(ValueError, match="args.compile=true does not support ZeRO-3"):
         check(base, "args.compile=true", stage_3)
     check(base, stage_3)
-    words = ["args.compile=true", stage_3, "args.force_inference=true"]
-    check_sample(load_config([base], words))  # samples without ZeRO
+    arguments = ["args.compile=true", stage_3, "args.force_inference=true"]
+    check_sample(load_config([base], arguments))  # samples without ZeRO
     with pytest.raises(ValueError, match="args.kernels='cuda' must be one of triton, torch"):
         check(base, "args.kernels=cuda")

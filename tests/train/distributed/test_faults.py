@@ -156,8 +156,8 @@ def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path)
     all_bad = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     all_bad["params"]["num_bad"] = 8
     bad = write_config(tmp_path / "bad.yaml", base.parent / "data", dataset=all_bad)
-    words = ["args.max_nonfinite_steps=2", "--allow-import", "tests"]
-    done = run(["train", "--base", str(bad), MICRO, *words], 2)
+    arguments = ["args.max_nonfinite_steps=2", "--allow-import", "tests"]
+    done = run(["train", "--base", str(bad), MICRO, *arguments], 2)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     # Rank 1 keeps quiet for some seconds, which a busy machine may need to end rank 0.

@@ -55,7 +55,7 @@ class Layout:
     resumed_from: str | None = None
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         micro = self.micro or 4 * self.tensor // (self.ranks * self.accumulation)
         return [
             f"{MICRO}={micro}",
@@ -154,7 +154,7 @@ def runs(
                 steps.append(["copy", source, f"{SAVED_AT:08d}", run])
                 resume = [f"args.resume={run}"]
             base = str(bases[layout.model])
-            steps.append([base, f"args.save={save}", *resume, *layout.words])
+            steps.append([base, f"args.save={save}", *resume, *layout.arguments])
         if steps:
             launch(ranks, steps) if ranks > 1 else train(steps)
     return found | {name: run_folder(folder / name) for name in wanted & LAYOUTS.keys()}

@@ -106,7 +106,7 @@ import cogfast.__main__ as command
 from cogfast.train.distributed import process_watch
 process_watch._INTERVAL = 0.1
 
-def train(words):
+def train(arguments):
     print("imports", "torch" in sys.modules, flush=True)
     time.sleep(60)
 

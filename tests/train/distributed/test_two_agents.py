@@ -42,7 +42,7 @@ def meeting_point(how: str, machine: int, port: int) -> list[str]:
 
 
 def start_machines(
-    how: str, words: list[str], folder: Path, processes: int = 2
+    how: str, arguments: list[str], folder: Path, processes: int = 2
 ) -> list[subprocess.Popen]:
     """Start a torchrun for each of two machines, with its output in folder/<machine>.log."""
     with socket.socket() as probe:
@@ -60,7 +60,7 @@ def start_machines(
                 "-m",
                 "cogfast",
                 "train",
-                *words,
+                *arguments,
                 "--seed",
                 "1",
                 "--resume",
@@ -103,9 +103,9 @@ def lose_the_second(machines: list[subprocess.Popen], logs: Path) -> None:
 def test_a_lost_machine_is_named(tmp_path: Path) -> None:
     base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), save_interval=1)
     save = tmp_path / "runs"
-    words = ["--base", str(base), f"args.save={save}", "args.train_iters=100000"]
+    arguments = ["--base", str(base), f"args.save={save}", "args.train_iters=100000"]
     two = ["deepspeed.train_micro_batch_size_per_gpu=2"]
-    machines = start_machines("static", [*words, *two], tmp_path, processes=1)
+    machines = start_machines("static", [*arguments, *two], tmp_path, processes=1)
     wait_for_step(save, 2, machines, tmp_path)
     lose_the_second(machines, tmp_path)
 
@@ -122,15 +122,15 @@ def test_two_machines_train_lose_one_and_resume(tmp_path: Path) -> None:
         seed=1,
     )
     save = tmp_path / "runs"
-    words = ["--base", str(base), f"args.save={save}"]
+    arguments = ["--base", str(base), f"args.save={save}"]
 
-    machines = start_machines("static", [*words, *COPIES], tmp_path)
+    machines = start_machines("static", [*arguments, *COPIES], tmp_path)
     wait_for_step(save, 4, machines, tmp_path)
     lose_the_second(machines, tmp_path)
 
     stopped = newest_step(save)
     assert 4 <= stopped < STEPS, "the run was over before machine 1 was gone"
-    machines = start_machines("c10d", [*words, *PAIRS], tmp_path)
+    machines = start_machines("c10d", [*arguments, *PAIRS], tmp_path)
     for number, machine in enumerate(machines):
         assert machine.wait(timeout=240) == 0, (tmp_path / f"{number}.log").read_text()
     logs = "".join((tmp_path / f"{number}.log").read_text() for number in range(2))

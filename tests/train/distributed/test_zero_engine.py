@@ -40,15 +40,18 @@ def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:
 def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int) -> None:
     """4 samples at once and 2 times 2 have the same losses and gradient norms."""
     found = []
-    for name, words in (("whole", [f"{MICRO}=4"]), ("parts", [f"{MICRO}=2", f"{ACCUMULATION}=2"])):
-        trainer = make(tmp_path / name, data, f"{STAGE}={stage}", *words, train_iters=6)
+    for name, arguments in (
+        ("whole", [f"{MICRO}=4"]),
+        ("parts", [f"{MICRO}=2", f"{ACCUMULATION}=2"]),
+    ):
+        trainer = make(tmp_path / name, data, f"{STAGE}={stage}", *arguments, train_iters=6)
         trainer.train()
         found.append(losses(run_folder(tmp_path / name / "runs")))
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"),
+    ("arguments", "dtype"),
     [
         ((f"{ACCUMULATION}=5",), "fp32"),
         ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: null}"), "fp32"),
@@ -60,11 +63,11 @@ def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int)
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_long_sums_of_bf16_gradients_are_in_float32(
-    tmp_path: Path, data: Path, words: tuple[str, ...], dtype: str | None, caplog
+    tmp_path: Path, data: Path, arguments: tuple[str, ...], dtype: str | None, caplog
 ) -> None:
     base = write_config(tmp_path / "base.yaml", data)
-    words = ("deepspeed.bf16={enabled: true}", *words)
-    config = load_config([base], words, allow_import=["tests"])
+    arguments = ("deepspeed.bf16={enabled: true}", *arguments)
+    config = load_config([base], arguments, allow_import=["tests"])
     with caplog.at_level("INFO", logger="cogfast"):
         section = deepspeed_config(config, TrainArguments.from_config(config))
     found = section.get("data_types") or {}
@@ -78,8 +81,8 @@ def test_skipped_steps_count_updates_not_micro_batches(
 ) -> None:
     dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     dataset["params"]["num_bad"] = 8  # all
-    words = (f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
-    trainer = make(tmp_path, data, *words, dataset=dataset, train_iters=3)
+    arguments = (f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
+    trainer = make(tmp_path, data, *arguments, dataset=dataset, train_iters=3)
     trainer.train()
     assert trainer.engine.num_skipped.item() == 3
     assert trainer.engine.num_skipped_in_a_row.item() == 3
@@ -107,8 +110,8 @@ def test_weight_decay_of_args_counts_where_the_optimizer_has_none(
     base = OmegaConf.load(write_config(tmp_path / "base.yaml", data, weight_decay=0.25))
     del base.deepspeed.optimizer.params.weight_decay
     OmegaConf.save(base, tmp_path / "without.yaml")
-    for words, wanted in (([], 0.25), (["deepspeed.optimizer.params.weight_decay=0.5"], 0.5)):
-        trainer = Trainer(load_config([tmp_path / "without.yaml"], words))
+    for arguments, wanted in (([], 0.25), (["deepspeed.optimizer.params.weight_decay=0.5"], 0.5)):
+        trainer = Trainer(load_config([tmp_path / "without.yaml"], arguments))
         decayed, undecayed = trainer.engine.optimizer.param_groups
         assert decayed["weight_decay"] == wanted
         assert undecayed["weight_decay"] == 0
@@ -145,8 +148,8 @@ def test_steps_between_logging_never_wait_for_the_device(
     code for the CPU (readers, FusedEmaAdam's CPU branch); a log line reads once."""
     import deepspeed
 
-    words = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
-    trainer = make(tmp_path, data, *words, family=family, train_iters=6, log_interval=1000)
+    arguments = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
+    trainer = make(tmp_path, data, *arguments, family=family, train_iters=6, log_interval=1000)
     waits = Waits(monkeypatch)
     accelerator = deepspeed.accelerator.get_accelerator()
     monkeypatch.setattr(accelerator, "synchronize", lambda *_: waits.seen.append("synchronize"))

@@ -149,10 +149,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
 
-    def choose(times: dict[str, float], *words: str, stored: str | None = None):
+    def choose(times: dict[str, float], *arguments: str, stored: str | None = None):
         bench = Bench(times)
         monkeypatch.setattr(attention_timing, "measure", bench)
-        config = load_config([base], ["args.bf16=true", *words])
+        config = load_config([base], ["args.bf16=true", *arguments])
         args = TrainArguments.from_config(config)
         model = trainer_model(config)
         groups = ProcessGroups(0, 1, 0, GPU, None, False)
@@ -218,8 +218,8 @@ def test_the_shape_is_that_of_the_runs_attention(
         return BACKENDS["math"].forward(q, k, v)
 
     monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=spy))
-    words = [f"args.save={tmp_path}", "data.params.video_size=[16, 32]", "args.train_iters=1"]
-    trainer = Trainer(load_config([base], words))
+    arguments = [f"args.save={tmp_path}", "data.params.video_size=[16, 32]", "args.train_iters=1"]
+    trainer = Trainer(load_config([base], arguments))
     trainer.train()
     wanted = run_shape(trainer.config, trainer.args, trainer.engine.transformer.config)
     assert seen == {wanted} and wanted[1] == 3 * 1 * 2 + 8
@@ -231,8 +231,8 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     """math and flash round differently, so a run that changed its backend would show it."""
     caplog.set_level(logging.INFO)
 
-    def train(save: Path, *words: str) -> Trainer:
-        trainer = Trainer(load_config([base], [f"args.save={save}", *words]))
+    def train(save: Path, *arguments: str) -> Trainer:
+        trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
         trainer.train()
         return trainer
 
@@ -255,8 +255,8 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
 def test_sampling_takes_the_runs_choice(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    words = [f"args.save={tmp_path}", "args.attention_backend=flash", "args.train_iters=1"]
-    Trainer(load_config([base], words)).train()
+    arguments = [f"args.save={tmp_path}", "args.attention_backend=flash", "args.train_iters=1"]
+    Trainer(load_config([base], arguments)).train()
     calls = []
 
     def spy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,10 +278,16 @@ def test_sampling_takes_the_runs_choice(
 def test_a_name_that_cannot_run_says_what_can(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture, command: str, name: str
 ) -> None:
-    words = ["--base", str(base), f"args.attention_backend={name}", f"args.save={tmp_path}"]
+    arguments = ["--base", str(base), f"args.attention_backend={name}", f"args.save={tmp_path}"]
     if command == "sample":
-        words += ["args.force_inference=true", "--prompt", "a bar", "--out", str(tmp_path / "out")]
-    assert main([command, *words]) == 2
+        arguments += [
+            "args.force_inference=true",
+            "--prompt",
+            "a bar",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    assert main([command, *arguments]) == 2
     wanted = f"args.attention_backend={name}: it needs a CUDA GPU; this machine can run: auto, flash, math"
     assert capsys.readouterr().err.strip().endswith(wanted)
     assert list(tmp_path.iterdir()) == []
@@ -295,10 +301,10 @@ def test_a_deterministic_run_may_not_name_cudnn(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
-    words = ["args.attention_backend=cudnn", "args.bf16=true"]
-    config = load_config([base], words)
+    arguments = ["args.attention_backend=cudnn", "args.bf16=true"]
+    config = load_config([base], arguments)
     check_attention(config, TrainArguments.from_config(config), 64)
-    config = load_config([base], [*words, "args.deterministic=true"])
+    config = load_config([base], [*arguments, "args.deterministic=true"])
     wanted = (
         "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
         "runs must; this machine can run: auto, flash, efficient, math$"

@@ -34,8 +34,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CONFIGURED)
 def test_a_configured_precision_is_kept(base: Path, case: str) -> None:
-    words, precision = CONFIGURED[case]
-    config = load_config([base], [f"args.load={base.parent / 'bfloat16'}", *words])
+    arguments, precision = CONFIGURED[case]
+    config = load_config([base], [f"args.load={base.parent / 'bfloat16'}", *arguments])
     infer_precision(config)
     assert TrainArguments.from_config(config).precision == precision
 

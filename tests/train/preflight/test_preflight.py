@@ -31,7 +31,7 @@ def config(sat_configs, tmp_path):
     (tmp_path / "vae.pt").touch()
 
     def load(
-        model: str, *words: str, second: str = "sft", allow_import: tuple[str, ...] = ()
+        model: str, *arguments: str, second: str = "sft", allow_import: tuple[str, ...] = ()
     ) -> Config:
         paths = [
             f"args.load={tmp_path / 'weights'}",
@@ -41,7 +41,7 @@ def config(sat_configs, tmp_path):
             f"args.valid_data=[{tmp_path / 'videos'}]",
         ]
         files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
-        return load_config(files, [*paths, *words], allow_import)
+        return load_config(files, [*paths, *arguments], allow_import)
 
     return load
 
@@ -62,11 +62,11 @@ def test_upstreams_1_0_files_pass_once_their_paths_are_set(config, model):
 
 
 def test_upstreams_1_5_files_pass_with_latent_input_off_and_16n_plus_1_frames(config):
-    words = ["model.latent_input=false", "data.params.max_num_frames=81"]
-    check_train(config("cogvideox1.5_5b", *words), world_size=8)
-    check_train(config("cogvideox1.5_5b_i2v", *words[1:]), world_size=8)
+    arguments = ["model.latent_input=false", "data.params.max_num_frames=81"]
+    check_train(config("cogvideox1.5_5b", *arguments), world_size=8)
+    check_train(config("cogvideox1.5_5b_i2v", *arguments[1:]), world_size=8)
     # the position table has an entry per token, and a token covers two latent frames
-    check_train(config("cogvideox1.5_5b", words[0], "data.params.max_num_frames=161"))
+    check_train(config("cogvideox1.5_5b", arguments[0], "data.params.max_num_frames=161"))
 
 
 def test_files_as_upstream_ships_them_are_refused(sat_configs):
@@ -201,31 +201,31 @@ REFUSED = {
 }
 
 
-def _words(text: str) -> list[str]:
+def _arguments(text: str) -> list[str]:
     """Overrides out of one text; a space starts a new one only in front of a key."""
     return re.split(r" (?=args\.|deepspeed\.)", text)
 
 
-@pytest.mark.parametrize("word", REFUSED)
-def test_train_refuses(config, word):
+@pytest.mark.parametrize("argument", REFUSED)
+def test_train_refuses(config, argument):
     with pytest.raises(ValueError) as raised:
-        check_train(config("cogvideox_2b", *_words(word)), world_size=8)
+        check_train(config("cogvideox_2b", *_arguments(argument)), world_size=8)
     assert len(str(raised.value)) <= 400
-    assert REFUSED[word] in str(raised.value)
+    assert REFUSED[argument] in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_cache_refuses_a_size_of_one_number(config):
-    words = ["data.params.video_size=[480]", "args.latent_cache=cache"]
+    arguments = ["data.params.video_size=[480]", "args.latent_cache=cache"]
     with pytest.raises(ValueError, match=r"video_size=\[480\] must be \[rows, columns\]"):
-        check_cache(config("cogvideox_2b", *words))
+        check_cache(config("cogvideox_2b", *arguments))
 
 
 def test_a_missing_shard_is_named(config, tmp_path: Path):
     (tmp_path / "s-0.tar").touch()
-    words = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
+    arguments = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
     with pytest.raises(ValueError, match=r"train_data=.*s-\{0..1\}.tar: file .*s-1.tar does not"):
-        check_train(config("cogvideox_2b", *words.split("|")))
+        check_train(config("cogvideox_2b", *arguments.split("|")))
 
 
 def test_world_size_is_read_from_the_launcher(config, monkeypatch):
@@ -248,12 +248,12 @@ def test_fp16_needs_a_gpu(config, monkeypatch):
 
 
 def test_float32_sums_of_bf16_gradients_need_zero_2(config):
-    words = ["deepspeed.bf16.enabled=true", "deepspeed.fp16.enabled=false"]
-    words += ["deepspeed.data_types={grad_accum_dtype: fp32}"]
+    arguments = ["deepspeed.bf16.enabled=true", "deepspeed.fp16.enabled=false"]
+    arguments += ["deepspeed.data_types={grad_accum_dtype: fp32}"]
     stage = "deepspeed.zero_optimization.stage"
-    check_train(config("cogvideox_5b", *words, f"{stage}=2"), world_size=8)
+    check_train(config("cogvideox_5b", *arguments, f"{stage}=2"), world_size=8)
     with pytest.raises(ValueError, match=r"grad_accum_dtype=fp32 in bf16 needs ZeRO stage 2 or 3"):
-        check_train(config("cogvideox_5b", *words, f"{stage}=1"), world_size=8)
+        check_train(config("cogvideox_5b", *arguments, f"{stage}=1"), world_size=8)
 
 
 FRAMES_1_5 = {49: None, 57: "use 49 or 65", 81: None, 161: None, 177: "at most 161; use 161"}
@@ -261,8 +261,8 @@ FRAMES_1_5 = {49: None, 57: "use 49 or 65", 81: None, 161: None, 177: "at most 1
 
 @pytest.mark.parametrize("num_frames", FRAMES_1_5)
 def test_frames_of_1_5(config, num_frames):
-    words = ["model.latent_input=false", f"data.params.max_num_frames={num_frames}"]
-    checked = config("cogvideox1.5_5b", *words)
+    arguments = ["model.latent_input=false", f"data.params.max_num_frames={num_frames}"]
+    checked = config("cogvideox1.5_5b", *arguments)
     if FRAMES_1_5[num_frames] is None:
         check_train(checked)
     else:
@@ -289,21 +289,21 @@ def test_sizes_within_a_rotary_table_and_beyond(config):
     ],
 )
 def test_the_size_that_is_named_fits(config, model, size, fix):
-    words = f"data.params.video_size={size}".replace(" ", "")
+    arguments = f"data.params.video_size={size}".replace(" ", "")
     with pytest.raises(
         ValueError, match=rf"rows must be a multiple of 16.*use {re.escape(str(fix))}"
     ):
-        check_train(config(model, words))
+        check_train(config(model, arguments))
     check_train(config(model, f"data.params.video_size={fix}".replace(" ", "")))
 
 
 def test_latents_in_the_batch_need_no_frozen_weights(config):
     """A data set of the user's own may bring latents, so files of the encoders may be missing."""
-    words = ["data={target: torch.utils.data.TensorDataset, params: null}"]
+    arguments = ["data={target: torch.utils.data.TensorDataset, params: null}"]
     with pytest.raises(
         ValueError, match="torch.utils.data.TensorDataset: unknown data set; use Video"
     ):
-        config("cogvideox_2b", *words)
+        config("cogvideox_2b", *arguments)
 
 
 SAMPLING = {
@@ -315,13 +315,15 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("word", SAMPLING)
-def test_sample_refuses(config, word):
+@pytest.mark.parametrize("argument", SAMPLING)
+def test_sample_refuses(config, argument):
     fitting = ["args.sampling_image_size=[480,720]", "args.sampling_num_frames=13"]
     check_sample(config("cogvideox_2b", *fitting, second="inference"))
-    with pytest.raises(ValueError, match=SAMPLING[word]):
+    with pytest.raises(ValueError, match=SAMPLING[argument]):
         check_sample(
-            config("cogvideox_2b", *fitting, "args.force_inference=false", word, second="inference")
+            config(
+                "cogvideox_2b", *fitting, "args.force_inference=false", argument, second="inference"
+            )
         )
 
 
@@ -384,17 +386,17 @@ class OwnOption(OwnVideos):
 
 def test_a_users_data_set_adds_params_and_all_are_checked(config) -> None:
     own = f"data.target={__name__}.OwnOption"
-    load = lambda word: config("cogvideox_2b", own, word, allow_import=("tests",))
+    load = lambda argument: config("cogvideox_2b", own, argument, allow_import=("tests",))
     assert resolve(load("data.params.stride=2").data, ("tests",))[1]["stride"] == 2
-    for word in ("data.params.stride=x", "data.params.fps=0", "data.params.strides=2"):
-        with pytest.raises(ValueError, match=f"command line: .*{word.partition('=')[0]}"):
-            load(word)
+    for argument in ("data.params.stride=x", "data.params.fps=0", "data.params.strides=2"):
+        with pytest.raises(ValueError, match=f"command line: .*{argument.partition('=')[0]}"):
+            load(argument)
 
 
 def test_a_users_data_set_of_videos_is_checked_and_takes_a_cache(config, tmp_path: Path) -> None:
     own = f"data.target={__name__}."
     cache = f"args.latent_cache={tmp_path / 'cache'}"
-    load = lambda *words: config("cogvideox_2b", *words, allow_import=("tests",))
+    load = lambda *arguments: config("cogvideox_2b", *arguments, allow_import=("tests",))
     check_train(load(own + "OwnVideos", cache))
     with pytest.raises(ValueError, match="max_num_frames=50"):
         check_train(load(own + "OwnVideos", "data.params.max_num_frames=50"))
@@ -418,8 +420,10 @@ def test_all_missing_paths_are_reported_together(config) -> None:
         "model.first_stage_config.params.ckpt_path": "lost/vae.pt",
         "model.conditioner_config.params.emb_models[0].params.model_dir": "lost/t5",
     }
-    words = [f"{key}=[{path}]" if "_data" in key else f"{key}={path}" for key, path in lost.items()]
-    checked = config("cogvideox_2b", *words)
+    arguments = [
+        f"{key}=[{path}]" if "_data" in key else f"{key}={path}" for key, path in lost.items()
+    ]
+    checked = config("cogvideox_2b", *arguments)
     with pytest.raises(ValueError) as raised:
         check_train(checked, world_size=8)
     lines = str(raised.value).splitlines()

@@ -177,10 +177,10 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path, base: Path) -> None:
 def test_every_optimizers_state_is_kept(tmp_path: Path, base: Path, optimizer: str) -> None:
     """3 steps and 3 resumed ones equal 6, bit for bit, including momentum, squares and counters."""
     params = {"torch.optim.SGD": "{lr: 0.01, momentum: 0.9}"}.get(optimizer, "{lr: 0.001}")
-    words = [f"deepspeed.optimizer={{type: {optimizer}, params: {params}}}"]
-    whole = train(base, tmp_path / "whole", *words, "args.train_iters=6")
-    train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.exit_interval=3")
-    cut = train(base, tmp_path / "cut", *words, "args.train_iters=6", "args.resume=latest")
+    arguments = [f"deepspeed.optimizer={{type: {optimizer}, params: {params}}}"]
+    whole = train(base, tmp_path / "whole", *arguments, "args.train_iters=6")
+    train(base, tmp_path / "cut", *arguments, "args.train_iters=6", "args.exit_interval=3")
+    cut = train(base, tmp_path / "cut", *arguments, "args.train_iters=6", "args.resume=latest")
     assert losses(cut) == losses(whole)
     one, other = (read_run_weights(newest_checkpoint(run)) for run in (whole, cut))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -190,8 +190,8 @@ def test_another_optimizer_is_refused(tmp_path: Path, base: Path) -> None:
     train(base, tmp_path, "args.train_iters=2")
     wanted = "its optimizer is FusedEmaAdam, whose state does not fit AdamW; resume with"
     with pytest.raises(ValueError, match=wanted):
-        words = ("deepspeed.optimizer.type=AdamW", "args.accept_changes=true")
-        train(base, tmp_path, "args.resume=latest", *words)
+        arguments = ("deepspeed.optimizer.type=AdamW", "args.accept_changes=true")
+        train(base, tmp_path, "args.resume=latest", *arguments)
 
 
 def test_another_number_of_samples_is_logged(

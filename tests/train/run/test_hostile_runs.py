@@ -311,16 +311,16 @@ def examine(base: Path, good: Path, folder: Path, seed: int, number: int) -> Non
         root.mkdir(parents=True)
         run = copy_of(good, root)
         what = damage(run, draw)
-        words = draw.choice(
+        arguments = draw.choice(
             [
                 ["train", "--base", str(base), f"args.resume={run}", "args.train_iters=5"],
                 ["convert", str(run), str(root / "out"), "--to", "cogfast"],
                 ["sample", str(run), "--prompt", "a", "--out", str(root / "out")],
             ]
         )
-        words += ["model.sampler_config.params.num_steps=1"] if words[0] == "sample" else []
-        outcome = run_case(lambda words=words: main(words), root)
-        found += [f"case {case} ({words[0]}, {what}): {fault}" for fault in faults(outcome)]
+        arguments += ["model.sampler_config.params.num_steps=1"] if arguments[0] == "sample" else []
+        outcome = run_case(lambda arguments=arguments: main(arguments), root)
+        found += [f"case {case} ({arguments[0]}, {what}): {fault}" for fault in faults(outcome)]
         shutil.rmtree(root.parent)
     assert not found, "\n".join(found)
 

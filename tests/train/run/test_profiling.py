@@ -36,10 +36,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clips(tmp_path_factory.mktemp("data"))
 
 
-def train(folder: Path, data: Path, *words: str, **args: object) -> tuple[Path, Trainer]:
+def train(folder: Path, data: Path, *arguments: str, **args: object) -> tuple[Path, Trainer]:
     args = {"train_iters": 4, "activation_checkpointing": "full", **args}
     base = write_config(folder / "base.yaml", data, **args)
-    trainer = Trainer(load_config([base], words))
+    trainer = Trainer(load_config([base], arguments))
     trainer.train()
     return run_folder(folder / "runs"), trainer
 
@@ -49,8 +49,8 @@ def profiled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps, of two micro-batches each, with the second and the third profiled."""
     args = {"profiling": 1, "profiling_steps": 2, "profiling_blocks": True}
     folder = tmp_path_factory.mktemp("profiled")
-    words = ["deepspeed.gradient_accumulation_steps=2"]
-    run, trainer = train(folder, data, *words, **args)
+    arguments = ["deepspeed.gradient_accumulation_steps=2"]
+    run, trainer = train(folder, data, *arguments, **args)
     blocks = trainer.engine.transformer.blocks
     assert all(block._compiled_call_impl is None for block in blocks)
     return run
@@ -333,7 +333,7 @@ def test_tables_of_a_gpu_count_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["args.profiling=-2"], "args.profiling=-2 must be a whole number from -1 to"),
         (["args.profiling=4"], "args.profiling=4 must be below args.train_iters=4, where"),
@@ -343,10 +343,12 @@ def test_tables_of_a_gpu_count_kernels() -> None:
         ),
     ],
 )
-def test_bad_values_are_refused(tmp_path: Path, data: Path, words: list[str], text: str) -> None:
+def test_bad_values_are_refused(
+    tmp_path: Path, data: Path, arguments: list[str], text: str
+) -> None:
     base = write_config(tmp_path / "base.yaml", data)
     with pytest.raises(ValueError, match=f"command line: {text}"):
-        check_train(load_config([base], words))
+        check_train(load_config([base], arguments))
 
 
 def test_sats_flag_and_value_work(tmp_path: Path, data: Path) -> None:
@@ -368,11 +370,11 @@ exit 0
 """
 
 
-def run_script(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess:
+def run_script(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     (folder / "bin").mkdir(exist_ok=True)
     environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "RECORD": str(folder / "record")}
     environment |= {"OUT": str(folder / "out" / "report"), **variables}
-    return subprocess.run([SCRIPT, *words], env=environment, capture_output=True, text=True)
+    return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True)
 
 
 def fake_nsys(folder: Path) -> None:
@@ -387,8 +389,10 @@ def test_script_runs_nsys_around_a_launch_and_prints_reports(
     tmp_path: Path, processes: int
 ) -> None:
     fake_nsys(tmp_path)
-    words = ["--base", "a b.yaml", "c.yaml", "args.load=x y", "--seed", "3"]
-    done = run_script(tmp_path, *words, NPROC=str(processes), START="20", STEPS="4", BLOCKS="true")
+    arguments = ["--base", "a b.yaml", "c.yaml", "args.load=x y", "--seed", "3"]
+    done = run_script(
+        tmp_path, *arguments, NPROC=str(processes), START="20", STEPS="4", BLOCKS="true"
+    )
     assert done.returncode == 0, done.stderr
     capture, *reports = [
         line.split("\0")[:-1] for line in (tmp_path / "record").read_text().splitlines()

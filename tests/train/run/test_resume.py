@@ -45,7 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def words(base: Path, save: Path, *overrides: str) -> list[str]:
+def arguments(base: Path, save: Path, *overrides: str) -> list[str]:
     return ["train", "--base", str(base), f"args.save={save}", *overrides]
 
 
@@ -58,8 +58,8 @@ def test_a_kill_of_two_ranks_during_a_save_changes_nothing(tmp_path: Path, base:
     layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=2"]
     layout += ["deepspeed.bf16={enabled: true}"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(words(base, whole, *layout), 2).returncode == 0
-    run_with_kills(words(base, cut, *layout), cut, [Kill("all", "save", STEPS // 4, 0.005)])
+    assert run(arguments(base, whole, *layout), 2).returncode == 0
+    run_with_kills(arguments(base, cut, *layout), cut, [Kill("all", "save", STEPS // 4, 0.005)])
     assert_same_run(whole, cut, STEPS)
 
 
@@ -257,8 +257,8 @@ def test_accepted_and_free_changes_resume(
     copy = resume_copy(short_run, tmp_path, base, "args.resume=latest", *free)
     assert len(losses(copy)) == 8 + 2
     lr = "deepspeed.optimizer.params.lr=0.001"
-    words = ("args.resume=latest", "args.accept_changes=true", lr)
-    finish(base, tmp_path, "args.train_iters=13", "args.num_workers=0", *words)
+    arguments = ("args.resume=latest", "args.accept_changes=true", lr)
+    finish(base, tmp_path, "args.train_iters=13", "args.num_workers=0", *arguments)
     assert (copy / "checkpoints" / "latest").read_text() == "00000013"
     assert "deepspeed.optimizer.params.lr: 0.002 -> 0.001" in caplog.text
 
@@ -269,8 +269,10 @@ def test_the_time_limit_saves_and_ends(
     """The limit counts from the start of the process, which here has run other tests."""
     caplog.set_level("INFO", logger="cogfast")
     seconds = time.time() - psutil.Process().create_time() + 4
-    words = ("args.num_workers=0", "args.save_interval=null")
-    finish(base, tmp_path, f"args.max_hours={seconds / 3600}", "args.train_iters=100000", *words)
+    arguments = ("args.num_workers=0", "args.save_interval=null")
+    finish(
+        base, tmp_path, f"args.max_hours={seconds / 3600}", "args.train_iters=100000", *arguments
+    )
     run = run_folder(tmp_path)
     step = int((run / "checkpoints" / "latest").read_text())
     assert 0 < step < 100_000

@@ -29,14 +29,14 @@ def check(folder: Path, processes: int, stops: list[Stop]) -> dict[str, int]:
         eval_num_samples=2,
         eval_sampling_steps=2,
     )
-    words = ["train", "--base", str(base), *LAYOUTS[processes]]
+    arguments = ["train", "--base", str(base), *LAYOUTS[processes]]
     whole, cut = folder / "whole", folder / "cut"
-    endless = [*words, f"args.save={cut}", "args.train_iters=1000000"]
+    endless = [*arguments, f"args.save={cut}", "args.train_iters=1000000"]
     counts = run_with_stops(endless, cut, stops, processes)
     steps = newest_step(cut) + 5
     for save in (cut, whole):
         more = [f"args.save={save}", f"args.train_iters={steps}", "--resume", "auto"]
-        done = run([*words, *more], processes, timeout=1200)
+        done = run([*arguments, *more], processes, timeout=1200)
         assert done.returncode == 0, done.stdout
         assert f"finished at step {steps}; checkpoint: " in done.stdout
     assert_same_run(whole, cut, steps)

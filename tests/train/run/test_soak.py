@@ -34,13 +34,13 @@ def test_many_kills_change_nothing(tmp_path: Path, layout: str) -> None:
         save_interval=3,
         num_workers=1,
     )
-    words = ["train", "--base", str(base), *LAYOUTS[layout]]
+    arguments = ["train", "--base", str(base), *LAYOUTS[layout]]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run([*words, f"args.save={whole}"], 2, timeout=1200).returncode == 0
+    assert run([*arguments, f"args.save={whole}"], 2, timeout=1200).returncode == 0
     # Ranks continue for some steps without their torchrun: the second half leaves steps for that.
     kills = draw_kills(seed=list(LAYOUTS).index(layout), count=NUM_KILLS, last_step=STEPS // 2)
     assert {kill.when for kill in kills} == {"start", "step", "save"}
-    was_in_save = run_with_kills([*words, f"args.save={cut}"], cut, kills)
+    was_in_save = run_with_kills([*arguments, f"args.save={cut}"], cut, kills)
     assert sum(was_in_save) >= 3, "hardly any kill met a save"
     assert_same_run(whole, cut, STEPS)
 

@@ -20,7 +20,7 @@ import hashlib, os, sys, time
 import cogfast.__main__ as command
 from cogfast.train.run.stop_signals import StopSignals
 
-def work(words):
+def work(arguments):
     try:
         os.write(1, b"ready\\n")  # what print writes may come again when a signal interrupts it
         {body}

@@ -41,8 +41,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, data: Path, family: str, *overrides: str, **named: object) -> Path:
     base = write_config(folder / "base.yaml", data, family, train_iters=3, **named)
-    words = ["deepspeed.optimizer.params.lr=0.05", *overrides]
-    Trainer(load_config([base], words)).train()
+    arguments = ["deepspeed.optimizer.params.lr=0.05", *overrides]
+    Trainer(load_config([base], arguments)).train()
     return run_folder(folder / "runs")
 
 
@@ -59,9 +59,9 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "picture.png"
 
 
-def sample(source: Path, out: Path, *words: str) -> dict[str, str]:
+def sample(source: Path, out: Path, *arguments: str) -> dict[str, str]:
     """{file: prompt} of what was made."""
-    assert main(["sample", str(source), "--out", str(out), *words]) == 0
+    assert main(["sample", str(source), "--out", str(out), *arguments]) == 0
     return json.loads((out / "prompts.json").read_text())
 
 
@@ -75,8 +75,8 @@ def test_videos_of_a_run(tmp_path: Path, runs: dict[str, Path], picture: Path, f
     image = ["--image", str(picture)] if family.endswith("i2v") else []
     if family == "1.5_5b_i2v":  # which takes the picture's shape otherwise
         image.append(f"args.sampling_image_size=[{SIDE},{SIDE}]")
-    words = ["--prompt", "a bar", "--prompt", "two bars", *image]
-    found = sample(runs[family], tmp_path / "out", *words)
+    arguments = ["--prompt", "a bar", "--prompt", "two bars", *image]
+    found = sample(runs[family], tmp_path / "out", *arguments)
     assert list(found.values()) == ["a bar", "two bars"]
     for name in found:
         video = open_video(str(tmp_path / "out" / name))
@@ -105,9 +105,18 @@ def test_a_full_disk_ends_in_one_line_that_says_what_is_kept(
 ) -> None:
     limit, options, num_kept = FULL_DISKS[what]
     out = tmp_path / "out"
-    words = ["sample", str(runs["5b"]), "--out", str(out), "--prompt", "a bar", "--prompt", "two"]
+    arguments = [
+        "sample",
+        str(runs["5b"]),
+        "--out",
+        str(out),
+        "--prompt",
+        "a bar",
+        "--prompt",
+        "two",
+    ]
     with file_limit(limit):
-        assert main([*words, *options]) == 1
+        assert main([*arguments, *options]) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.splitlines()[-1].startswith(f"cogfast: {out}: cannot be written (")
@@ -139,9 +148,9 @@ def test_prompts_of_a_file_with_images(
 
 
 def test_a_seed_gives_its_videos(tmp_path: Path, runs: dict[str, Path]) -> None:
-    words = ["--prompt", "a", "--prompt", "a", LATENTS]
+    arguments = ["--prompt", "a", "--prompt", "a", LATENTS]
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
-        sample(runs["5b"], tmp_path / name, *words, "--seed", str(seed))
+        sample(runs["5b"], tmp_path / name, *arguments, "--seed", str(seed))
     one, again, other = (latents(tmp_path / name) for name in ("one", "again", "other"))
     assert torch.equal(one, again)
     assert not torch.allclose(one, other, rtol=0, atol=1e-2)
@@ -149,10 +158,10 @@ def test_a_seed_gives_its_videos(tmp_path: Path, runs: dict[str, Path]) -> None:
 
 
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
-    words = ["--prompt", "a", LATENTS]
-    sample(runs["5b"], tmp_path / "ema", *words, "--ema")
-    sample(runs["5b"], tmp_path / "default", *words)
-    sample(runs["5b"], tmp_path / "plain", *words, "--no-ema")
+    arguments = ["--prompt", "a", LATENTS]
+    sample(runs["5b"], tmp_path / "ema", *arguments, "--ema")
+    sample(runs["5b"], tmp_path / "default", *arguments)
+    sample(runs["5b"], tmp_path / "plain", *arguments, "--no-ema")
     ema, default, plain = (latents(tmp_path / name) for name in ("ema", "default", "plain"))
     assert torch.equal(ema, default)
     assert not torch.allclose(ema, plain, rtol=0, atol=1e-3)
@@ -165,8 +174,8 @@ def test_two_processes_make_the_latents_of_one(
     """Data parallelism gives the same bits, tensor parallelism the same latents up to rounding.
     Seeds belong to prompts, so a prompt alone gives its latents again on any number of processes."""
     lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
-    prompts = [word for text in "abc" for word in ("--prompt", text)]
-    words = [*prompts, "args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=1"]
+    prompts = [argument for text in "abc" for argument in ("--prompt", text)]
+    arguments = [*prompts, "args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=1"]
     cases = {
         "data": (runs["5b"], LATENTS),
         "tensor": (runs["5b"], LATENTS, TENSOR),
@@ -175,14 +184,14 @@ def test_two_processes_make_the_latents_of_one(
         "tensor-lora": (runs["5b"], LATENTS, TENSOR, "--lora", str(lora)),
     }
     lists = [
-        [str(folder), *words, *more, "--out", str(tmp_path / name)]
+        [str(folder), *arguments, *more, "--out", str(tmp_path / name)]
         for name, (folder, *more) in cases.items()
     ]
     done = run([json.dumps(lists)], processes=2, program=("tests/support/ranks/sample_ranks.py",))
     assert done.returncode == 0, done.stdout
-    sample(runs["5b"], tmp_path / "one", *words, LATENTS)
-    sample(runs["5b_i2v"], tmp_path / "one-i2v", *words, LATENTS, "--image", str(picture))
-    sample(runs["5b"], tmp_path / "one-lora", *words, LATENTS, "--lora", str(lora))
+    sample(runs["5b"], tmp_path / "one", *arguments, LATENTS)
+    sample(runs["5b_i2v"], tmp_path / "one-i2v", *arguments, LATENTS, "--image", str(picture))
+    sample(runs["5b"], tmp_path / "one-lora", *arguments, LATENTS, "--lora", str(lora))
     names = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("one", "data")]
     assert names[0] == names[1]
     assert torch.equal(latents(tmp_path / "one"), latents(tmp_path / "data"))
@@ -214,10 +223,10 @@ def test_a_prompt_that_fails_costs_no_other_its_video(
         return frames(*given)
 
     monkeypatch.setattr(VideoMaker, "frames", fail_second)
-    words = [word for text in "abc" for word in ("--prompt", text)]
+    arguments = [argument for text in "abc" for argument in ("--prompt", text)]
     batch = "deepspeed.train_micro_batch_size_per_gpu=1"
     with pytest.raises(ZeroDivisionError):  # the first error is raised at the end
-        main(["sample", str(runs["5b"]), *words, batch, "--out", str(tmp_path)])
+        main(["sample", str(runs["5b"]), *arguments, batch, "--out", str(tmp_path)])
     error = capsys.readouterr().err
     assert "prompt 1 ('b') failed: ZeroDivisionError: out of order" in error
     found = json.loads((tmp_path / "prompts.json").read_text())
@@ -234,30 +243,30 @@ def test_lora_needs_its_base_and_a_full_run_does_not(
     base = shutil.copytree(runs["5b"], tmp_path / "base")
     lora = train(tmp_path / "lora", data, "5b", f"args.load={base}", lora_rank=4)
     full = train(tmp_path / "full", data, "5b", f"args.load={base}")
-    words = ["--prompt", "a", LATENTS]
-    sample(lora, tmp_path / "with", *words)
-    raw = [*words, "--no-ema"]
+    arguments = ["--prompt", "a", LATENTS]
+    sample(lora, tmp_path / "with", *arguments)
+    raw = [*arguments, "--no-ema"]
     sample(lora, tmp_path / "lora-run", *raw)
     sample(runs["5b"], tmp_path / "added", *raw, "--lora", str(lora))
     found, expected = latents(tmp_path / "added"), latents(tmp_path / "lora-run")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.std()))
     sample(runs["5b"], tmp_path / "base", *raw)
     assert not torch.allclose(latents(tmp_path / "base"), expected, rtol=0, atol=1e-3)
-    sample(full, tmp_path / "before", *words)
+    sample(full, tmp_path / "before", *arguments)
     assert not torch.allclose(latents(tmp_path / "with"), latents(tmp_path / "before"), atol=1e-3)
 
     shutil.rmtree(base)
-    sample(full, tmp_path / "after", *words)
+    sample(full, tmp_path / "after", *arguments)
     assert torch.equal(latents(tmp_path / "after"), latents(tmp_path / "before"))
-    assert main(["sample", str(lora), "--out", str(tmp_path / "none"), *words]) == 2
+    assert main(["sample", str(lora), "--out", str(tmp_path / "none"), *arguments]) == 2
     assert str(base) in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_sizes_come_from_args_before_the_data(tmp_path: Path, runs: dict[str, Path]) -> None:
     """SAT counts latent frames, padding included: 2 of CogVideoX 1.5 are 1 pixel frame."""
-    words = ["args.sampling_num_frames=2", "args.sampling_image_size=[16,32]"]
+    arguments = ["args.sampling_num_frames=2", "args.sampling_image_size=[16,32]"]
     (name,) = sample(
-        runs["1.5_5b"], tmp_path / "out", "--prompt", "a", "args.sampling_fps=16", *words
+        runs["1.5_5b"], tmp_path / "out", "--prompt", "a", "args.sampling_fps=16", *arguments
     )
     video = open_video(str(tmp_path / "out" / name))
     assert len(video) == 1
@@ -275,8 +284,8 @@ def test_inference_configs_count_videos_per_prompt(
     )
     base = write_config(tmp_path / "base.yaml", data)
     files = [str(base), str(tmp_path / "inference.yaml")]
-    words = ["--base", *files, "--prompt", "a", "--prompt", "b", "--out", str(tmp_path / "out")]
-    assert main(["sample", *words]) == 0
+    arguments = ["--base", *files, "--prompt", "a", "--prompt", "b", "--out", str(tmp_path / "out")]
+    assert main(["sample", *arguments]) == 0
     found = json.loads((tmp_path / "out" / "prompts.json").read_text())
     assert list(found.values()) == ["a", "a", "b", "b"]
     four = latents(tmp_path / "out")
@@ -297,7 +306,7 @@ def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) 
 def test_what_sampling_cannot_do_is_refused(
     tmp_path: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    for words, wanted in (
+    for arguments, wanted in (
         ([runs["5b_i2v"], "--prompt", "a"], "an image-to-video model needs an image; give --image"),
         (
             [runs["5b"], "--prompt", "a", "--image", picture],
@@ -316,6 +325,6 @@ def test_what_sampling_cannot_do_is_refused(
             "args.sampling_image_size=[64, 64]",
         ),
     ):
-        assert main(["sample", *map(str, words), "--out", str(tmp_path / "out")]) == 2
+        assert main(["sample", *map(str, arguments), "--out", str(tmp_path / "out")]) == 2
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -142,10 +142,10 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
     return Pipelines(folder)
 
 
-def sample(out: Path, *words: str | Path) -> dict:
+def sample(out: Path, *arguments: str | Path) -> dict:
     """settings.json of what was made of one prompt with one seed."""
     steps = f"model.sampler_config.params.num_steps={STEPS}"
-    given = ["sample", *words, "--prompt", PROMPT, "--out", out, "--seed", SEED, steps]
+    given = ["sample", *arguments, "--prompt", PROMPT, "--out", out, "--seed", SEED, steps]
     assert main(list(map(str, given))) == 0
     return json.loads((out / "settings.json").read_text())
 
@@ -187,8 +187,8 @@ def test_a_pipeline_at_another_size_gives_diffusers_latents(
 ) -> None:
     """Its positions are rescaled: another shape than its own, and larger."""
     size = (64, 48)
-    words = (*LATENTS, "args.sampling_num_frames=3", f"args.sampling_image_size={list(size)}")
-    sample(tmp_path / "out", pipelines.path("5b"), *words)
+    arguments = (*LATENTS, "args.sampling_num_frames=3", f"args.sampling_image_size={list(size)}")
+    sample(tmp_path / "out", pipelines.path("5b"), *arguments)
     expected = pipelines.latents(pipelines.load("5b"), 9, size)
     assert_close(latents(tmp_path / "out"), expected)
 
@@ -217,8 +217,14 @@ def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> Non
         Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
     lines = [f"a block@@{tmp_path / f'{name}.png'}" for name in ("tall", "wide")]
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
-    words = ["sample", str(folder), few, *LATENTS, "args.mode=finetune", "--seed", str(SEED)]
-    both = [*words, "--prompt-file", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "both")]
+    arguments = ["sample", str(folder), few, *LATENTS, "args.mode=finetune", "--seed", str(SEED)]
+    both = [
+        *arguments,
+        "--prompt-file",
+        str(tmp_path / "prompts.txt"),
+        "--out",
+        str(tmp_path / "both"),
+    ]
     assert main([*both, "deepspeed.train_micro_batch_size_per_gpu=2"]) == 0
     settings = json.loads((tmp_path / "both" / "settings.json").read_text())
     sizes = [(row["height"], row["width"]) for row in settings["prompts"]]
@@ -228,7 +234,7 @@ def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> Non
     ]
     found = [load_file(file)["latents"] for file in files]
     assert [tuple(one.shape) for one in found] == [(16, 6, 6, 4), (16, 6, 4, 10)]
-    one = [*words, "--prompt", "a block", "--image", str(tmp_path / "wide.png")]
+    one = [*arguments, "--prompt", "a block", "--image", str(tmp_path / "wide.png")]
     assert main([*one, "--seed", str(SEED + 1), "--out", str(tmp_path / "one")]) == 0
     torch.testing.assert_close(latents(tmp_path / "one"), found[1], rtol=0, atol=1e-4)
 
@@ -238,7 +244,7 @@ def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) ->
     """A model's weights as they were converted; VAE and text encoder are named."""
     parts = pipelines.path("5b")
     assert main(["convert", str(parts), str(tmp_path / kind), "--to", kind]) == 0
-    words = (
+    arguments = (
         *LATENTS,
         f"model.first_stage_config.params.ckpt_path={parts}",
         f"model.conditioner_config.params.emb_models[0].params.model_dir={parts}",
@@ -246,15 +252,17 @@ def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) ->
     sample(tmp_path / "theirs", parts, *LATENTS)
     expected = latents(tmp_path / "theirs")
     sampler = "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler"
-    words = (*words, "model.sampler_config.params.timestep_spacing=trailing")
-    sample(tmp_path / "found", tmp_path / kind, *words, sampler)
+    arguments = (*arguments, "model.sampler_config.params.timestep_spacing=trailing")
+    sample(tmp_path / "found", tmp_path / kind, *arguments, sampler)
     assert torch.equal(latents(tmp_path / "found"), expected)
     if kind == "sat":  # a folder of averages beside it
         with pytest.raises(AssertionError):
-            sample(tmp_path / "none", tmp_path / kind, *words, sampler, "--ema")
+            sample(tmp_path / "none", tmp_path / kind, *arguments, sampler, "--ema")
         averages = tmp_path / kind / f"{(tmp_path / kind / 'latest').read_text().strip()}-ema"
         shutil.copytree(str(averages).removesuffix("-ema"), averages)
-        assert sample(tmp_path / "ema", tmp_path / kind, *words, sampler, "--ema")["ema"] is True
+        assert (
+            sample(tmp_path / "ema", tmp_path / kind, *arguments, sampler, "--ema")["ema"] is True
+        )
         assert torch.equal(latents(tmp_path / "ema"), expected)
 
 
@@ -262,13 +270,13 @@ def test_decoding_within_what_is_allowed(
     pipelines: Pipelines, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = pipelines.path("1.5_5b")
-    words = [
+    arguments = [
         "args.sampling_image_size=[192,96]",
         "args.sampling_num_frames=2",
         "model.sampler_config.params.num_steps=2",
     ]
-    whole = sample(tmp_path / "whole", folder, *words)
-    tiled = sample(tmp_path / "tiled", folder, *words, "args.vae_memory_gib=0.075")
+    whole = sample(tmp_path / "whole", folder, *arguments)
+    tiled = sample(tmp_path / "tiled", folder, *arguments, "args.vae_memory_gib=0.075")
     assert whole["decode_tile"] is None
     assert tiled["decode_tile"][0] < 192
     frames = [decode_all(next((tmp_path / name).glob("*.mp4"))) for name in ("whole", "tiled")]
@@ -277,7 +285,7 @@ def test_decoding_within_what_is_allowed(
     print(f"tiles of {tiled['decode_tile']}: {difference:.1f} of 255 apart")
     assert 0 < difference < 64  # random weights: a tile has statistics of its own
     capsys.readouterr()
-    least = ["sample", str(folder), *words, "args.vae_memory_gib=0.001", "--prompt", "a"]
+    least = ["sample", str(folder), *arguments, "args.vae_memory_gib=0.001", "--prompt", "a"]
     assert main([*least, "--out", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "args.vae_memory_gib=0.001: decoding 1 frames of 192x96 takes 0." in error
@@ -289,14 +297,14 @@ def test_a_config_with_placeholders_takes_the_pipelines_parts(
 ) -> None:
     """The pipeline's parts replace placeholders only; a path that the config names stays."""
     files = [ROOT / "configs" / f"{name}.yaml" for name in ("cogvideox_5b", "inference")]
-    words = ["sample", "--base", *files, f"args.load={pipelines.path('5b')}", "--dry-run"]
-    assert main(list(map(str, words))) == 0
+    arguments = ["sample", "--base", *files, f"args.load={pipelines.path('5b')}", "--dry-run"]
+    assert main(list(map(str, arguments))) == 0
     text = capsys.readouterr().out
     assert f"path: {pipelines.path('5b') / 'vae'}" in text
     assert f"model_dir: {pipelines.path('5b')} " in text
     assert "ckpt_path" not in text
     named = "model.first_stage_config.params.ckpt_path=/named/3d-vae.pt"
-    assert main([*map(str, words), named]) == 0
+    assert main([*map(str, arguments), named]) == 0
     text = capsys.readouterr().out
     assert "ckpt_path: /named/3d-vae.pt" in text
     assert "path: " + str(pipelines.path("5b") / "vae") not in text
@@ -327,8 +335,8 @@ def test_adapters_have_diffusers_strength(
     pipeline.load_lora_weights(adapter, adapter_name="mine")
     pipeline.set_adapters("mine", scale)
     expected = pipelines.latents(pipeline, 9)
-    word = str(adapter) if scale == 1 else f"{adapter}:{scale}"
-    settings = sample(tmp_path / "out", pipelines.path("5b"), *LATENTS, "--lora", word)
+    argument = str(adapter) if scale == 1 else f"{adapter}:{scale}"
+    settings = sample(tmp_path / "out", pipelines.path("5b"), *LATENTS, "--lora", argument)
     assert_close(latents(tmp_path / "out"), expected)
     assert (expected - plain).norm() > 0.02 * plain.norm()
     assert settings["lora"] == [{"path": str(adapter), "scale": scale}]
@@ -341,7 +349,7 @@ def test_a_sat_folder_with_adapters_alone(
     base, both = pipelines.path("5b"), tmp_path / "sat"
     assert main(["convert", str(base), str(both), "--to", "sat", "--add-lora", str(adapter)]) == 0
     sample(tmp_path / "on-top", base, *LATENTS, "--lora", adapter)
-    words = (
+    arguments = (
         f"model.first_stage_config.params.ckpt_path={base}",
         f"model.conditioner_config.params.emb_models[0].params.model_dir={base}",
         "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler",
@@ -349,7 +357,7 @@ def test_a_sat_folder_with_adapters_alone(
     )
     # SAT's files do not say alpha; its default is 1
     alpha = "model.network_config.params.modules.lora_config.params.lora_alpha=3"
-    sample(tmp_path / "alone", both, *LATENTS, *words, alpha)
+    sample(tmp_path / "alone", both, *LATENTS, *arguments, alpha)
     expected = latents(tmp_path / "on-top")
     assert (latents(tmp_path / "alone") - expected).norm() < 1e-4 * expected.norm()
 
@@ -362,8 +370,8 @@ def test_adapters_that_cannot_be_added_are_refused(
         ("5b", f"{adapter}:strong", "nor PATH:SCALE with a number"),
         ("1.5_5b", pipelines.path("5b"), "transformer: has no LoRA tensors"),
     ):
-        words = ["sample", pipelines.path(source), "--prompt", "a", "--lora", lora]
-        assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+        arguments = ["sample", pipelines.path(source), "--prompt", "a", "--lora", lora]
+        assert main([*map(str, arguments), "--out", str(tmp_path / "out")]) == 2
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -393,8 +401,8 @@ def test_sats_inference_file_goes_with_every_model(
     ]
     images = [tmp_path / "a.png" if "i2v" in name else None]
 
-    def size_of(*words: str) -> LatentSize:
-        config = load_config(files, [*given, *words])
+    def size_of(*arguments: str) -> LatentSize:
+        config = load_config(files, [*given, *arguments])
         check_sample(config, has_images=images != [None])
         return sampled_sizes(config, TrainArguments.from_config(config), images)[0]
 
