@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.schema.json_files import InsideName, Range, brief, read_json
@@ -17,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 NumTokens = Annotated[int, Range(1, 4096)]
 _MOST_WEIGHTS = 2**26  # of ByteTextEncoder
+# T5's relative positions: buckets of distances, and the distance from which on all share the last one.
+_NUM_BUCKETS, _MOST_DISTANT = 32, 128
+_NORM_EPS = 1e-6
 
 # transformers can build T5's tokenizer from either file.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
@@ -48,28 +55,32 @@ class TextEncoder(Protocol):
 
 
 class _PaddedT5(nn.Module):
-    """T5's encoder of captions that `tokenizer` pads and truncates to `max_length` tokens."""
+    """T5's encoder of captions, which are padded and truncated to `max_length` tokens."""
 
     max_length: int
-    tokenizer: Any
-    transformer: Any
+    padding_id: int
     has_warned_truncation = False
+
+    @abstractmethod
+    def _padded_ids(self, captions: Sequence[str]) -> Tensor:
+        """Captions [B] -> token ids [B, L] int64 on the CPU."""
+
+    @abstractmethod
+    def _count_tokens(self, caption: str) -> int:
+        """Return the number of tokens of a caption before truncation."""
+
+    @abstractmethod
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Token ids [B, L] -> embeddings [B, L, E]."""
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU. Warns once about truncation."""
-        batch = self.tokenizer(
-            list(captions),
-            truncation=True,
-            max_length=self.max_length,
-            padding="max_length",
-            return_tensors="np",
-        )
-        ids = batch["input_ids"]
+        ids = self._padded_ids(captions)
         if not self.has_warned_truncation:
             # A caption without padding has max_length tokens or more: only these are counted again.
-            is_full = ids[:, -1] != self.tokenizer.pad_token_id
+            is_full = ids[:, -1] != self.padding_id
             for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
-                num_tokens = len(self.tokenizer(caption)["input_ids"])
+                num_tokens = self._count_tokens(caption)
                 if num_tokens > self.max_length:
                     self.has_warned_truncation = True
                     logger.warning(
@@ -80,14 +91,14 @@ class _PaddedT5(nn.Module):
                         caption[:60],
                     )
                     break
-        return torch.from_numpy(ids).long()
+        return ids
 
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
-        ids = self.tokenize(captions).to(self.transformer.device)
+        ids = self.tokenize(captions).to(next(self.parameters()).device)
         # No attention mask, as in SAT: the video models were trained on rows that see the padding.
-        return self.transformer(input_ids=ids).last_hidden_state
+        return self._embed(ids)
 
 
 class T5TextEncoder(_PaddedT5):
@@ -119,6 +130,7 @@ class T5TextEncoder(_PaddedT5):
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
         _check_vocabulary(self.tokenizer, vocabulary)
         self.transformer = _read(T5EncoderModel.from_pretrained, weights, **given, dtype=dtype)
+        self.padding_id: int = self.tokenizer.pad_token_id
         self.folder = vocabulary
         # A vocabulary of another model fails here and not in the first step.
         self.tokenize(["a video of the sea"])
@@ -136,6 +148,22 @@ class T5TextEncoder(_PaddedT5):
                 if name.endswith(".wo"):
                     module.float()
         return self
+
+    def _padded_ids(self, captions: Sequence[str]) -> Tensor:
+        batch = self.tokenizer(
+            list(captions),
+            truncation=True,
+            max_length=self.max_length,
+            padding="max_length",
+            return_tensors="np",
+        )
+        return torch.from_numpy(batch["input_ids"]).long()
+
+    def _count_tokens(self, caption: str) -> int:
+        return len(self.tokenizer(caption)["input_ids"])
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.transformer(input_ids=ids).last_hidden_state
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
@@ -167,31 +195,169 @@ class ByteTextEncoder(_PaddedT5):
         seed: Annotated[int, Range(0, 2**63 - 1)] = 0,
     ) -> None:
         super().__init__()
-        from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
-
         size = num_layers * d_model * (3 * d_ff + 4 * d_kv * num_heads)
         if size > _MOST_WEIGHTS:
             raise ValueError(
                 f"ByteTextEncoder of {size} weights: it may have {_MOST_WEIGHTS} at most; use a "
                 "smaller d_model, d_ff or num_layers"
             )
-        self.max_length = max_length
+        self.max_length, self.padding_id = max_length, 0
         self.width = d_model
-        self.tokenizer = ByT5Tokenizer()
-        config = T5Config(
-            vocab_size=len(self.tokenizer),
-            d_model=d_model,
-            d_kv=d_kv,
-            d_ff=d_ff,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            feed_forward_proj="gated-gelu",
-        )
-        # transformers draws initial weights from PyTorch's global generator.
+        # PyTorch's layers draw their first weights from its global generator.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
-            self.transformer = T5EncoderModel(config)
+            self.transformer = _ByteT5(d_model, d_kv, d_ff, num_layers, num_heads)
         self.eval().requires_grad_(False)
+
+    def _padded_ids(self, captions: Sequence[str]) -> Tensor:
+        ids = torch.full((len(captions), self.max_length), self.padding_id)
+        for row, caption in zip(ids, captions, strict=True):
+            tokens = torch.tensor(_ended(_byte_tokens(caption)[: self.max_length - 1]))
+            row[: len(tokens)] = tokens
+        return ids
+
+    def _count_tokens(self, caption: str) -> int:
+        return len(_ended(_byte_tokens(caption)))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.transformer(ids)
+
+
+# ByT5's token ids: three special tokens, the 256 bytes, then its sentinels.
+_END, _FIRST_BYTE, _NUM_SENTINELS = 1, 3, 125
+_SPECIAL_IDS = {"<pad>": 0, "</s>": _END, "<unk>": 2}
+_SENTINEL_IDS = {f"<extra_id_{i}>": _FIRST_BYTE + 256 + i for i in range(_NUM_SENTINELS)}
+_NUM_IDS = _FIRST_BYTE + 256 + _NUM_SENTINELS
+# White space beside a special token belongs to the token.
+_TOKENS = re.compile(rf"\s*({'|'.join(_SPECIAL_IDS)})\s*|({'|'.join(_SENTINEL_IDS)})")
+
+
+def _byte_tokens(caption: str) -> list[int]:
+    """Return ByT5's token ids of a caption, without the end: its UTF-8 bytes and special tokens."""
+    tokens: list[int] = []
+    for part in filter(None, _TOKENS.split(caption)):
+        token = _SPECIAL_IDS.get(part, _SENTINEL_IDS.get(part))
+        tokens += [byte + _FIRST_BYTE for byte in part.encode()] if token is None else [token]
+    return tokens
+
+
+def _ended(tokens: list[int]) -> list[int]:
+    """Append the end if it is not there."""
+    return tokens if tokens[-1:] == [_END] else [*tokens, _END]
+
+
+class _ByteT5(nn.Module):
+    """T5's encoder with random weights, bit for bit the T5EncoderModel of transformers.
+
+    Importing transformers takes 3 to 4 s of CPU time, about as much as the rest of a start.
+    """
+
+    def __init__(self, d_model: int, d_kv: int, d_ff: int, num_layers: int, num_heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_NUM_IDS, d_model)
+        nn.Embedding(_NUM_IDS, d_model)  # transformers draws this table for two modules
+        blocks = [_T5Block(d_model, d_kv, d_ff, num_heads, i == 0) for i in range(num_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = _T5Norm(d_model)
+        # Draw as often as transformers does and in its order; each weight's last draw counts.
+        nn.init.normal_(self.embedding.weight)
+        for block in blocks:
+            block.draw_weights()
+        for _ in range(2):
+            nn.init.normal_(self.embedding.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [B, L] -> embeddings [B, L, E]."""
+        hidden = self.embedding(ids)
+        first = self.blocks[0]
+        assert isinstance(first, _T5Block)
+        bias = first.position_bias(ids.shape[1])
+        for block in self.blocks:
+            hidden = block(hidden, bias)
+        return self.norm(hidden)
+
+
+class _T5Block(nn.Module):
+    """Attention and a gated MLP, each after a norm and with a residual connection."""
+
+    def __init__(
+        self, d_model: int, d_kv: int, d_ff: int, num_heads: int, has_position_bias: bool
+    ) -> None:
+        super().__init__()
+        self.d_kv = d_kv
+        self.q, self.k, self.v = (
+            nn.Linear(d_model, d_kv * num_heads, bias=False) for _ in range(3)
+        )
+        self.o = nn.Linear(d_kv * num_heads, d_model, bias=False)
+        # All blocks use the first one's.
+        self.buckets = nn.Embedding(_NUM_BUCKETS, num_heads) if has_position_bias else None
+        self.wi_0, self.wi_1 = (nn.Linear(d_model, d_ff, bias=False) for _ in range(2))
+        self.wo = nn.Linear(d_ff, d_model, bias=False)
+        self.attention_norm, self.mlp_norm = _T5Norm(d_model), _T5Norm(d_model)
+
+    def draw_weights(self) -> None:
+        d_model = self.q.in_features
+        deviations: dict[nn.Linear | nn.Embedding, float] = {
+            self.q: (d_model * self.d_kv) ** -0.5,
+            self.k: d_model**-0.5,
+            self.v: d_model**-0.5,
+            self.o: self.o.in_features**-0.5,
+        }
+        if self.buckets is not None:
+            deviations[self.buckets] = d_model**-0.5
+        _draw(deviations)
+        inward = d_model**-0.5
+        _draw({self.wi_0: inward, self.wi_1: inward, self.wo: self.wo.in_features**-0.5})
+
+    def position_bias(self, num_tokens: int) -> Tensor:
+        """Return the learned bias of each distance between tokens: [1, H, L, L]."""
+        assert self.buckets is not None, "the first block has it"
+        at = torch.arange(num_tokens, device=self.buckets.weight.device)
+        offset = at[None, :] - at[:, None]
+        half = _NUM_BUCKETS // 2  # for keys before the query, and as many for keys after it
+        near = half // 2  # distances that have a bucket each; the others share buckets by logarithm
+        distance = offset.abs()
+        octaves = torch.log(distance.float() / near) / math.log(_MOST_DISTANT / near)
+        far = near + (octaves * (half - near)).long()
+        bucket = torch.where(distance < near, distance, far.clamp(max=half - 1))
+        return self.buckets(bucket + (offset > 0) * half).permute(2, 0, 1)[None].contiguous()
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        x = self.attention_norm(hidden)
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.d_kv)).transpose(1, 2)  # [B, H, L, D]
+            for linear in (self.q, self.k, self.v)
+        )
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        hidden = hidden + self.o(x.transpose(1, 2).flatten(2))
+        x = self.mlp_norm(hidden)
+        return hidden + self.wo(_gelu(self.wi_0(x)) * self.wi_1(x))
+
+
+def _draw(deviations: Mapping[nn.Linear | nn.Embedding, float]) -> None:
+    """Draw the layers' weights with standard deviation 1, then again with the given ones."""
+    for layer in deviations:
+        nn.init.normal_(layer.weight)
+    for layer, deviation in deviations.items():
+        nn.init.normal_(layer.weight, std=deviation)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """GELU's tanh approximation as transformers computes it; F.gelu rounds differently."""
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+class _T5Norm(nn.Module):
+    """RMS norm whose statistics are in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(variance + _NORM_EPS)).to(self.weight.dtype)
 
 
 def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:

@@ -7,12 +7,13 @@ import io
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import torch
-from transformers import T5Config, T5EncoderModel
+from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from cogfast.model.text_encoder import ByteTextEncoder, T5TextEncoder
 
@@ -166,6 +167,54 @@ def test_byte_encoder_reads_utf8_bytes() -> None:
     # ByT5: three special tokens (0 pads, 1 ends), then the 256 bytes.
     assert ids[0].tolist() == [97 + 3, 0xC3 + 3, 0xB1 + 3, 1] + [0] * 28
     assert ids[1].tolist() == [120 + 3] * 31 + [1]
+
+
+SPECIAL = [
+    "",
+    "</s>",
+    "ends twice</s>",
+    " a <pad> b<unk>\t<unk>\u2003c ",
+    "<extra_id_0> <extra_id_12>5 <extra_id_124><extra_id_125>",
+    "<<pad><pa</s> d>",
+    "é友" * 9,
+]
+
+
+@pytest.mark.parametrize("max_length", [1, 2, 8, 32])
+@pytest.mark.filterwarnings("ignore:This sequence already has")
+def test_byte_encoder_has_the_tokens_of_byt5(max_length: int) -> None:
+    captions = SPECIAL + ["".join(pair) for pair in product(SPECIAL, repeat=2)]
+    expected = ByT5Tokenizer()(
+        captions,
+        truncation=True,
+        max_length=max_length,
+        padding="max_length",
+        return_tensors="pt",
+    )
+    ids = ByteTextEncoder(max_length=max_length, d_model=4, d_ff=4).tokenize(captions)
+    assert torch.equal(ids, expected["input_ids"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"d_model": 16, "d_ff": 32, "num_layers": 1, "seed": 5},
+        {"d_model": 5, "d_kv": 3, "d_ff": 7, "num_heads": 1, "num_layers": 3},
+    ],
+    ids=["default", "one layer", "odd sizes"],
+)
+def test_byte_encoder_is_the_t5_of_transformers(sizes: dict, dtype: torch.dtype) -> None:
+    """Bit for bit: latent caches hold embeddings that transformers' module computed."""
+    encoder = ByteTextEncoder(max_length=80, **sizes).to("cpu", dtype)  # far and near tokens
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4, **sizes}
+    torch.manual_seed(sizes.pop("seed", 0))
+    config = T5Config(vocab_size=384, feed_forward_proj="gated-gelu", **sizes)
+    expected = T5EncoderModel(config).eval().to(dtype)
+    with torch.no_grad():
+        embeddings = expected(input_ids=encoder.tokenize(CAPTIONS)).last_hidden_state
+    assert torch.equal(encoder(CAPTIONS), embeddings)
 
 
 def test_byte_encoder_tells_captions_apart() -> None:
