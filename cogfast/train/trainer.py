@@ -26,7 +26,7 @@ from cogfast.train.assembly import (
     assemble_transformer,
 )
 from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
-from cogfast.train.distributed.parallelize import count_trained
+from cogfast.train.distributed.parallelize import count_trained, run_without_dynamo
 from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
@@ -64,6 +64,8 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.args = args = TrainArguments.from_config(config)
+        if not args.compile:
+            run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
         check_train(config)
         self.groups = start_processes(args.model_parallel_size)

@@ -8,12 +8,16 @@ block, 74 kB for 5B in bf16, against 109 MB for each all-reduce of a block's act
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from typing import Any
 
 import torch
 from torch import nn
+from torch._library.custom_ops import OPDEFS
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from cogfast.model.attention import Attention, HeadNorm
 from cogfast.model.block import Block
@@ -43,6 +47,13 @@ logger = logging.getLogger(__name__)
 # Limit on the compiled graphs of a block. Training, held-out loss and sampling differ in gradients,
 # batch size and sizes of one. PyTorch's limit is 8, and with fullgraph the ninth graph is an error.
 _MOST_GRAPHS = 64
+_HIDDEN_FROM_DYNAMO = (
+    Optimizer.add_param_group,
+    Optimizer.zero_grad,
+    Optimizer.state_dict,
+    Optimizer.load_state_dict,
+    checkpoint,
+)
 
 
 def check_model_parallel_size(
@@ -167,8 +178,23 @@ def _mark(transformer: DiffusionTransformer) -> None:
 
 def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
     """Allocate a transformer that was built, and possibly parallelized, on the meta device."""
-    transformer.to_empty(device=device)
-    _mark(transformer)  # to_empty made new parameter objects
+    # Not by to_empty, whose empty_like of a meta tensor imports sympy.
+    transformer._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    _mark(transformer)  # the parameters are new objects
+
+
+def run_without_dynamo(is_without: bool = True) -> None:
+    """Let torch call optimizers, checkpointing and our operations without importing torch._dynamo.
+
+    torch hides these functions from torch.compile and imports its compiler for that when one is
+    first called, which takes 1.6 s of a start. A run that compiles nothing needs none of it.
+    """
+    ops = [op for op in OPDEFS.values() if op._namespace == "cogfast"]
+    kernels = [kernel for op in ops for kernel in op._backend_fns.values()]
+    for function in (*_HIDDEN_FROM_DYNAMO, *kernels):
+        hidden = inspect.unwrap(function)
+        # torch's cache of the hidden function; None is an empty one.
+        hidden.__dict__["__dynamo_disable"] = hidden if is_without else None
 
 
 def compile_blocks(transformer: DiffusionTransformer) -> None:
@@ -178,6 +204,7 @@ def compile_blocks(transformer: DiffusionTransformer) -> None:
     shapes. fullgraph makes a graph break an error. A block with a selective checkpointing policy is
     compiled once more, with the checkpoint inside (activation_checkpointing.py).
     """
+    run_without_dynamo(False)
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
     for block in transformer.blocks:

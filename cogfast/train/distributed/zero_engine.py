@@ -107,6 +107,22 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     return section
 
 
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, which every engine imports, without preparing its compiled functions.
+
+    Its module calls torch.compile, which imports TorchInductor: 1.4 s. cogfast builds the optimizer
+    itself, so that nothing calls these functions.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_with_torch = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_with_torch
+
+
 class ZeroEngine:
     """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
 
@@ -132,8 +148,10 @@ class ZeroEngine:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
         import deepspeed
 
-        # Building DeepSpeed's shared-memory op takes 18 s, and gloo does not need it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Building DeepSpeed's shared-memory op takes 18 s, and gloo does not need it. Reading the
+        # table instead of replacing it would probe all of DeepSpeed's ops with a compiler.
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        _import_muon()
         deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
         )

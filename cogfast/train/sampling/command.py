@@ -23,6 +23,7 @@ from cogfast.schema.config import to_dict
 from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.distributed.memory_plan import free_memory
+from cogfast.train.distributed.parallelize import run_without_dynamo
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
@@ -57,6 +58,8 @@ def sample(
     those of args.load. loras: adapters to merge.
     """
     args = TrainArguments.from_config(config)
+    if not args.compile:
+        run_without_dynamo()
     check_sample(config, weights, has_images=any(image is not None for image in images))
     sizes = sampled_sizes(config, args, images)
     # Before the model is built, so that a wrong path costs no time.

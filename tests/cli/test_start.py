@@ -1,0 +1,110 @@
+"""What a start leaves out: packages that it does not use, and parts that it has built already.
+
+Nothing here measures time. Each package named takes 0.2 s to 4 s of a start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.tiny_run import ROOT, write_clips, write_config
+
+# For torch.compile, for sharded tensors and for other text encoders and first stages.
+NEVER = {
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "sympy",
+    "networkx",
+    "transformers",
+    "diffusers",
+    "scipy",
+}
+# matplotlib draws the loss when a run evaluates or ends; deepspeed trains.
+UNUSED = {
+    "dry run": NEVER | {"deepspeed", "tensorboard", "matplotlib", "av", "safetensors"},
+    "sample": NEVER | {"deepspeed", "tensorboard", "matplotlib"},
+    "train": NEVER | {"tensorboard.summary", "matplotlib"},
+}
+
+START = """
+import json, sys
+from collections import Counter
+from cogfast.__main__ import main
+
+base, out, found = sys.argv[1], sys.argv[2], {}
+assert main(["train", "--base", base, "--dry-run"]) == 0
+found["dry run"] = sorted(sys.modules)
+words = ["--prompt", "a bar", "--out", out, "args.force_inference=true"]
+assert main(["sample", "--base", base, *words]) == 0
+found["sample"] = sorted(sys.modules)
+
+from cogfast.diffusion.denoiser import DiscreteDenoiser
+from cogfast.model.text_encoder import ByteTextEncoder
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
+from cogfast.train.run.metrics import Metrics
+
+built = Counter()
+
+def count(kind):
+    build = kind.__init__
+
+    def counted(self, *values, **named):
+        built[kind.__name__] += 1
+        build(self, *values, **named)
+
+    kind.__init__ = counted
+
+for kind in (DiffusionTransformer, DiscreteDenoiser, ByteTextEncoder, WaveletAutoencoder):
+    count(kind)
+log = Metrics.log
+
+def log_and_look(*values):  # after the first step
+    found["train"] = sorted(sys.modules)
+    return log(*values)
+
+Metrics.log = log_and_look
+assert main(["train", "--base", base, "args.train_iters=1"]) == 0
+print(json.dumps({"modules": found, "built": built}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Modules after each command in one process, and how often `cogfast train` built each part."""
+    folder = tmp_path_factory.mktemp("start")
+    base = write_config(folder / "base.yaml", write_clips(folder / "data", num_clips=4))
+    # Triton's interpreter, which other tests use, is no part of a start.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(base), str(folder / "samples")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("command", UNUSED)
+def test_a_start_imports_only_what_it_uses(found: dict, command: str) -> None:
+    assert not UNUSED[command] & set(found["modules"][command])
+    assert "torch" in found["modules"][command]
+
+
+def test_training_builds_each_part_once(found: dict) -> None:
+    """The denoiser is built twice: the checks before a run build it, too, without a model."""
+    assert found["built"] == {
+        "DiffusionTransformer": 1,
+        "DiscreteDenoiser": 2,
+        "ByteTextEncoder": 1,
+        "WaveletAutoencoder": 1,
+    }
