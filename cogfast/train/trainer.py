@@ -69,9 +69,10 @@ class Trainer:
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
         check_train(config)
         self.groups = start_processes(args.model_parallel_size)
+        self.diffusion = assemble_diffusion(config)
         if self.groups.is_main:
             log_unused(config)
-            warn_of_different_schedules(config)
+            warn_of_different_schedules(self.diffusion)
             warn_of_pipeline_positions(config)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -112,7 +113,6 @@ class Trainer:
             logger.warning("%s", text)
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
-        self.diffusion = assemble_diffusion(config)
         self.encoder = assemble_encoder(config, args, transformer, self.groups)
         self.num_trained = count_trained(transformer)
         self.gradient_check = GradientCheck(transformer)

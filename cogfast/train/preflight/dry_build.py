@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from cogfast.config import Config, instantiate
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import find_origin
 from cogfast.schema.values import KeyProblem
+from cogfast.train.assembly import Diffusion
 from cogfast.train.optimizer import build_learning_rate, build_optimizer
 
 logger = logging.getLogger(__name__)
@@ -39,34 +39,26 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
     _try(config, "args.lr_schedule", partial(build_learning_rate, args, num_steps))
 
 
-def try_diffusion(config: Config) -> dict[str, Any]:
-    """Build the configured diffusion components and return them by their key in `model`."""
-    return {
-        name: _try(
-            config,
-            f"model.{name}",
-            partial(instantiate, config.model[name], config.allow_import, f"model.{name}"),
-        )
-        for name in _DIFFUSION
-        if config.model.get(name) is not None
-    }
+def try_diffusion(config: Config) -> None:
+    """Build the configured diffusion components; ValueError if one fails."""
+    for name in _DIFFUSION:
+        node, where = config.model.get(name), f"model.{name}"
+        if node is not None:
+            _try(config, where, partial(instantiate, node, config.allow_import, where))
 
 
-def warn_of_different_schedules(config: Config) -> None:
+def warn_of_different_schedules(diffusion: Diffusion) -> None:
     """Warn if loss or sampler use a different noise schedule from the denoiser's.
 
     The model would then learn or sample nonsense.
     """
     tables = {}
-    for name, part in try_diffusion(config).items():
-        if name == "denoiser_config":
-            tables[name] = part.table.values
-        elif name == "loss_fn_config":
-            tables[name] = part.sigma_sampler.table.values
-        else:
-            tables[name] = part.discretization.table()
+    if diffusion.loss is not None:
+        tables["loss_fn_config"] = diffusion.loss.sigma_sampler.table.values
+    if diffusion.sampler is not None:
+        tables["sampler_config"] = diffusion.sampler.discretization.table()
     for name, table in tables.items():
-        if not torch.equal(table, tables["denoiser_config"]):
+        if not torch.equal(table, diffusion.denoiser.table.values):
             logger.warning(
                 "model.%s and model.denoiser_config have different noise schedules; make their "
                 "discretization_config equal (shift_scale is 3.0 for CogVideoX-2B, else 1.0)",
@@ -74,9 +66,9 @@ def warn_of_different_schedules(config: Config) -> None:
             )
 
 
-def _try(config: Config, key: str, build: Callable[[], Any]) -> Any:
+def _try(config: Config, key: str, build: Callable[[], object]) -> None:
     try:
-        return build()
+        build()
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         text = " ".join(str(error).split())
         named = error.key if isinstance(error, KeyProblem) else text.partition("=")[0]

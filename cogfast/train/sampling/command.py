@@ -65,9 +65,10 @@ def sample(
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(args.model_parallel_size)
+    diffusion = assemble_diffusion(config)
     if groups.is_main:
         log_unused(config)
-        warn_of_different_schedules(config)
+        warn_of_different_schedules(diffusion)
     # Without a run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     transformer = assemble_transformer(
@@ -95,7 +96,7 @@ def sample(
         wanted.append(Prompt(i, text, seed + i, pixels, size=size))
     maker = VideoMaker(
         transformer,
-        assemble_diffusion(config),
+        diffusion,
         encoder,
         sizes[0],
         device=groups.device,
