@@ -1,4 +1,4 @@
-"""What a start leaves out: packages that it does not use, and parts that it has built already.
+"""Starts leave out packages that they do not use, and parts that they have built already.
 
 Nothing here measures time. Each package named takes 0.2 s to 4 s of a start.
 """
