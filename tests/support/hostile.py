@@ -23,7 +23,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 MAX_SECONDS = 10.0  # of CPU time, so that other jobs on the machine do not count
-MAX_WAIT = 60.0  # wall clock: a process that waits for something that never comes
+# Wall clock without progress: a process that waits for something that never comes. A process that
+# other jobs slow down still gets some processor time.
+MAX_WAIT = 60.0
+_PROGRESS = 0.5  # seconds of processor time
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
 # Programs that a run may start, to record the commit and the machine that it ran on.
@@ -229,6 +232,7 @@ def _watch(
 ) -> tuple[list[str], int, bool, int, resource.struct_rusage]:
     """Events, peak of resident bytes, whether it had to be killed, status and usage of the child."""
     received, peak, is_hung, deadline = b"", 0, False, time.monotonic() + max_wait
+    spent = 0.0
     while True:
         peak = max(peak, _peak(child))
         if select.select([report], [], [], 0.02)[0]:
@@ -236,6 +240,8 @@ def _watch(
         ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
             break
+        if _cpu_seconds(child) > spent + _PROGRESS:
+            spent, deadline = _cpu_seconds(child), max(deadline, time.monotonic() + max_wait)
         if time.monotonic() > deadline or peak > 4 * MAX_BYTES:
             is_hung = time.monotonic() > deadline
             os.kill(child, signal.SIGKILL)
@@ -245,6 +251,12 @@ def _watch(
         received += rest
     events = received.decode(errors="replace").splitlines()
     return events, peak, is_hung, os.waitstatus_to_exitcode(status), usage
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process, from the 14th and 15th field of its stat file."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stop_group(child: int) -> bool:
