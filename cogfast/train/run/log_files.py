@@ -6,12 +6,11 @@ TensorBoard's own writer uses a thread, which a full disk ends with a traceback.
 
 from __future__ import annotations
 
-import functools
 import importlib
+import io
 import logging
 import os
 import platform
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,34 +86,11 @@ class TensorBoardFile:
         self._add(event(wall_time=time.time(), step=step, summary=summary(value=values)))
 
     def _add(self, event: Any) -> None:
-        content = event.SerializeToString()
-        length = struct.pack("<Q", len(content))
-        self._file.append(length + _checksum(length) + content + _checksum(content))
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-
-def _checksum(content: bytes) -> bytes:
-    """Return the masked CRC-32C of TensorFlow's record files.
-
-    TensorBoard's own writer has it, too, but importing that takes 0.2 s of a start.
-    """
-    crc = 0xFFFFFFFF
-    table = _crc_table()
-    for byte in content:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    masked = (crc >> 15 | crc << 17) + 0xA282EAD8
-    return struct.pack("<I", masked & 0xFFFFFFFF)
-
-
-@functools.cache
-def _crc_table() -> list[int]:
-    """Return the remainder of each byte by the polynomial of CRC-32C."""
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
+        framed = io.BytesIO()  # a record with its length and checksums
+        RecordWriter(framed).write(event.SerializeToString())
+        self._file.append(framed.getvalue())
 
 
 def _messages(name: str) -> Any:
