@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 
 CLIP = 1.0
 EMA_DECAY = 0.9999
@@ -53,8 +53,7 @@ class OurUpdate:
 
     def step(self) -> None:
         gradients = [p.grad for p in self.masters.parameters]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm = sum_of_squares(gradients).sqrt().float()
         self.adam.gradient_scale = (CLIP / (norm + _NORM_EPS)).clamp(max=1.0)
         for master, gradient in zip(self.masters.tensors, gradients, strict=True):
             master.grad = gradient

@@ -8,14 +8,15 @@ With g the gradient, t the parameter's own count of updates (1 at the first) and
     d = min(ema_decay, (1 + t) / (10 + t))            (use_num_updates; else ema_decay)
     shadow += (1 - d) (p - shadow)                    shadow starts as a copy of p
 
-A GPU runs the Triton kernels of gpu/fused_ema_adam.py, or torch's fused Adam and a lerp.
+A GPU runs the Triton kernels of gpu/fused_ema_adam.py, or torch's fused Adam and a lerp. A CPU runs
+the C++ kernel of cpu/fused_ema_adam.h, or both of torch's ops on one chunk after another.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,11 +25,11 @@ from torch import Tensor
 from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
 from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable, launch_ema_adam
 from cogfast.kernels.gpu.launch import HAS_TRITON
+from cogfast.kernels.ops import CPU_DTYPES, register_op
 
-# Elements of a chunk on a CPU: p, g, m, v and shadow of a chunk (5 MB) stay in the caches between
-# Adam's pass and the EMA's. Smaller chunks cost more in launches on two threads. With 5.8 M float32
-# parameters a step takes 0.55 of the time of torch's AdamW(foreach) and a foreach EMA in 100
-# tensors and 0.49 in one (1 thread, Xeon with AVX-512), 0.61 and 0.58 on 2 threads.
+# Elements of a chunk where PyTorch's ops update CPU tensors: p, g, m, v and shadow of a chunk (5 MB)
+# stay in the caches between Adam's pass and the EMA's. Smaller chunks cost more in launches on two
+# threads.
 _CPU_CHUNK = 262_144
 # Count of updates at which 1 - b^t is exactly 1: Adam without bias correction.
 _UNBIASED = 1e9
@@ -61,6 +62,36 @@ def fused_ema_adam_reference(
     denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
     p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
     shadow.lerp_(p, 1 - ema_decay)
+
+
+# All tensors of a call may differ in length and dtypes; a copy may be None.
+_ema_adam = register_op(
+    "ema_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] shadows, Tensor(e!)?[] copies, Tensor(f!)[] steps, *, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool bias_correction, bool adam_w_mode, "
+    "float ema_decay, bool use_num_updates, float gradient_scale) -> ()",
+    fake=lambda *arguments, **options: None,
+)
+_sum_of_squares = register_op(
+    "sum_of_squares(Tensor[] tensors) -> Tensor",
+    fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float64),
+)
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, []: float64 on a CPU, else float32.
+
+    A CPU reads every tensor once and adds in a fixed order, whatever the number of threads.
+    """
+    is_on_cpu = all(x.device.type == "cpu" for x in tensors)
+    if is_on_cpu and tensors and all(x.dtype in CPU_DTYPES for x in tensors):
+        return _sum_of_squares(tensors)
+    # A CPU sums element by element, which would lose digits in float32.
+    dtype = torch.float64 if is_on_cpu else torch.float32
+    norms = (
+        torch._foreach_norm(tensors, 2, dtype=dtype) if tensors else [torch.zeros((), dtype=dtype)]
+    )
+    return torch.stack(norms).square().sum()
 
 
 class FusedEmaAdam(torch.optim.Optimizer):
@@ -162,8 +193,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
                         self._update_with_triton(params, group)
                 else:
                     self._update_with_torch(params, group)
+                copies = [self.low_precision_copies.get(p) for p in params]
+                written = [*params, *(copy for copy in copies if copy is not None)]
                 # Lets autograd refuse a backward through the weights before the update.
-                torch.autograd.graph.increment_version(params)
+                torch.autograd.graph.increment_version(written)
         return loss
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
@@ -206,10 +239,36 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 self.state[p][key] = kept.copy_(value)
 
     def _update_on_cpu(self, params: list[Tensor], group: dict) -> None:
+        """Update with one call of the C++ kernel, and with PyTorch what the kernel does not take."""
         if self.found_inf is not None and bool(self.found_inf):
             return
+        streams = []
         for p in params:
-            self._update_one_on_cpu(p, group)
+            copy = self.low_precision_copies.get(p)
+            read = (p, _grad_of(p)) if copy is None else (p, _grad_of(p), copy)
+            is_dense = p.is_contiguous() and (copy is None or copy.is_contiguous())
+            if not is_dense or any(x.dtype not in CPU_DTYPES for x in read):
+                self._update_one_on_cpu(p, group)
+                continue
+            state = self.state_of(p)
+            moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])
+            streams.append((p, read[1], *moments, copy, state["step"]))
+        if not streams:
+            return
+        beta1, beta2 = group["betas"]
+        _ema_adam(
+            *zip(*streams, strict=True),
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=group["bias_correction"],
+            adam_w_mode=self.adam_w_mode,
+            ema_decay=self.ema_decay,
+            use_num_updates=self.use_num_updates,
+            gradient_scale=1.0 if self.gradient_scale is None else float(self.gradient_scale),
+        )
 
     def _update_one_on_cpu(self, p: Tensor, group: dict) -> None:
         """Run Adam and the EMA on one chunk after another, each while it is in the caches."""

@@ -38,16 +38,17 @@ def has_kernel(x: Tensor) -> bool:
     return x.device.type != "cpu" or x.dtype in CPU_DTYPES
 
 
-def register_op(schema: str, gpu: Callable, fake: Callable) -> Any:
+def register_op(schema: str, fake: Callable, gpu: Callable | None = None) -> Any:
     """Define an op and return it.
 
     Args:
         schema: name and signature; the C++ library registers a CPU kernel under the same name.
-        gpu: implementation for CUDA tensors.
         fake: returns empty outputs, for torch.compile.
+        gpu: implementation for CUDA tensors; None for an op of CPU tensors alone.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, gpu, "CUDA")
+    if gpu is not None:
+        _LIBRARY.impl(name, gpu, "CUDA")
     torch.library.register_fake(f"cogfast::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.cogfast, name).default

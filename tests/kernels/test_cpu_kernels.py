@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cogfast.kernels.adaptive_layernorm import residual_adaptive_layernorm
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.kernels.gelu import gelu
 from cogfast.kernels.qk_norm_rope3d import Rotation, qk_norm_rope3d
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS, assert_same_bits_for_any_threads
@@ -60,6 +61,29 @@ def test_qk_norm_rope3d_has_the_same_bits_for_any_threads(dtype: torch.dtype) ->
         leaf, norms = qkv.clone().requires_grad_(), (tuple(affine[:2]), tuple(affine[2:]))
         outputs = qk_norm_rope3d(leaf, *norms, Rotation(table, *grid), num_text)
         return *outputs, *torch.autograd.grad(outputs, (leaf, *affine), gradients.unbind())
+
+    assert_same_bits_for_any_threads(compute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_ema_adam_has_the_same_bits_for_any_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lengths = (1, 300_001, 7, 0, 4097, 70_000)
+    start, grads = ([torch.randn(n).to(dtype) for n in lengths] for _ in range(2))
+
+    def compute():
+        params = [x.clone().requires_grad_() for x in start]
+        copies = [torch.zeros(n, dtype=torch.bfloat16) for n in lengths]
+        optimizer = FusedEmaAdam(params)
+        optimizer.low_precision_copies = dict(zip(params, copies, strict=True))
+        for _ in range(2):
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            square = sum_of_squares(grads)
+            optimizer.gradient_scale = 1 / square.sqrt()
+            optimizer.step()
+        state = [x for p in params for x in optimizer.state[p].values()]
+        return *params, *copies, *state, square
 
     assert_same_bits_for_any_threads(compute)
 

@@ -1,30 +1,37 @@
-"""FusedEmaAdam against stored float64 numbers; its counters, skipped steps and memory passes."""
+"""FusedEmaAdam against stored float64 numbers; its counters and skipped steps."""
 
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cogfast.kernels.fused_ema_adam import _CPU_CHUNK, FusedEmaAdam, fused_ema_adam_reference
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 NAMES = {"p": None, "m": "exp_avg", "v": "exp_avg_sq", "shadow": "shadow"}
 
 
-@pytest.fixture(params=["cpu", "torch", "triton"])
-def build(request):
-    """Build a FusedEmaAdam that updates CPU tensors by its CPU code, by its code for a GPU without
-    Triton, or by the interpreted Triton kernels."""
+def without_kernel(monkeypatch):
+    """Let FusedEmaAdam update CPU tensors as if the C++ library were not compiled."""
+    monkeypatch.setattr("cogfast.kernels.fused_ema_adam.CPU_DTYPES", ())
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "plain", "torch", "triton"],
+)
+def build(request, monkeypatch):
+    """Build a FusedEmaAdam that updates CPU tensors by the C++ kernel, by PyTorch's ops on chunks, by
+    its code for a GPU without Triton, or by the interpreted Triton kernels."""
+    if request.param == "plain":
+        without_kernel(monkeypatch)
 
     def build(*arguments, **options):
         optimizer = FusedEmaAdam(*arguments, **options)
-        if request.param != "cpu":
+        if request.param in ("torch", "triton"):
             optimizer._update_on_cpu = vars(FusedEmaAdam)[f"_update_with_{request.param}"].__get__(
                 optimizer
             )
@@ -97,6 +104,7 @@ def test_equals_the_stored_float64_numbers(
 
 def test_flat_tensor_longer_than_a_chunk(monkeypatch):
     """4,099 elements in chunks of 64, of which the last has 3."""
+    without_kernel(monkeypatch)
     monkeypatch.setattr("cogfast.kernels.fused_ema_adam._CPU_CHUNK", 64)
     params, grads = random_case([(4099,)])
     expected = reference(params[0], [g[0] for g in grads])
@@ -391,6 +399,18 @@ def test_autograd_notices_the_update(build):
         loss.backward()
 
 
+def test_autograd_notices_new_copies(build):
+    """The copies are the weights that a model in bf16 trains with."""
+    p, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer = build([p])
+    optimizer.low_precision_copies[p] = weight.detach()
+    loss = weight.square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_closure_and_zero_grad():
     p = torch.ones(3, requires_grad=True)
     optimizer = FusedEmaAdam([p], lr=0.1)
@@ -429,46 +449,3 @@ def test_sparse_gradients_are_refused():
     p.grad = torch.eye(4)[:, :2].to_sparse()
     with pytest.raises(ValueError, match=r"no sparse gradients; use sparse=False"):
         FusedEmaAdam([p]).step()
-
-
-class _OpSizes(TorchDispatchMode):
-    """Record the elements of every tensor that an operator reads, writes or creates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[int], int]] = []  # name, elements of inputs, new elements
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            known = {x.untyped_storage().data_ptr() for x in inputs}
-            outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-            new = sum(x.numel() for x in outputs if x.untyped_storage().data_ptr() not in known)
-            self.calls.append((func.name(), [x.numel() for x in inputs], new))
-        return result
-
-
-@pytest.mark.parametrize("num_tensors", [100, 1])
-def test_a_step_passes_over_each_stream_while_it_is_in_the_caches(num_tensors):
-    """A step takes two operators per chunk and no memory of a parameter's size.
-
-    torch's AdamW and a foreach EMA pass over whole tensors. `python -m bench.ops` measures the time
-    that this saves.
-    """
-    size = 2_000_000 // num_tensors
-    params, (grads,) = random_case([size] * num_tensors, num_steps=1)
-    optimizer = FusedEmaAdam(params, **HYPER)
-    run(optimizer, params, [grads])  # creates the state
-    for p, g in zip(params, grads, strict=True):
-        p.grad = g
-    with _OpSizes() as ops:
-        optimizer.step()
-    passes = [call for call in ops.calls if max(call[1], default=0) > 1]
-    num_chunks = num_tensors * math.ceil(size / _CPU_CHUNK)
-    assert len(passes) == 2 * num_chunks
-    assert {name for name, _, _ in passes} == {"aten::_fused_adamw_", "aten::lerp_.Scalar"}
-    assert max(max(sizes) for _, sizes, _ in passes) <= _CPU_CHUNK
-    # Adam reads weight, gradient and two moments; the EMA reads the weight again and itself.
-    assert sum(n for _, sizes, _ in passes for n in sizes if n > 1) == 6 * 2_000_000
-    assert max(new for _, _, new in ops.calls) <= 1

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
 # Bytes: lets the kernel load gradients in 16-byte vectors.
@@ -141,11 +141,9 @@ class FusedStep:
         counts replicated ones. So one all-reduce over all ranks gives the total.
         """
         pieces = [gradients[part].narrow(0, offset, n) for part, offset, n in self._counted]
-        # A CPU sums element by element, which would lose digits in float32.
-        dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
-        square = torch.zeros((), dtype=dtype, device=gradients[0].device)
-        if pieces:
-            square += torch.stack(torch._foreach_norm(pieces, 2, dtype=dtype)).square().sum()
+        if not pieces:  # this rank owns only padding
+            pieces = [gradients[0].new_zeros(1)]
+        square = sum_of_squares(pieces)
         dist.all_reduce(square)
         return square.sqrt().float()
 

@@ -6,6 +6,7 @@
 
 #include <c10/util/BFloat16.h>
 
+#include "fused_ema_adam.h"
 #include "qk_norm_rope3d.h"
 
 namespace cogfast {

@@ -1,0 +1,127 @@
+// Tensor level of FusedEmaAdam; kernels/fused_ema_adam.py has the formulas.
+
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "ops.h"
+
+namespace cogfast {
+
+// The elements of many tensors as one row of pieces, so that threads share all of them at once.
+class Pieces {
+ public:
+  explicit Pieces(at::TensorList tensors) {
+    for (const Tensor& x : tensors) {
+      numels_.push_back(x.numel());
+      first_.push_back(first_.back() + (x.numel() + SIZE - 1) / SIZE);
+    }
+  }
+
+  int64_t count() const { return first_.back(); }
+
+  // Calls body(piece, tensor, first element, number of elements) for all pieces; threads take pieces.
+  template <class Body>
+  void parallel(const Body& body) const {
+    at::parallel_for(0, count(), grain(SIZE), [&](int64_t begin, int64_t end) {
+      int64_t tensor = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
+      for (int64_t piece = begin; piece < end; ++piece) {
+        while (first_[tensor + 1] <= piece) ++tensor;
+        const int64_t start = (piece - first_[tensor]) * SIZE;
+        body(piece, tensor, start, std::min(SIZE, numels_[tensor] - start));
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t SIZE = 4096;  // elements
+  std::vector<int64_t> numels_;
+  std::vector<int64_t> first_ = {0};  // first piece of each tensor, and at the end the number of pieces
+};
+
+struct AdamOptions {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool bias_correction, adam_w_mode;
+  double ema_decay;
+  bool use_num_updates;
+  double gradient_scale;
+
+  // Factors of update t. They are float64 until here: 1 - beta2 loses digits in float32.
+  AdamFactors at(double t) const {
+    const double correction1 = bias_correction ? 1 - std::pow(beta1, t) : 1;
+    const double correction2 = bias_correction ? 1 - std::pow(beta2, t) : 1;
+    double ema_weight = 1 - ema_decay;
+    if (use_num_updates) ema_weight = std::max(ema_weight, 9 / (10 + t));  // 1 - (1 + t) / (10 + t)
+    return {
+        .gradient_scale = static_cast<float>(gradient_scale),
+        .l2 = static_cast<float>(adam_w_mode ? 0 : weight_decay),
+        .decay = static_cast<float>(adam_w_mode ? lr * weight_decay : 0),
+        .one_minus_beta1 = static_cast<float>(1 - beta1),
+        .beta2 = static_cast<float>(beta2),
+        .one_minus_beta2 = static_cast<float>(1 - beta2),
+        .step_size = static_cast<float>(lr / correction1),
+        .root_factor = static_cast<float>(1 / std::sqrt(correction2)),
+        .eps = static_cast<float>(eps),
+        .ema_weight = static_cast<float>(ema_weight)};
+  }
+};
+
+// Counts an update of every tensor and makes it. Lists have an entry per tensor; that of `copies` may be None.
+inline void ema_adam_(
+    at::TensorList params, at::TensorList grads_, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+    at::TensorList shadows, const c10::List<OptionalTensor>& copies_, at::TensorList steps, double lr,
+    double beta1, double beta2, double eps, double weight_decay, bool bias_correction, bool adam_w_mode,
+    double ema_decay, bool use_num_updates, double gradient_scale) {
+  const AdamOptions options{lr,          beta1,     beta2,           eps,           weight_decay, bias_correction,
+                            adam_w_mode, ema_decay, use_num_updates, gradient_scale};
+  std::vector<Tensor> grads, copies;
+  std::vector<AdamFactors> factors;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Tensor& p = params[i];
+    grads.push_back(grads_[i].contiguous());
+    copies.push_back(copies_.get(i).value_or(Tensor()));
+    for (const Tensor& x : {exp_avgs[i], exp_avg_sqs[i], shadows[i], steps[i]})
+      TORCH_CHECK(x.scalar_type() == at::kFloat, "the optimizer's state must be float32, not ", x.dtype());
+    for (const Tensor& x : {p, grads[i], exp_avgs[i], exp_avg_sqs[i], shadows[i], copies[i]})
+      TORCH_CHECK(
+          !x.defined() || (x.is_contiguous() && x.sizes() == p.sizes()), "tensors of one parameter must be ",
+          p.sizes(), " and contiguous, not ", x.sizes());
+    TORCH_CHECK(steps[i].numel() == 1, "a count of updates must be one number, not ", steps[i].sizes());
+  }
+  for (const Tensor& step : steps) factors.push_back(options.at(*pointer<float>(step) += 1));
+  Pieces(params).parallel([&](int64_t, int64_t i, int64_t start, int64_t n) {
+    for_dtype(params[i], [&](auto p_zero) {
+      using P = decltype(p_zero);
+      for_dtype(grads[i], [&](auto g_zero) {
+        using G = decltype(g_zero);
+        const auto run = [&](auto* copy) {
+          COGFAST_RUN(
+              ema_adam, pointer<P>(params[i]) + start, pointer<G>(grads[i]) + start,
+              pointer<float>(exp_avgs[i]) + start, pointer<float>(exp_avg_sqs[i]) + start,
+              pointer<float>(shadows[i]) + start, copy, n, factors[i]);
+        };
+        if (!copies[i].defined()) return run(static_cast<P*>(nullptr));
+        for_dtype(copies[i], [&](auto c_zero) { run(pointer<decltype(c_zero)>(copies[i]) + start); });
+      });
+    });
+  });
+}
+
+// Sum of the squares of all elements of all tensors, [] float64.
+inline Tensor sum_of_squares(at::TensorList tensors_) {
+  std::vector<Tensor> tensors;
+  for (const Tensor& x : tensors_) tensors.push_back(x.contiguous());
+  const Pieces pieces(tensors);
+  std::vector<double> sums(pieces.count());
+  pieces.parallel([&](int64_t piece, int64_t i, int64_t start, int64_t n) {
+    for_dtype(tensors[i], [&](auto zero) {
+      sums[piece] = COGFAST_RUN(sum_of_squares, pointer<decltype(zero)>(tensors[i]) + start, n);
+    });
+  });
+  Tensor total = at::zeros({}, at::kDouble);
+  for (const double sum : sums) *pointer<double>(total) += sum;
+  return total;
+}
+
+}  // namespace cogfast
