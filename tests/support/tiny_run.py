@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from cogfast.data.video.writer import write_video
 from cogfast.model.wavelet_autoencoder import WaveletState
 from cogfast.model.weights.formats.run_checkpoint import open_run
+from tests.support.ranks.forked import ROOT, run_forked
 
-ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 8  # latent channels of the tiny first stage
 SIDE = 32  # rows and columns of the tiny clips
 FAMILIES = ("2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")
@@ -213,40 +213,41 @@ def write_config(
     return path
 
 
-def torchrun(processes: int) -> list[str]:
-    """torchrun's command on a port that is free, without what it is to run."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def torchrun(processes: int) -> list[str]:
+    """torchrun's command on a port that is free, without what it is to run."""
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
         f"--nproc_per_node={processes}",
-        f"--master_port={port}",
+        f"--master_port={free_port()}",
     ]
 
 
-def launch_ranks(processes: int, *arguments: str, timeout: float = 300) -> None:
-    """Run a script of the tests on so many gloo processes; it must end well."""
-    done = subprocess.run(
-        [*torchrun(processes), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def launch_ranks(processes: int, *arguments: str) -> str:
+    """Run `python ARGUMENTS` on so many gloo processes; it must end well. Return the output."""
+    done = run_forked(arguments, processes, free_port())
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
-def start(
-    arguments: list[str], processes: int = 1, program: tuple[str, ...] = ("-m", "cogfast")
-) -> subprocess.Popen:
-    """Start `cogfast WORDS`, under torchrun where there is more than one process."""
-    command = [sys.executable, *program, *arguments]
-    if processes > 1:
-        command = [*torchrun(processes), *program, *arguments]
+def run(
+    arguments: list[str], processes: int = 1, timeout: float = 600
+) -> subprocess.CompletedProcess:
+    """Run `cogfast ARGUMENTS` in forked processes; stdout and stderr together in .stdout."""
+    return run_forked(["-m", "cogfast", *arguments], processes, free_port(), timeout)
+
+
+def start(arguments: list[str], processes: int = 1) -> subprocess.Popen:
+    """Start `cogfast ARGUMENTS`, under torchrun where there is more than one process."""
+    launcher = torchrun(processes) if processes > 1 else [sys.executable]
+    command = [*launcher, "-m", "cogfast", *arguments]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -258,14 +259,11 @@ def start(
     )
 
 
-def run(
-    arguments: list[str],
-    processes: int = 1,
-    timeout: float = 240,
-    program: tuple[str, ...] = ("-m", "cogfast"),
+def run_started(
+    arguments: list[str], processes: int = 1, timeout: float = 240
 ) -> subprocess.CompletedProcess:
-    """Run `cogfast WORDS` to its end; stdout and stderr together in .stdout."""
-    process = start(arguments, processes, program)
+    """Do as `run` in processes that are started as a user starts them."""
+    process = start(arguments, processes)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -15,11 +15,13 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.train.trainer import Trainer
+from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import (
     ROOT,
+    free_port,
     losses,
-    run,
     run_folder,
+    run_started,
     torchrun,
     write_clips,
     write_config,
@@ -79,7 +81,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Path]:
     """Start all runs except those that end early in one launch, and one in this process to compare."""
     folder = tmp_path_factory.mktemp("runs")
-    done = launch(base, folder, [f"{run},{MICRO}" for run in RUNS.values()])
+    arguments = [str(base), str(folder), *(f"{run},{MICRO}" for run in RUNS.values())]
+    done = run_forked(["tests/support/faults.py", *arguments], 2, free_port())
     (folder / "log").write_text(done.stdout)
     assert done.returncode == 0, done.stdout
     Trainer(load_config([base], [f"args.save={folder}/one"])).train()
@@ -157,7 +160,7 @@ def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path)
     all_bad["params"]["num_bad"] = 8
     bad = write_config(tmp_path / "bad.yaml", base.parent / "data", dataset=all_bad)
     arguments = ["args.max_nonfinite_steps=2", "--allow-import", "tests"]
-    done = run(["train", "--base", str(bad), MICRO, *arguments], 2)
+    done = run_started(["train", "--base", str(bad), MICRO, *arguments], 2)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     # Rank 1 keeps quiet for some seconds, which a busy machine may need to end rank 0.
@@ -178,7 +181,9 @@ def test_damage_that_one_of_two_ranks_reads_ends_both_in_one_line(
     content = bytearray((new / "rank-00001.safetensors").read_bytes())
     content[-100] ^= 4
     (new / "rank-00001.safetensors").write_bytes(content)
-    done = run(["train", "--base", str(base), MICRO, "--resume", str(resumed)], 2, timeout=120)
+    done = run_started(
+        ["train", "--base", str(base), MICRO, "--resume", str(resumed)], 2, timeout=120
+    )
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     assert len({line.replace("rank 1: ", "") for line in ours}) == 1, done.stdout

@@ -104,7 +104,7 @@ LAYOUTS = {
 
 def launch(ranks: int, runs: list[list[str]]) -> None:
     """Train the layouts one after the other on `processes` processes."""
-    launch_ranks(ranks, "tests/support/layouts.py", json.dumps(runs), timeout=600)
+    launch_ranks(ranks, "tests/support/layouts.py", json.dumps(runs))
 
 
 @pytest.fixture(scope="module")

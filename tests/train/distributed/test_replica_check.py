@@ -19,7 +19,7 @@ TOP_BIT = {"5b": 30, "bf16": 14}
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Return, for each of the four ranks, {model: {case: error message}}."""
     folder = tmp_path_factory.mktemp("replicas")
-    launch_ranks(4, "tests/support/ranks/replica_check_ranks.py", str(folder), timeout=120)
+    launch_ranks(4, "tests/support/ranks/replica_check_ranks.py", str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -20,7 +20,14 @@ from cogfast.data.video.reader import open_video
 from cogfast.train.sampling.command import read_image
 from cogfast.train.sampling.generate import VideoMaker
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import CHANNELS, SIDE, run, run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    CHANNELS,
+    SIDE,
+    launch_ranks,
+    run_folder,
+    write_clips,
+    write_config,
+)
 
 LATENTS = "args.only_save_latents=true"
 TENSOR = "args.model_parallel_size=2"
@@ -187,8 +194,7 @@ def test_two_processes_make_the_latents_of_one(
         [str(folder), *arguments, *more, "--out", str(tmp_path / name)]
         for name, (folder, *more) in cases.items()
     ]
-    done = run([json.dumps(lists)], processes=2, program=("tests/support/ranks/sample_ranks.py",))
-    assert done.returncode == 0, done.stdout
+    launch_ranks(2, "tests/support/ranks/sample_ranks.py", json.dumps(lists))
     sample(runs["5b"], tmp_path / "one", *arguments, LATENTS)
     sample(runs["5b_i2v"], tmp_path / "one-i2v", *arguments, LATENTS, "--image", str(picture))
     sample(runs["5b"], tmp_path / "one-lora", *arguments, LATENTS, "--lora", str(lora))
