@@ -20,8 +20,8 @@ from cogfast.shapes import TokenGrid
 from tests.support.kernels.triton_on_cpu import launchers_on_cpu
 from tests.support.tiny_run import ROOT
 
-WIDTH, HEADS, CONDITIONING, NUM_TEXT = 64, 2, 48, 5
-GRID = TokenGrid(2, 3, 4)
+WIDTH, HEADS, CONDITIONING, NUM_TEXT = 64, 2, 48, 3
+GRID = TokenGrid(2, 3, 2)
 
 
 def make_block(**options: bool) -> Block:
@@ -107,12 +107,13 @@ def test_kernels_give_the_numbers_of_plain_pytorch(where: str, variant: str) -> 
     assert_same(got, run(block.double(), *double))
 
 
-@pytest.mark.slow  # a hundred compilations
-def test_every_launch_compiles() -> None:
+@pytest.mark.slow  # a hundred compilations, and two hundred of every combination
+@pytest.mark.parametrize("which", ["pairwise", pytest.param("every", marks=pytest.mark.soak)])
+def test_launches_compile(which: str) -> None:
     """On a GPU arguments that are 1 or multiples of 16 become constants and hints; the interpreter
     does not show that."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    arguments = [sys.executable, "-m", "tests.support.kernels.triton_on_cpu"]
+    arguments = [sys.executable, "-m", "tests.support.kernels.triton_on_cpu", which]
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {

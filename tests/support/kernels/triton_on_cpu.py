@@ -1,16 +1,19 @@
 """The ops of a block on their Triton launchers for CPU tensors.
 
-Triton's interpreter computes real numbers. With a stand-in driver (python -m tests.support.kernels.triton_on_cpu)
-every launch is specialised and compiled for sm_90 as on a GPU, and not run.
+Triton's interpreter computes real numbers. With a stand-in driver (python -m tests.support.kernels.triton_on_cpu
+[every]) every launch is specialised and compiled for sm_90 as on a GPU, and not run.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
+from triton.runtime.interpreter import GridExecutor
 
 from cogfast.kernels import adaptive_layernorm, gelu, ops, qk_norm_rope3d
 from cogfast.kernels.block_kernels import choose_kernels
@@ -31,15 +34,20 @@ LAUNCHES = {
 
 
 @contextmanager
-def launchers_on_cpu() -> Iterator[None]:
-    """Send CPU tensors of any dtype to the implementation for CUDA tensors."""
+def launchers_on_cpu(runs_kernels: bool = True) -> Iterator[None]:
+    """Send CPU tensors of any dtype to the implementation for CUDA tensors.
+
+    runs_kernels: False where only the tensors matter, and not the numbers in them.
+    """
     dtypes = ops.CPU_DTYPES
     library = torch.library.Library("cogfast", "IMPL")
     for name, launch in LAUNCHES.items():
         library.impl(name, launch, "CPU", allow_override=True)
     ops.CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    execute = GridExecutor.__call__ if runs_kernels else lambda *args, **kwargs: None
     try:
-        yield
+        with patch.object(GridExecutor, "__call__", execute):
+            yield
     finally:
         ops.CPU_DTYPES = dtypes
         library._destroy()  # the implementations of before are in force again
@@ -89,6 +97,21 @@ def block_like(
     kernels.gated_residual(hidden, x, draw(m), vectors[5], num_text).sum().backward()
 
 
+def pairwise_launches() -> None:
+    """Launch with every value of `every_launch`, and a third of its combinations."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    block_like(bf16, 30, 64, 1, 226, None)
+    block_like(bf16, 48, 64, 1, 226, (2, 3, 4), is_frozen=True)
+    block_like(fp32, 3, 128, 1, 0, (1, 1, 1), has_weights=False)
+    block_like(fp16, 3, 48, 2, 5, (2, 3, 4))
+    block_like(bf16, 4, 80, 16, 16, (16, 1, 1))
+    block_like(fp32, 4, 16, 2, 1, (1, 4, 4), has_norm=False)
+    update_like(fp32, bf16, has_copies=True, adam_w_mode=False, use_num_updates=False)
+    update_like(bf16, bf16, has_copies=False, adam_w_mode=False, use_num_updates=False)
+    update_like(fp16, fp16, has_copies=False)
+    update_like(fp32, fp32, has_copies=False)
+
+
 def every_launch() -> None:
     """Launch with everything that changes a kernel's specialisation.
 
@@ -113,22 +136,29 @@ def every_launch() -> None:
     for has_norm, has_weights in itertools.product((True, False), repeat=2):
         block_like(torch.bfloat16, 4, 64, 2, 5, (2, 3, 4), has_norm, has_weights)
 
-    for p_dtype, g_dtype, copy in (
+    for p_dtype, g_dtype, has_copies in (
         (torch.float32, torch.bfloat16, True),
         (torch.float32, torch.float32, False),
         (torch.bfloat16, torch.bfloat16, False),
         (torch.float16, torch.float16, False),
     ):
-        for options in ({}, {"adam_w_mode": False, "use_num_updates": False}):
-            params = [torch.zeros(n, dtype=p_dtype, requires_grad=True) for n in (1, 16, 3000)]
-            for p in params:
-                # By default torch requires a gradient of the parameter's dtype.
-                p.grad_dtype, p.grad = None, torch.zeros(p.shape, dtype=g_dtype)
-            optimizer = FusedEmaAdam(params, **options)
-            if copy:
-                optimizer.low_precision_copies = {p: p.detach().bfloat16() for p in params}
-                optimizer.gradient_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
-            optimizer._update_with_triton(params, optimizer.param_groups[0])
+        update_like(p_dtype, g_dtype, has_copies)
+        update_like(p_dtype, g_dtype, has_copies, adam_w_mode=False, use_num_updates=False)
+
+
+def update_like(
+    p_dtype: torch.dtype, g_dtype: torch.dtype, has_copies: bool, **options: bool
+) -> None:
+    """Run a step of the optimizer."""
+    params = [torch.zeros(n, dtype=p_dtype, requires_grad=True) for n in (1, 16, 3000)]
+    for p in params:
+        # By default torch requires a gradient of the parameter's dtype.
+        p.grad_dtype, p.grad = None, torch.zeros(p.shape, dtype=g_dtype)
+    optimizer = FusedEmaAdam(params, **options)
+    if has_copies:
+        optimizer.low_precision_copies = {p: p.detach().bfloat16() for p in params}
+        optimizer.gradient_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    optimizer._update_with_triton(params, optimizer.param_groups[0])
 
 
 def main() -> None:
@@ -154,7 +184,7 @@ def main() -> None:
 
     driver.set_active(Driver())
     with launchers_on_cpu():
-        every_launch()
+        every_launch() if sys.argv[1:] == ["every"] else pairwise_launches()
     print(" ".join(sorted(launched)))
 
 
