@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import shutil
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from cogfast.model.text_encoder import ByteTextEncoder, T5TextEncoder
+from tests.support.tiny_run import launch_ranks
 
 CAPTIONS = ["a red circle moves right", "", "the sea, the sea, the sea " * 20]
 MAX_LENGTH = 24
@@ -237,13 +236,10 @@ def test_byte_encoder_is_the_same_in_every_process() -> None:
         "print(hashlib.sha256(b''.join(state[k].numpy().tobytes() for k in sorted(state)))"
         ".hexdigest())\n"
     )
-    root = Path(__file__).resolve().parents[2]
-    other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
-    )
+    other = launch_ranks(1, "-c", code)
     state = ByteTextEncoder().state_dict()
     here = hashlib.sha256(b"".join(state[k].numpy().tobytes() for k in sorted(state))).hexdigest()
-    assert other.stdout.split()[-1] == here
+    assert other.split()[-1] == here
     # Another seed is another encoder.
     assert (ByteTextEncoder(seed=1)(["a"]) - ByteTextEncoder()(["a"])).abs().mean() > 0.1
 

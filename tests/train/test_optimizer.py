@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import cogfast
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.optimizer import build_optimizer, parameter_groups
+from tests.support.tiny_run import launch_ranks
 
 GROUPS = [{"params": [torch.zeros(2, requires_grad=True)]}]
 SFT = {  # sft.yaml's section
@@ -202,15 +199,9 @@ def _zero2_run() -> None:
 
 
 def test_zero2_equals_a_plain_loop():
-    environment = os.environ | {
-        "LOCAL_RANK": "0",
-        "PYTHONPATH": str(Path(cogfast.__file__).parent.parent),
-    }
-    out = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment
-    )
-    assert "ZeRO-2 equals the plain run" in out.stdout, out.stderr[-3000:]
+    assert "ZeRO-2 equals the plain run" in launch_ranks(1, __file__)
 
 
 if __name__ == "__main__":
+    os.environ["LOCAL_RANK"] = "0"
     _zero2_run()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from threading import Event
 
@@ -15,8 +13,8 @@ from cogfast.config import load_config
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import checkpoint_writer
 from cogfast.train.trainer import Trainer
+from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import (
-    ROOT,
     losses,
     read_run_weights,
     run_folder,
@@ -235,17 +233,11 @@ Trainer(load_config([sys.argv[1]], [f"args.save={sys.argv[2]}"])).train()
 def test_a_real_full_disk_ends_in_one_line_at_the_end(tmp_path: Path, base: Path) -> None:
     """Training continues to its end and then reports that the last step could not be saved. The
     system's limit on file sizes stands for the full disk."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(base), str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_forked(["-c", FULL_DISK, str(base), str(tmp_path)])
     assert done.returncode != 0
-    assert "checkpoint of step 2 failed" in done.stderr
-    assert "File too large" in done.stderr
-    assert "RuntimeError: step 4 could not be saved" in done.stderr
+    assert "checkpoint of step 2 failed" in done.stdout
+    assert "File too large" in done.stdout
+    assert "RuntimeError: step 4 could not be saved" in done.stdout
     run = run_folder(tmp_path)
     assert len(losses(run)) == 4
     assert list((run / "checkpoints").iterdir()) == []

@@ -22,7 +22,7 @@ from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.metrics import Metrics, forward_flops, memory_gib, train_flops
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
+from tests.support.tiny_run import ROOT, launch_ranks, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import tiny
 
 KEYS = {
@@ -409,7 +409,7 @@ def test_memory_does_not_grow(tmp_path: Path, data: Path, num_workers: int) -> N
     base = write_config(
         tmp_path / "base.yaml", data, train_iters=200, log_interval=20, num_workers=num_workers
     )
-    subprocess.run([sys.executable, "-c", MEMORY, str(base)], cwd=ROOT, check=True, timeout=240)
+    launch_ranks(1, "-c", MEMORY, str(base))
     memory = {line["step"]: line["memory_rss_gib"] for line in lines(tmp_path)}
     logging.getLogger(__name__).info("%s", memory)
     assert memory[200] <= 1.02 * memory[20], memory
