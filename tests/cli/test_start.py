@@ -29,7 +29,7 @@ NEVER = {
 UNUSED = {
     "dry run": NEVER | {"deepspeed", "tensorboard", "matplotlib", "av", "safetensors"},
     "sample": NEVER | {"deepspeed", "tensorboard", "matplotlib"},
-    "train": NEVER | {"tensorboard.summary", "matplotlib"},
+    "train": NEVER | {"matplotlib"},
 }
 
 START = """
