@@ -111,7 +111,9 @@ def check_resolved(plain: dict) -> None:
     for path, text in _texts(_as_mappings(plain), ()):
         if _MARK in text:
             key = ".".join(path)
-            raise KeyProblem(key, f"{key}={cut(text)!r} holds ${{ once it is resolved; remove it")
+            raise KeyProblem(
+                key, f"{key}={cut(text)!r} contains ${{ once it is resolved; remove it"
+            )
 
 
 def _check_references(config: DictConfig, is_plain: bool) -> None:

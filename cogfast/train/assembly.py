@@ -123,8 +123,8 @@ def assemble_transformer(
 def _refuse_part(what: str, report: LoadReport) -> NoReturn:
     """Refuse weights that are only a part of the model, such as the checkpoint of a LoRA run."""
     raise ValueError(
-        f"{what} holds {report.num_loaded} tensors and lacks {len(report.lacking)}, first "
-        f"{report.lacking[0]}: a LoRA run keeps its adapters alone; set args.load to the base "
+        f"{what} has {report.num_loaded} tensors and lacks {len(report.lacking)}, first "
+        f"{report.lacking[0]}: a LoRA run saves only its adapters; set args.load to the base "
         "model's folder (`cogfast sample RUN_FOLDER` reads both)"
     )
 
@@ -213,7 +213,9 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     if isinstance(whole, CaptionedVideos) and whole.clips.splits is not None:
         train, valid = (whole.with_clips(whole.clips.in_split(n)) for n in ("train", "valid"))
         if not len(train):
-            raise ValueError("args.train_data: no row of it is in split train; change column split")
+            raise ValueError(
+                "args.train_data: no row has split train; change column split of the manifest"
+            )
     if args.valid_data:
         valid = _dataset(config, args.valid_data)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
@@ -233,9 +235,9 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
 
 def _dataset(config: Config, folders: Sequence[str]) -> SizedDataset:
     if not config.data:
-        raise ValueError("data: section is missing; name a data set, as sft.yaml does")
+        raise ValueError("the data section is missing; set data.target, as sft.yaml does")
     if not folders:
-        raise ValueError("args.train_data is empty; name the folders of the training videos")
+        raise ValueError("args.train_data is empty; set it to the folders of the training videos")
     return instantiate(config.data, config.allow_import, "data", data_dir=list(folders))
 
 
@@ -249,8 +251,8 @@ def specs_of(
 def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:
     if not isinstance(dataset, CaptionedVideos):
         raise ValueError(
-            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not report which "
-            "sample is of which source; remove it"
+            f"args.train_data_weights={list(weights)}: {type(dataset).__name__} does not report the "
+            "sources of its samples; remove the key"
         )
     return dataset.with_source_weights(weights)
 

@@ -67,8 +67,8 @@ class Encoder:
             self._first_stage = self._build_first_stage()
             if self._first_stage is None:
                 raise ValueError(
-                    "model.first_stage_config names no autoencoder, but the batch holds pixels; "
-                    "name one or give batches with encoded_videos"
+                    "model.first_stage_config has no autoencoder, but the batch has pixels; configure "
+                    "one, or use a data set that returns encoded_videos"
                 )
         return self._first_stage
 
@@ -78,8 +78,8 @@ class Encoder:
             self._text_encoder = self._build_text_encoder()
             if self._text_encoder is None:
                 raise ValueError(
-                    "model.conditioner_config names no text encoder, but the batch holds captions; "
-                    "name one or give batches with prompt_embedding"
+                    "model.conditioner_config has no text encoder, but the batch has captions; "
+                    "configure one, or use a data set that returns prompt_embedding"
                 )
         return self._text_encoder
 
@@ -183,8 +183,8 @@ class Encoder:
                 frame = pixels[:, :, :1]
             else:
                 raise ValueError(
-                    "model.noised_image_input=true, but the batch holds neither pixels nor images "
-                    "nor image_latents; give one of them beside encoded_videos"
+                    "model.noised_image_input=true, but the batch has neither pixels nor images nor "
+                    "image_latents; use a data set that returns one of them with encoded_videos"
                 )
             # Upstream noises the pixels of the image, not its latents.
             image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")

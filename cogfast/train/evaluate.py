@@ -65,8 +65,7 @@ class Evaluator:
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         if args.eval_interval and dataset is None and not self._has_prompts():
             logger.warning(
-                "args.eval_interval=%d, but there is nothing to evaluate with; name "
-                "args.valid_data%s",
+                "args.eval_interval=%d, but there is nothing to evaluate with; set args.valid_data%s",
                 args.eval_interval,
                 "" if encoder.image_input else " or args.eval_prompts",
             )

@@ -89,7 +89,9 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
     if schedule not in SCHEDULES:
         raise ValueError(f"args.lr_schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
     if not 0 <= warmup <= 1:
-        raise ValueError(f"args.warmup={warmup} is a share of the steps, from 0 to 1; use 0.01")
+        raise ValueError(
+            f"args.warmup={warmup} must be a share of the steps, from 0 to 1; use 0.01"
+        )
     if warmup_steps is not None and warmup_steps < 0:
         raise ValueError(f"args.warmup_steps={warmup_steps} must be 0 or more")
     if warmup_steps is not None and warmup_steps > num_steps:
@@ -108,7 +110,7 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
         )
     if not 0 <= args.min_lr_ratio <= 1:
         raise ValueError(
-            f"args.min_lr_ratio={args.min_lr_ratio} is a share of lr, from 0 to 1; use 0.1"
+            f"args.min_lr_ratio={args.min_lr_ratio} must be a share of lr, from 0 to 1; use 0.1"
         )
     return decayed_learning_rate(
         lr=args.lr,

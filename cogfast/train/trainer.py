@@ -109,7 +109,9 @@ class Trainer:
         if reason is not None:
             text = f"args.load={args.load}: {reason}, so LoRA gets no gradient at first"
             if not args.force_train:
-                raise ValueError(f"{text}; name a trained base, or set args.force_train=true")
+                raise ValueError(
+                    f"{text}; set args.load to a trained model, or args.force_train=true to continue"
+                )
             logger.warning("%s", text)
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
@@ -253,10 +255,10 @@ class Trainer:
         """Describe the last checkpoint and the command that resumes from it."""
         step = self.writer.saved_step
         if step == 0:
-            return f"nothing is saved in {self.folder}; give the same command to start again"
+            return f"nothing is saved in {self.folder}; run the same command to start again"
         resume = f"--resume {shlex.quote(str(self.folder))}"
         path = self.writer.path(step)
-        return f"the last checkpoint is {path}; give the same command with {resume} to resume"
+        return f"the last checkpoint is {path}; run the same command with {resume} to resume"
 
     def compute_loss(self, batch: dict) -> Tensor:
         """Return the mean loss, a float32 scalar, of a micro-batch on the device.
@@ -391,7 +393,8 @@ class Trainer:
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)
         if before != (num_samples, order):
             logger.warning(
-                "the data set has changed (%d samples, it had %d%s): their order is different from this step on",
+                "the data set has changed (%d samples, before %d%s): from this step on, the order of the "
+                "samples is a different one",
                 num_samples,
                 before[0],
                 "" if before[0] != num_samples else ", with different weights or buckets",

@@ -89,9 +89,9 @@ def warn_of_pipeline_positions(config: Config) -> None:
         few = sorted({size.num_frames for size in sizes if size.frames < held})
         if few:
             logger.warning(
-                "%s frames take the first of %d latent frames of the learned position table, but a "
-                "diffusers pipeline replaces the table by a sine table unless it makes %d frames: "
-                "train on %d, or sample with cogfast",
+                "videos of %s frames use a part of the learned position table, which has %d latent "
+                "frames. A diffusers pipeline replaces the table by a sine table unless the video has "
+                "%d frames: train on %d frames, or sample with cogfast",
                 " or ".join(map(str, few)),
                 held,
                 model.num_frames,
@@ -102,9 +102,9 @@ def warn_of_pipeline_positions(config: Config) -> None:
             f"{s.height * SPATIAL_COMPRESSION}x{s.width * SPATIAL_COMPRESSION}" for s in sizes[:4]
         )
         logger.warning(
-            "videos of %s are trained at integer positions; a diffusers pipeline rescales those of "
-            "any size but its own (one size: exports make it theirs). "
-            "pos_embed_config.params.positions: pipeline trains the pipeline's",
+            "videos of %s are trained with integer positions, but a diffusers pipeline rescales the "
+            "positions of all sizes except its own (an export of a run with one size has that size). "
+            "To train with rescaled positions, set pos_embed_config.params.positions: pipeline",
             shown + ", ..." * (len(sizes) > 4),
         )
 
@@ -121,8 +121,8 @@ def warn_of_other_positions(
     both = (model, as_trained)
     if len({has_pipeline_positions(one, sizes) for one in both}) > 1:
         logger.warning(
-            "%s.positions=%s, but the run was trained with %s: at this size the model has not seen "
-            "these positions; leave the key as in the run",
+            "%s.positions=%s, but the run was trained with %s: the model was not trained with these "
+            "positions at this size; set the key as in the run",
             POSITION_KEY,
             model.rotary_positions,
             trained,

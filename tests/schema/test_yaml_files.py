@@ -110,7 +110,7 @@ def test_a_resolved_text_is_not_resolved_again(tmp_path: Path) -> None:
     for value in ("${args.load}{args.seed}", r"\${args.seed}"):
         file.write_text(yaml.safe_dump({"args": {"load": "$", "wandb_project": value}}))
         with pytest.raises(
-            ValueError, match=r"^a.yaml: args.\w+=.* holds \$\{ once it is resolved"
+            ValueError, match=r"^a.yaml: args.\w+=.* contains \$\{ once it is resolved"
         ):
             load_config([file])
 

@@ -276,8 +276,8 @@ def test_an_evaluation_of_nothing_is_logged(
     tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path / "t2v", data, valid_data=[])
-    assert "nothing to evaluate with; name args.valid_data or args.eval_prompts" in caplog.text
+    assert "nothing to evaluate with; set args.valid_data or args.eval_prompts" in caplog.text
     caplog.clear()
     make(tmp_path / "i2v", data, "5b_i2v", valid_data=[], eval_prompts=["no image for it"])
-    assert "nothing to evaluate with; name args.valid_data" in caplog.text
+    assert "nothing to evaluate with; set args.valid_data" in caplog.text
     assert "or args.eval_prompts" not in caplog.text

@@ -77,7 +77,7 @@ def choose_for_sampling(
         return name
     if stored is None:
         return None
-    reason = "there is no such backend"  # a checkpoint of a version that had it
+    reason = "unknown backend"  # a checkpoint of a version that had it
     if stored in BACKENDS:
         reason = reason_unavailable(stored, groups.device, DTYPES[args.precision], model.head_width)
     if reason is None:

@@ -126,7 +126,7 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
         return
     differ = sorted(n for n in have.keys() | saved.keys() if have.get(n) != saved.get(n))
     raise ValueError(
-        f"args.resume={path}: the checkpoint holds another model: {len(differ)} trained parameters "
+        f"args.resume={path}: the checkpoint is of another model: {len(differ)} trained parameters "
         f"differ, first {differ[0]} (config {have.get(differ[0])}, checkpoint "
         f"{saved.get(differ[0])}); resume with the config of that run"
     )

@@ -98,8 +98,8 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
             time.sleep(0.2)
         except OSError as error:
             raise ValueError(
-                f"args.save={save}: cannot create a run's folder there ({error.strerror}); name "
-                "another folder"
+                f"args.save={save}: cannot create a run's folder there ({error.strerror}); set "
+                "it to another folder"
             ) from None
         else:
             return run, None
@@ -109,12 +109,14 @@ def _named(path: Path) -> tuple[Path, Path]:
     if not path.is_dir():
         raise ValueError(
             f"args.resume={path}: no such folder; refusing to start from scratch; "
-            "name a run or checkpoint folder, or use auto"
+            "set it to the folder of a run or checkpoint, or to auto"
         )
     path = path.absolute()
     checkpoint = path if path.parent.name == "checkpoints" else find_run_checkpoint(path)
     if checkpoint is None:
-        raise ValueError(f"args.resume={path}: it has no checkpoints/latest; name a run folder")
+        raise ValueError(
+            f"args.resume={path}: it has no checkpoints/latest; set it to the folder of a run"
+        )
     return checkpoint.parent.parent, checkpoint
 
 
@@ -157,7 +159,7 @@ def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_
         _write_description(folder, checkpoint, config_text, world_size)
     except (OSError, WriteError) as error:
         raise ValueError(
-            f"args.save={folder.parent}: {error}; free space or name another folder"
+            f"args.save={folder.parent}: {error}; free space, or set it to another folder"
         ) from None
 
 

@@ -120,8 +120,8 @@ def sample(
     except (OSError, WriteError) as error:
         kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
         raise RuntimeError(
-            f"{out}: cannot be written ({error}); {kept} files of samples are in it; free disk space "
-            "and sample again, or name another folder with --out"
+            f"{out}: cannot be written ({error}); it has {kept} files of samples; free disk space and "
+            "sample again, or set another folder with --out"
         ) from None
     what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
     logger.info("%d %s in %s", len(files), what, out)

@@ -92,7 +92,7 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
     file = next((path for path in files if path.is_file()), None)
     if file is None:
         raise ValueError(
-            f"{folder} holds {family.member.name}, but {files[0]} is not there; give the model's YAML: "
+            f"{folder} has {family.member.name}, but {files[0]} does not exist; give the model's YAML: "
             f"--base model.yaml inference.yaml args.load={folder}"
         )
     values = {"args.load": str(folder), "args.mode": "inference"}

@@ -95,7 +95,7 @@ def test_damaged_files_are_bad_samples_and_written_again(tmp_path: Path) -> None
         path.write_bytes(whole[:size])
         assert not is_complete(tmp_path, shard)
     (tmp_path / "index.jsonl").write_text('{"format": "another"}\n')
-    with pytest.raises(ValueError, match=r"index.jsonl holds another, not cogfast-latents-2"):
+    with pytest.raises(ValueError, match=r"index.jsonl contains another, not cogfast-latents-2"):
         CacheIndex.read(tmp_path)
     (tmp_path / "index.jsonl").write_text("not json\n")
     with pytest.raises(ValueError, match=r"index.jsonl holds nothing readable"):

@@ -153,7 +153,7 @@ def test_a_target_that_is_there(made: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     convert(made / "sat", target, "cogfast")  # empty: taken
-    with pytest.raises(ValueError, match="target: the target is not empty; name a folder"):
+    with pytest.raises(ValueError, match="target: the target is not empty; give a folder"):
         convert(made / "sat", target, "cogfast")
 
 
@@ -161,7 +161,7 @@ def test_a_disk_too_small_is_foreseen(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    with pytest.raises(ValueError, match=r"GiB are needed and 0.00 GiB are free there; free"):
+    with pytest.raises(ValueError, match=r"GiB are needed, but 0.00 GiB are free there; free"):
         convert(made / "sat", tmp_path / "target", "cogfast")
     assert not list(tmp_path.iterdir())
 

@@ -134,7 +134,7 @@ LARGER = (
 @pytest.mark.parametrize(
     ("family", "arguments", "text"),
     [
-        ("5b", LARGER, "videos of 32x32 are trained at integer positions"),
+        ("5b", LARGER, "videos of 32x32 are trained with integer positions"),
         ("5b", (*LARGER, f"{POSITION}.positions=pipeline"), None),
         ("5b", (), None),
         ("1.5_5b", LARGER, None),

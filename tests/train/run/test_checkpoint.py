@@ -203,7 +203,7 @@ def test_another_number_of_samples_is_logged(
             [f"args.save={tmp_path}", f"args.train_data=[{more}]", "args.resume=latest"],
         )
     )
-    assert "the data set has changed (7 samples, it had 6)" in caplog.text
+    assert "the data set has changed (7 samples, before 6)" in caplog.text
 
 
 def test_manifest_says_how_far_the_run_is(tmp_path: Path, base: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_full_disk_ends_in_one_line_that_says_what_is_kept(
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.splitlines()[-1].startswith(f"cogfast: {out}: cannot be written (")
-    assert f"{num_kept} files of samples are in it; free disk space and sample again" in error
+    assert f"it has {num_kept} files of samples; free disk space and sample again" in error
     names = sorted(path.suffix for path in out.iterdir())
     assert (
         names == [".json"] * (what != "settings") + [".json"] * (num_kept > 0) + [".mp4"] * num_kept

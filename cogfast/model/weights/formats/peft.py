@@ -89,8 +89,8 @@ def open_peft(path: str | Path) -> WeightSource:
     if not found.ours:
         raise ValueError(
             f"{file}: none of its {len(keys)} tensors is a LoRA tensor of diffusers' "
-            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; name a LoRA file "
-            "for this model"
+            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; use a LoRA file "
+            "of CogVideoX"
         )
     shapes = {name: files.shape(key) for name, key in found.ours.items()}
     _check_pairs(file, found, shapes)
@@ -226,7 +226,7 @@ def _find(path: Path) -> Path:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if len(files) != 1:
         held = f"has {len(files)} .safetensors files" if path.is_dir() else "no such file"
-        raise ValueError(f"{path}: {held}, none named {' or '.join(names)}; name the LoRA's file")
+        raise ValueError(f"{path}: {held}, none named {' or '.join(names)}; give the LoRA's file")
     return files[0]
 
 

@@ -224,7 +224,7 @@ def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
     from cogfast.schema.sat_network import transformer_arguments
     from cogfast.schema.yaml_files import read_yaml
 
-    fix = "copy it again, or name a checkpoint that was copied without it"
+    fix = "copy it again, or use a checkpoint that was copied without it"
     try:
         params = read_yaml(path, str(path), is_plain=True).model.network_config.params
     except (OmegaConfBaseException, AttributeError):

@@ -165,7 +165,7 @@ def open_sat(files: list[Path]) -> WeightSource:
             unexpected.append(key)
     if not ours:
         raise ValueError(
-            f"{files[0]}: has no tensor named {PREFIX}...; name a transformer's checkpoint of "
+            f"{files[0]}: has no tensor named {PREFIX}...; use a transformer's checkpoint of "
             "CogVideo's SAT trainer"
         )
     if len(files) > 1:

@@ -48,7 +48,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     ValueError if `path` is not empty or the disk has too little space.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path}: the target is not empty; name a folder that does not exist")
+        raise ValueError(f"{path}: the target is not empty; give a folder that does not exist")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target and so on its disk, where a rename is atomic.
     folder = path.with_name(path.name + ".incomplete")
@@ -62,7 +62,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         what = "the disk is full" if is_disk_full(error) else error.strerror or error
         raise ValueError(
             f"{path}: {what}, {_gib(nbytes)} are needed; the incomplete target was deleted, the "
-            "source is unchanged; free disk space or name another disk"
+            "source is unchanged; free disk space or use another disk"
         ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,8 +72,8 @@ def _check_free_space(path: Path, nbytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if nbytes + _SPARE_BYTES > free:
         raise ValueError(
-            f"{path}: {_gib(nbytes + _SPARE_BYTES)} are needed and {_gib(free)} are free there; free disk space or "
-            "name another disk"
+            f"{path}: {_gib(nbytes + _SPARE_BYTES)} are needed, but {_gib(free)} are free there; free "
+            "disk space or use another disk"
         )
 
 

@@ -69,7 +69,7 @@ def only_adapters(source: WeightSource) -> WeightSource:
     """Return the adapters of a source without the rest. ValueError if there are none."""
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     if not shapes:
-        raise ValueError(f"{source.description}: has no LoRA tensors; name a source with adapters")
+        raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
     return replace(source, shapes=shapes, is_partial=True)
 
 

@@ -106,7 +106,7 @@ def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extracti
         if math.prod(sizes[0]) != math.prod(sizes[1]):  # formats differ in shapes, too
             raise ValueError(
                 f"{tuned.description} and {base.description} are not of one model: {name} has shapes "
-                f"{list(sizes[0])} and {list(sizes[1])}; name the base that was fine-tuned"
+                f"{list(sizes[0])} and {list(sizes[1])}; use the base that was fine-tuned"
             )
     most = min(base.shapes["blocks.0.attention.out.weight"])
     if not 1 <= rank <= most:
