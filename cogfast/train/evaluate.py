@@ -81,6 +81,7 @@ class Evaluator:
         self.is_asked_to_stop = lambda: stop is not None and stop.is_asked
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
+        # Also switches the blocks back to their calls without checkpointing.
         self.engine.transformer.eval()
         # The master weights come back at the end, also after an error.
         with self.engine.weights("shadow" if has_ema else "master"):

@@ -43,6 +43,7 @@ class LatentSize:
         T is padded to whole patches.
         """
         frames = num_latent_frames(num_frames)
+        # CogVideoX 1.5 joins two latent frames in a token: an odd number gets a padding frame.
         frames += -frames % patch_t
         return cls(channels, frames, height, width, num_frames, fps)
 
@@ -114,6 +115,7 @@ def warn_of_other_positions(
 ) -> None:
     """Warn if videos of these sizes have different positions than in the run of `manifest`."""
     trained: Any = manifest.get("config")
+    # The manifest has the run's YAML as plain mappings; a run before the key existed lacks it.
     for part in (*POSITION_KEY.split("."), "positions"):
         trained = trained.get(part) if isinstance(trained, dict) else None
     trained = "pipeline" if trained == "pipeline" else "integer"
@@ -135,6 +137,7 @@ def has_pipeline_positions(model: TransformerConfig, sizes: Sequence[LatentSize]
     Pipelines rescale every size except the model's own.
     """
     is_rescaled = model.position == "rotary" and not model.patch_size.joins_frames
+    # A size of the model's own is not rescaled, so both kinds of positions agree there.
     own = (model.latent_height, model.latent_width)
     is_own = all((size.height, size.width) == own for size in sizes)
     return is_own or not is_rescaled or model.has_rescaled_positions

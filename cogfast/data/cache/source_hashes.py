@@ -122,6 +122,7 @@ def _name(path: str) -> str:
 
 def _file_of(path: str) -> str:
     """The file to read for a path: the tar shard of SHARD::MEMBER, else the path itself."""
+    # A file name may itself contain "::"; it counts as a member only if no such file exists.
     shard, mark, _ = path.partition("::")
     return shard if mark and not os.path.exists(path) else path
 
@@ -134,6 +135,7 @@ def _stamp(file: str) -> list[int | str]:
     store = Store(file)
     try:
         if store.is_remote:
+            # Remote stores need not have an mtime.
             return [store.version()]
         found = os.stat(file)
     except OSError:

@@ -60,6 +60,7 @@ def _encode(path: Path, frames: np.ndarray, fps: float, crf: float) -> None:
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=_rate(fps))
         stream.height, stream.width = frames.shape[1:3]
+        # The only format that all players and browsers decode.
         stream.pix_fmt = "yuv420p"
         # With several threads x264's output is not deterministic.
         stream.options = {"crf": str(crf), "threads": "1"}

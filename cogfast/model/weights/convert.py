@@ -147,6 +147,7 @@ def with_lora_options(
             "model; first merge its own with --merge-lora and no name"
         )
     if lora is None:
+        # --lora-alpha is for the adapters: here they are the source's own.
         source = _with_alpha(source, alpha)
     if merge == "":
         base = without_adapters(source)
@@ -215,6 +216,7 @@ def write_adapters(
             f"{option} is for whole models, and {source.description} has adapters only; leave it "
             f"out, or use cogfast convert BASE {path} --to sat --add-lora LORA"
         )
+    # Without a config, since adapters alone do not show the model; SAT reads its own YAML.
     write_sat(source, None, path, dtype=dtype)
     alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
     logger.info(

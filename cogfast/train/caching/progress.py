@@ -51,6 +51,7 @@ class CacheProgress:
         self.done += number
         if not self.is_shown:
             return
+        # Rank 0 learns of the other ranks' shards from their files, without communication.
         for left in self.others:
             while left and (self.folder / left[-1].file).exists():
                 self.done_by_others += len(left.pop().keys)

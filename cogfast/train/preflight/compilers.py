@@ -25,6 +25,7 @@ def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> 
     Raises ValueError if not, or if training does not support them.
     """
     has_gpu = torch.cuda.is_available()
+    # On a CPU args.kernels=triton compiles nothing.
     if has_gpu and args.kernels == "triton":
         _check_triton(config, "args.kernels", "args.kernels=triton", "args.kernels=torch")
     if not args.compile:
@@ -65,6 +66,7 @@ def _require_program(
 
 
 def _require_headers(config: Config, key: str, what: str, instead: str) -> None:
+    # Triton and Inductor compile extension modules; distributions package the headers separately.
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
         text = f"{what} needs Python's headers, but {header} does not exist; install them"

@@ -72,6 +72,7 @@ def _try(config: Config, key: str, build: Callable[[], object]) -> None:
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         text = " ".join(str(error).split())
         named = error.key if isinstance(error, KeyProblem) else text.partition("=")[0]
+        # The error names no key of its own: put the component's key in front.
         if not named.startswith(("args.", "deepspeed.", "model.")):
             named, text = key, f"{key}: {text}"
         raise ValueError(f"{find_origin(config.origins, named)}: {text}") from None

@@ -68,6 +68,7 @@ def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length:
     target, arguments = resolve(
         {"target": entry["target"], "params": entry.get("params")}, config.allow_import
     )
+    # A user's own text encoder may have no such argument; then there is nothing to compare.
     default = inspect.signature(target).parameters.get("max_length")
     length = arguments.get("max_length", default and default.default)
     if length is not None and length != text_length:

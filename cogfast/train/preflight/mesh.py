@@ -21,6 +21,7 @@ def check_mesh(
     """
     key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
     try:
+        # Heads first: they depend on the model alone, tokens also on the size of the videos.
         check_model_parallel_size(size, model)
         check_model_parallel_size(size, model, args.sequence_parallel)
         sizes = bucket_sizes(config, model)
@@ -48,6 +49,7 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
         if getattr(args, name) < 1:
             refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
     total = config.deepspeed.get("train_batch_size")
+    # check_mesh has made sure that this divides.
     copies = _world(world_size) // args.model_parallel_size
     here = args.batch_size * args.gradient_accumulation_steps * copies
     if total is not None and total != here:

@@ -43,6 +43,7 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
     step = 2 * patch_t  # latent frames of 8 or 16 pixel frames
     surplus = (latent_frames - 1) % patch_t
     frames = num_pixel_frames(latent_frames - surplus)
+    # Upstream's rule: CogVideoX was trained on 8N+1 frames, 1.5 on 16N+1.
     if (frames - 1) % (8 * patch_t) == 0:
         return
     below = (latent_frames - 1) // step * step + patch_t
@@ -74,6 +75,7 @@ def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> 
     """Describe why the model does not support this size in pixels; None if it does."""
     patch: PatchSize = network["patch_size"]
     held = tuple(network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width"))
+    # A table is flattened row by row and fits one width only; rotary tables fit all smaller sizes.
     one_size = "computed" if network["position"] == "sincos" else None
     if network["position"] != "sincos" and network["learnable_position"]:
         one_size = "learned"

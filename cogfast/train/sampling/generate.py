@@ -92,6 +92,7 @@ class VideoMaker:
         size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
         empty = torch.zeros_like(conditioning.text)
+        # Guidance is for the text alone: both halves see the image.
         unconditional = Conditioning(text=empty, image_latents=conditioning.image_latents)
         return self.sampler(
             self.denoiser,
@@ -193,6 +194,7 @@ def write_samples(
     mine = share(prompts, groups, is_in_step)
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
+        # Stays None if conditioning fails, which the other ranks learn from the gather below.
         conditioning = None
         try:
             if is_asked_to_stop():

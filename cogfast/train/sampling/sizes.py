@@ -57,6 +57,7 @@ def _pixels(
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
     if size is None and image is not None and network["patch_size"].joins_frames:
+        # As in upstream's 1.5-I2V: the video has the image's aspect ratio.
         short_side = min(given if given is not None else _published_size(network))
         height, width = _fit_image(image, network["patch_size"], short_side)
         problem = size_problem(network, height, width, f"--image {image}: video size")

@@ -75,6 +75,7 @@ class _Scan:
             self.memo[argument] = replace(stack[-1], is_shared=True)
         elif opcode in ("BINGET", "LONG_BINGET"):
             stack.append(self.memo[argument])
+        # A collection can still grow after it is stored elsewhere, so its size is not known here.
         elif opcode in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"):
             stack.append(_Item("collection"))
         elif opcode == "MARK":
@@ -90,9 +91,11 @@ class _Scan:
                 self._count(key.size)  # it is hashed
         elif opcode in ("APPEND", "APPENDS"):
             self._pop(1) if opcode == "APPEND" else self._pop_mark()
+        # torch.save refers to the bytes of a tensor by a persistent id, which is a tuple.
         elif opcode == "BINPERSID":
             self._count(self._pop(1)[0].size)
             self.stack.append(_Item("value"))
+        # torch permits a list of functions; this one would call any of the others.
         elif opcode == "GLOBAL":
             name = str(argument).rpartition(" ")[2]
             if name == _CALLS_ANYTHING:

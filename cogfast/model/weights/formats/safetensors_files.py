@@ -48,6 +48,7 @@ class SafetensorsFiles:
                 ) from None
             self.metadata |= opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 - not a dict
+                # The file read last would win, and hide that the folder mixes two models.
                 if key in self._file_of:
                     raise ValueError(
                         f"{file}: {brief(key)} is also in {self._file_of[key].name}; the folder mixes "

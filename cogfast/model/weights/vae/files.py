@@ -163,6 +163,7 @@ def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
     with torch.device("meta"):
         model = AutoencoderKLCogVideoX.from_config(vae_config(written))
     assert not isinstance(model, tuple), "from_config without return_unused_kwargs"
+    # assign: the module was built on meta and has no memory to copy into.
     model.load_state_dict({name: written.read(name) for name in written.shapes}, assign=True)
     difference = 0.0
     for name, tensor in model.state_dict().items():
@@ -181,6 +182,7 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
     from diffusers import AutoencoderKLCogVideoX
 
     levels = range(vae.num_levels)
+    # The sizes below are read from these: a weight of a 3D convolution has five dims.
     if any(len(vae.shapes.get(name, ())) != 5 for name in _SHOWN):
         raise ValueError(
             f"{vae.description}: its first or last convolutions are missing; copy it again"

@@ -35,6 +35,7 @@ def module_names(num_levels: int, num_res_blocks: int) -> dict[str, str]:
         names[f"{up}.upsample"] = f"{up_block}.upsamplers.0"
         for i in range(num_res_blocks):
             names[f"{down}.block.{i}"] = f"{down_block}.resnets.{i}"
+        # The decoder has one block more per level than the encoder, in both codes.
         for i in range(num_res_blocks + 1):
             names[f"{up}.block.{i}"] = f"{up_block}.resnets.{i}"
     return names
