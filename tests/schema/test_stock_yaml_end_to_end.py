@@ -449,7 +449,7 @@ def test_train_evaluate_resume_and_sample(
     )
     if "lora" in name:
         assert main(["train", *arguments, f"args.load={run}"]) == 2
-        refused = f"args.load={run} holds 16 tensors and lacks"
+        refused = f"args.load={run} has 16 tensors and lacks"
         assert capsys.readouterr().err.count(refused) == 2
 
 

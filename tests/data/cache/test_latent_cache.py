@@ -98,7 +98,7 @@ def test_damaged_files_are_bad_samples_and_written_again(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"index.jsonl contains another, not cogfast-latents-2"):
         CacheIndex.read(tmp_path)
     (tmp_path / "index.jsonl").write_text("not json\n")
-    with pytest.raises(ValueError, match=r"index.jsonl holds nothing readable"):
+    with pytest.raises(ValueError, match=r"index.jsonl contains nothing readable"):
         CacheIndex.read(tmp_path)
 
 
@@ -190,7 +190,7 @@ def test_an_index_must_name_shards_of_its_folder(tmp_path: Path, line: str) -> N
     assert CacheIndex.read(tmp_path).shards[0].keys == ["k"]
     (tmp_path / "index.jsonl").write_text(f"{header}\n{line}\n")
     with pytest.raises(
-        ValueError, match=r"index.jsonl holds nothing readable \(.*; remove"
+        ValueError, match=r"index.jsonl contains nothing readable \(.*; remove"
     ) as refused:
         CacheIndex.read(tmp_path)
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
