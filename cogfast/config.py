@@ -64,6 +64,8 @@ def load_config(
     for override in overrides:
         _override(merged, override, origins)
     try:
+        if overrides:
+            check_interpolations(merged)
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???)")
         plain = to_dict(merged)
@@ -158,7 +160,9 @@ def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> Non
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {error}")) from None
     try:
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
-        check_interpolations(merged)
+        # The check takes 10 ms; load_config checks the whole once more after the last override.
+        if "${" in text:
+            check_interpolations(merged)
     except _OMEGACONF_ERRORS as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {what}")) from None

@@ -47,6 +47,11 @@ IMPORTED_LATE = (
     "cogfast.diffusion.sampler",
     "cogfast.model.text_encoder",
     "transformers",
+    "transformers.convert_slow_tokenizer",
+    "transformers.integrations.mistral",
+    "transformers.models.encoder_decoder",
+    "transformers.models.t5.tokenization_t5",
+    "omegaconf._impl",
     "omegaconf.vendor.antlr4.LL1Analyzer",
 )
 
