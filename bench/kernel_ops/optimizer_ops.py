@@ -1,4 +1,4 @@
-"""FusedEmaAdam on one flat partition, as under ZeRO, and its peers for the same update.
+"""FusedEmaAdam on flat partitions, as under ZeRO, or on many tensors; its peers for the same update.
 
 Bytes per parameter of a perfect kernel, for FusedEmaAdam and for torch's AdamW with a foreach EMA:
 
@@ -6,7 +6,8 @@ Bytes per parameter of a perfect kernel, for FusedEmaAdam and for torch's AdamW 
     the new weight in bf16                                                        + 2        + 6
     clipping: the norm reads the gradient; torch's also scales it in place        + 2       + 12
 
-torch, DeepSpeed and apex need gradients in float32, the dtype of the weights.
+torch, DeepSpeed and apex need gradients in float32, the dtype of the weights. With the quickstart's
+count of parameters all of them have float32 gradients, in one tensor and in 100.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch import Tensor, nn
 
 from bench.harness.outcome import Row, Settings
 from bench.kernel_ops.peers import Unavailable, compile_call, is_compiled, need_gpu, nvidia_apex
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+from cogfast.kernels.fused_ema_adam import (
+    FusedEmaAdam,
+    fused_ema_adam_reference,
+    sum_of_squares,
+)
 
 _ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-2}
 _EMA_DECAY = 0.9999
@@ -35,6 +40,7 @@ _OPTIONS = ((False, False), (True, False), (True, True))  # copy, clip
 # 2B whole; 5B over two GPUs: more than 2^31 elements in one tensor
 _SIZES = (("2B", 1_700_000_000), ("5B, half", 2_785_000_000))
 _TINY_SIZES = (("2B", 5_003), ("5B, half", 9_001))
+_QUICKSTART = 5_800_000  # parameters
 
 
 @dataclass(slots=True)
@@ -72,27 +78,42 @@ def _clip_factor(g: Tensor) -> Tensor:
     return (_NORM / (norm + 1e-6)).clamp_(max=1.0)
 
 
-def _ours(streams: Streams, has_clip: bool) -> Callable[[], object]:
-    p = streams.p
-    optimizer = FusedEmaAdam([p], **_ADAM, ema_decay=_EMA_DECAY)
-    step = torch.full((), float(_STEPS_BEFORE), device=p.device)
+def _cut(x: Tensor, num_tensors: int) -> list[Tensor]:
+    """Return the tensors of an update as views of one flat tensor."""
+    return list(x.detach().tensor_split(num_tensors))
+
+
+def _ours(streams: Streams, num_tensors: int, has_clip: bool) -> Callable[[], object]:
+    params = [p.requires_grad_() for p in _cut(streams.p, num_tensors)]
+    grads = _cut(streams.g, num_tensors)
+    optimizer = FusedEmaAdam(params, **_ADAM, ema_decay=_EMA_DECAY)
+    for p, g in zip(params, grads, strict=True):
+        # Allows a bf16 gradient of a float32 parameter.
+        p.grad_dtype = g.dtype
+        p.grad = g
+        optimizer.state[p]["step"] = torch.full((), float(_STEPS_BEFORE), device=p.device)
     moments = {"exp_avg": streams.m, "exp_avg_sq": streams.v, "shadow": streams.shadow}
-    optimizer.state[p].update(moments, step=step)
-    # Allows a bf16 gradient of a float32 parameter.
-    p.grad_dtype = streams.g.dtype
-    p.grad = streams.g
+    for name, moment in moments.items():
+        for p, piece in zip(params, _cut(moment, num_tensors), strict=True):
+            optimizer.state[p][name] = piece
     if streams.copy is not None:
-        optimizer.low_precision_copies[p] = streams.copy
+        copies = zip(params, _cut(streams.copy, num_tensors), strict=True)
+        optimizer.low_precision_copies.update(copies)
 
     def call() -> None:
         if has_clip:
-            optimizer.gradient_scale = _clip_factor(streams.g)
+            norm = sum_of_squares(grads).sqrt().float()
+            optimizer.gradient_scale = (_NORM / (norm + 1e-6)).clamp_(max=1.0)
         optimizer.step()
 
     return call
 
 
-def _reference(streams: Streams, has_clip: bool) -> Callable[[], object]:
+def _reference(
+    streams: Streams, num_tensors: int = 1, has_clip: bool = False
+) -> Callable[[], object]:
+    """Return the plain update, whose ops are elementwise: one tensor stands for any number."""
+
     @torch.no_grad()
     def call() -> None:
         g = streams.g.to(streams.p.dtype)
@@ -114,22 +135,24 @@ def _ema_decay(step: int) -> float:
 def _with_lerp(adam: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable:
     """Combine the Adam of a package with torch's clipping, a foreach EMA and a cast."""
 
-    def build(streams: Streams, has_clip: bool) -> Callable[[], object]:
-        p = nn.Parameter(streams.p.detach())
-        p.grad = streams.g
-        optimizer = adam([p])
-        streams.m = streams.v = torch.empty(
-            0
-        )  # the optimizer has its own; the memory does not hold both
+    def build(streams: Streams, num_tensors: int, has_clip: bool) -> Callable[[], object]:
+        params: list[Tensor] = [nn.Parameter(p) for p in _cut(streams.p, num_tensors)]
+        for p, g in zip(params, _cut(streams.g, num_tensors), strict=True):
+            p.grad = g
+        shadows = _cut(streams.shadow, num_tensors)
+        copies = [] if streams.copy is None else _cut(streams.copy, num_tensors)
+        optimizer = adam(params)
+        # The optimizer has its own; the memory does not hold both.
+        streams.m = streams.v = torch.empty(0)
 
         @torch.no_grad()
         def call() -> None:
             if has_clip:
-                nn.utils.clip_grad_norm_([p], _NORM, foreach=True)
+                nn.utils.clip_grad_norm_(params, _NORM, foreach=True)
             optimizer.step()
-            torch._foreach_lerp_([streams.shadow], [p], 1 - _EMA_DECAY)
-            if streams.copy is not None:
-                streams.copy.copy_(p)
+            torch._foreach_lerp_(shadows, params, 1 - _EMA_DECAY)
+            if copies:
+                torch._foreach_copy_(copies, params)
 
         return call
 
@@ -138,6 +161,10 @@ def _with_lerp(adam: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callabl
 
 def _torch_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **_ADAM, fused=True)
+
+
+def _torch_foreach_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **_ADAM, foreach=True)
 
 
 def _deepspeed_adam(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -155,10 +182,11 @@ def _apex_adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return nvidia_apex("optimizers").FusedAdam(params, **_ADAM)
 
 
-PEERS: dict[str, Callable[[Streams, bool], Callable[[], object]]] = {
+PEERS: dict[str, Callable[[Streams, int, bool], Callable[[], object]]] = {
     "torch eager": _reference,
     "torch.compile": _reference,
     "AdamW(fused) + lerp": _with_lerp(_torch_adamw),
+    "AdamW(foreach) + lerp": _with_lerp(_torch_foreach_adamw),
     "DeepSpeed FusedAdam + lerp": _with_lerp(_deepspeed_adam),
     "apex FusedAdam + lerp": _with_lerp(_apex_adam),
 }
@@ -166,18 +194,20 @@ PEERS: dict[str, Callable[[Streams, bool], Callable[[], object]]] = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBench:
-    """A Bench of an update of float32 weights by bf16 gradients."""
+    """A Bench of an update of float32 weights; `gradient` is the dtype of cogfast's gradients."""
 
     settings: Settings
     model: str
     num_parameters: int
     has_copy: bool
     has_clip: bool
+    num_tensors: int = 1
+    gradient: torch.dtype = torch.bfloat16
 
     ways = ("step",)
 
     def __str__(self) -> str:
-        return f"{self.describe()['op']}, {self.model}"
+        return f"{self.describe()['op']}, {self.describe()['model']}"
 
     def describe(self) -> Row:
         options = [
@@ -185,12 +215,15 @@ class OptimizerBench:
         ]
         return {
             "op": " ".join(["FusedEmaAdam", *options]),
-            "model": self.model,
+            "model": self.model
+            if self.num_tensors == 1
+            else f"{self.model}, {self.num_tensors} tensors",
             "shape": str(self.num_parameters),
         }
 
     def num_bytes(self, way: str) -> int:
-        return self.num_parameters * (34 + 2 * self.has_copy + 2 * self.has_clip)
+        gradient = self.gradient.itemsize
+        return self.num_parameters * (32 + gradient + 2 * self.has_copy + gradient * self.has_clip)
 
     def goal(self, way: str) -> float:
         return _GOAL
@@ -204,7 +237,7 @@ class OptimizerBench:
             lengths += _TINY_LENGTHS if self.settings.is_tiny else _CHECKED_LENGTHS
         wrong = []
         for n in lengths:
-            for dtype in _DTYPES if n != self.num_parameters else (torch.bfloat16,):
+            for dtype in _DTYPES if n != self.num_parameters else (self.gradient,):
                 try:
                     wrong += self._compare(n, dtype)
                 except Exception as error:  # the other ops are measured after any failure
@@ -219,12 +252,12 @@ class OptimizerBench:
         expected = [streams.slice(start, torch.float64) for start in starts]
         # The clip factor is of the whole gradient, the comparison of slices.
         factor = _clip_factor(streams.g).double() if self.has_clip else None
-        _ours(streams, self.has_clip)()
+        _ours(streams, self.num_tensors, self.has_clip)()
         wrong = []
         for start, truth in zip(starts, expected, strict=True):
             if factor is not None:
                 truth.g.mul_(factor)
-            _reference(truth, has_clip=False)()
+            _reference(truth)()
             for name in ("p", "m", "v", "shadow"):
                 value = getattr(streams, name).detach()[start : start + _SLICE].double()
                 true = getattr(truth, name)
@@ -241,18 +274,32 @@ class OptimizerBench:
     def calls(self, name: str) -> dict[str, Sequence[Callable[[], object]]]:
         device = self.settings.device
         # Adam of torch, DeepSpeed and apex needs the gradient in the dtype of the weights.
-        has_bf16_gradient = name not in PEERS or PEERS[name] is _reference
-        gradient = torch.bfloat16 if has_bf16_gradient else torch.float32
+        takes_any_gradient = name not in PEERS or PEERS[name] is _reference
+        gradient = self.gradient if takes_any_gradient else torch.float32
         streams = draw_streams(self.num_parameters, gradient, self.has_copy, device)
-        call = PEERS.get(name, _ours)(streams, self.has_clip)
+        call = PEERS.get(name, _ours)(streams, self.num_tensors, self.has_clip)
         if is_compiled(name):
             call = compile_call(call, self.settings.is_tiny, is_first=True)
-        return {"step": [call]}  # larger than any cache: one buffer set is enough
+        return {"step": [call]}  # larger than the caches: one buffer set is enough
 
 
 def optimizer_benches(settings: Settings) -> list[OptimizerBench]:
     sizes = _TINY_SIZES if settings.is_tiny else _SIZES
-    return [OptimizerBench(settings, *size, *options) for size in sizes for options in _OPTIONS]
+    benches = [OptimizerBench(settings, *size, *options) for size in sizes for options in _OPTIONS]
+    length = _TINY_SIZES[0][1] if settings.is_tiny else _QUICKSTART
+    for num_tensors in (1, 100):
+        benches.append(
+            OptimizerBench(
+                settings,
+                "quickstart",
+                length,
+                has_copy=False,
+                has_clip=True,
+                num_tensors=num_tensors,
+                gradient=torch.float32,
+            )
+        )
+    return benches
 
 
 def sweep_bench(settings: Settings) -> OptimizerBench:

@@ -83,7 +83,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     A CPU reads every tensor once and adds in a fixed order, whatever the number of threads.
     """
-    is_on_cpu = all(x.device.type == "cpu" for x in tensors)
+    is_on_cpu = all(x.is_cpu for x in tensors)
     if is_on_cpu and tensors and all(x.dtype in CPU_DTYPES for x in tensors):
         return _sum_of_squares(tensors)
     # A CPU sums element by element, which would lose digits in float32.
@@ -193,9 +193,9 @@ class FusedEmaAdam(torch.optim.Optimizer):
                         self._update_with_triton(params, group)
                 else:
                     self._update_with_torch(params, group)
-                copies = [self.low_precision_copies.get(p) for p in params]
-                written = [*params, *(copy for copy in copies if copy is not None)]
                 # Lets autograd refuse a backward through the weights before the update.
+                copies = self.low_precision_copies
+                written = params + [copies[p] for p in params if p in copies] if copies else params
                 torch.autograd.graph.increment_version(written)
         return loss
 
@@ -213,8 +213,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 shadow = self.initial_shadow.pop(p, p).detach()
                 assert shadow.shape == p.shape, f"initial shadow {shadow.shape} of {p.shape}"
                 state["shadow"] = torch.empty(p.shape, device=p.device).copy_(shadow)
+        step = state["step"]
         # A resumed run may have stored a plain number.
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
+        if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
+            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
     def state_dict(self) -> dict:
@@ -244,15 +246,15 @@ class FusedEmaAdam(torch.optim.Optimizer):
             return
         streams = []
         for p in params:
-            copy = self.low_precision_copies.get(p)
-            read = (p, _grad_of(p)) if copy is None else (p, _grad_of(p), copy)
-            is_dense = p.is_contiguous() and (copy is None or copy.is_contiguous())
-            if not is_dense or any(x.dtype not in CPU_DTYPES for x in read):
+            grad, copy = _grad_of(p), self.low_precision_copies.get(p)
+            if not (
+                _fits_kernel(p) and _fits_kernel(grad) and (copy is None or _fits_kernel(copy))
+            ):
                 self._update_one_on_cpu(p, group)
                 continue
             state = self.state_of(p)
-            moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])
-            streams.append((p, read[1], *moments, copy, state["step"]))
+            m, v, shadow = state["exp_avg"], state["exp_avg_sq"], state["shadow"]
+            streams.append((p, grad, m, v, shadow, copy, state["step"]))
         if not streams:
             return
         beta1, beta2 = group["betas"]
@@ -421,3 +423,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
 def _grad_of(p: Tensor) -> Tensor:
     assert p.grad is not None, "step() passes parameters that have a gradient"
     return p.grad
+
+
+def _fits_kernel(x: Tensor) -> bool:
+    return x.dtype in CPU_DTYPES and x.is_contiguous()

@@ -136,6 +136,19 @@ def test_bytes_at_the_shapes_of_the_models() -> None:
     assert adam.num_bytes("step") == 36e9  # bf16 gradient, four float32 streams both ways, copy
 
 
+def test_update_of_one_tensor_and_of_many() -> None:
+    """The quickstart's parameters with float32 gradients, the norm and the clip included."""
+    one, many = optimizer_benches(TINY)[-2:]
+    assert (one.num_tensors, many.num_tensors) == (1, 100)
+    for bench in (one, many):
+        assert bench.check() == []
+        assert bench.num_bytes("step") == 40 * 5_003
+        for name in ("AdamW(fused) + lerp", "AdamW(foreach) + lerp"):
+            (call,) = bench.calls(name)["step"]
+            call()
+    assert many.describe()["model"] == "quickstart, 100 tensors"
+
+
 def bent(function, change):
     """Return the op with its outputs changed."""
     return lambda *arguments, **keywords: change(function(*arguments, **keywords))

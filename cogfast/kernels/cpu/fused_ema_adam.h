@@ -69,17 +69,16 @@ struct AdamOptions {
 
 // Counts an update of every tensor and makes it. Lists have an entry per tensor; that of `copies` may be None.
 inline void ema_adam_(
-    at::TensorList params, at::TensorList grads_, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+    at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
     at::TensorList shadows, const c10::List<OptionalTensor>& copies_, at::TensorList steps, double lr,
     double beta1, double beta2, double eps, double weight_decay, bool bias_correction, bool adam_w_mode,
     double ema_decay, bool use_num_updates, double gradient_scale) {
   const AdamOptions options{lr,          beta1,     beta2,           eps,           weight_decay, bias_correction,
                             adam_w_mode, ema_decay, use_num_updates, gradient_scale};
-  std::vector<Tensor> grads, copies;
+  std::vector<Tensor> copies;
   std::vector<AdamFactors> factors;
   for (size_t i = 0; i < params.size(); ++i) {
     const Tensor& p = params[i];
-    grads.push_back(grads_[i].contiguous());
     copies.push_back(copies_.get(i).value_or(Tensor()));
     for (const Tensor& x : {exp_avgs[i], exp_avg_sqs[i], shadows[i], steps[i]})
       TORCH_CHECK(x.scalar_type() == at::kFloat, "the optimizer's state must be float32, not ", x.dtype());

@@ -9,7 +9,7 @@ namespace {
 
 // The processor's own prefetching stops at the end of a page and does not keep up with five streams. These
 // distances, in elements, gave the best times on a Xeon; beyond the end of a tensor a prefetch does nothing.
-constexpr int64_t AHEAD = 256, AHEAD_OF_SUM = 1024;
+constexpr int64_t AHEAD = 256, AHEAD_OF_SUM = 512;
 
 }  // namespace
 
@@ -43,26 +43,26 @@ void ema_adam(
 }
 
 // The squares are float64: those of float32 overflow from 1.8e19 on. The compiler vectorizes the inner loop.
+// Two halves at once keep more reads under way than one stream does.
 template <class T>
 double sum_of_squares(const T* x, int64_t n) {
-  constexpr int WIDTH = 32;
-  double sums[WIDTH] = {};
-  int64_t i = 0;
-  for (; i + WIDTH <= n; i += WIDTH) {
-    __builtin_prefetch(x + i + AHEAD_OF_SUM);
-    __builtin_prefetch(x + i + WIDTH / 2 + AHEAD_OF_SUM);
-    for (int lane = 0; lane < WIDTH; ++lane) {
-      const double value = static_cast<float>(x[i + lane]);
-      sums[lane] += value * value;
+  constexpr int WIDTH = 16;
+  const auto square = [](T value) { return static_cast<double>(value) * static_cast<double>(value); };
+  double sums[2][WIDTH] = {};
+  const int64_t half = n / 2 / WIDTH * WIDTH;
+  for (int64_t i = 0; i < half; i += WIDTH) {
+    // Near the end of a half, the same half of the next piece.
+    const int64_t ahead = i + AHEAD_OF_SUM < half ? i + AHEAD_OF_SUM : i + AHEAD_OF_SUM + n - half;
+    for (int part = 0; part < 2; ++part) {
+      const T* values = x + part * half;
+      __builtin_prefetch(values + ahead);
+      for (int lane = 0; lane < WIDTH; ++lane) sums[part][lane] += square(values[i + lane]);
     }
   }
-  for (; i < n; ++i) {
-    const double value = static_cast<float>(x[i]);
-    sums[0] += value * value;
-  }
-  for (int width = WIDTH / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
-  return sums[0];
+  double total = 0;
+  for (int64_t i = 2 * half; i < n; ++i) total += square(x[i]);
+  for (int lane = 0; lane < WIDTH; ++lane) total += sums[0][lane] + sums[1][lane];
+  return total;
 }
 
 #define INSTANTIATE(P, G, C) \
