@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import NotRequired
@@ -272,6 +273,7 @@ class Metrics:
         if line["mfu"] is not None:
             parts += [f"MFU {100 * line['mfu']:.1f}%"]
         parts += [f"{v:.1f} GiB {k.split('_')[1]}" for k, v in line.items() if "memory" in k]
+        parts += [f"{timedelta(seconds=round((self.num_steps - step) * whole / 1000))} left"]
         if line["skipped"]:
             parts += [f"{line['skipped']} non-finite steps skipped"]
         if wait > _SLOW_DATA * whole and self.has_logged:

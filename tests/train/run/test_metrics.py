@@ -369,6 +369,19 @@ def test_flops_of_a_layer_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_a_log_line_has_the_time_left(tmp_path: Path, data: Path, caplog) -> None:
+    """Without a terminal there is no progress bar: the line has steps left times their duration."""
+    caplog.set_level("INFO", logger="cogfast")
+    make(tmp_path, data, train_iters=3, log_interval=1).train()
+    shown = [m.split("  ") for m in caplog.messages if " left" in m]
+    assert [parts[0] for parts in shown] == ["step 1/3", "step 2/3", "step 3/3"]
+    for parts, line in zip(shown, lines(tmp_path), strict=True):
+        left = next(part for part in parts if part.endswith(" left")).split()[0]
+        hours, minutes, seconds = map(int, left.split(":"))
+        expected = (3 - line["step"]) * line["step_ms"] / 1000
+        assert 3600 * hours + 60 * minutes + seconds == pytest.approx(expected, abs=0.51)
+
+
 def test_a_terminal_sees_a_progress_bar(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data, train_iters=3)
     leader, follower = pty.openpty()
