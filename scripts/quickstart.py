@@ -3,8 +3,8 @@
 prepare FOLDER            write clips and labels, wavelet.safetensors (a first stage fitted to the clips)
                           and captions.txt (all 48), and print the scores of the reconstructions, which
                           no model can exceed
-machine                   print the number of processes to train with, and true if bf16 is the faster
-                          dtype here, else false
+machine                   time training steps in fp32 and bf16, in one process and in two; print the
+                          number of processes, the threads of each, and true for bf16, else false
 look SAMPLES [...]        score folders of mp4s with prompts.json ({file: caption}), or with videos/ and
                           labels/
 animate SAMPLES PICTURE   draw twelve of the videos, held-out captions first, as an animated WebP
@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +38,19 @@ from bench.clips.sample_clips import (  # noqa: E402
     write_sample_clips,
 )
 from bench.clips.shape_look import read_frames, score  # noqa: E402
+from cogfast.config import load_config  # noqa: E402
+from cogfast.kernels.block_kernels import choose_kernels  # noqa: E402
+from cogfast.model.transformer import build_transformer  # noqa: E402
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  # noqa: E402
+from cogfast.shapes import num_latent_frames  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "quickstart.yaml"
 NUM_BANDS = 48  # of 768: reconstructions have 27.8 dB, and two CPU cores can train on the latents
+BATCH = 16  # clips of a training step
 FIT_BATCH = 16  # clips
 NUM_ANIMATED = 12
+NUM_TIMED_STEPS = 4  # after one that warms up; the fastest counts
 
 
 def prepare(folder: Path) -> None:
@@ -63,26 +75,89 @@ def prepare(folder: Path) -> None:
     print(f"  their reconstructions {score(list(rebuilt), captions)}")
 
 
-def describe_machine() -> None:
-    """Print `<processes> <use bf16>`: two processes on two or more cores or GPUs."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to train on this machine: processes, threads of each, and bf16 or fp32."""
+
+    num_processes: int
+    num_threads: int
+    use_bf16: bool
+
+    def __str__(self) -> str:
+        dtype = "bf16" if self.use_bf16 else "fp32"
+        return f"{self.num_processes} x {self.num_threads} in {dtype}"
+
+
+def choose_layout() -> None:
+    """Print the fastest layout as `<processes> <threads> <use bf16>`, and the times on stderr."""
     if torch.cuda.is_available():
-        num_processes, use_bf16 = min(2, torch.cuda.device_count()), True
-    else:
-        num_processes = min(2, os.cpu_count() or 1)
-        use_bf16 = _matmul_seconds(torch.bfloat16) < _matmul_seconds(torch.float32)
-    print(num_processes, str(use_bf16).lower())
+        print(min(2, torch.cuda.device_count()), 1, "true")
+        return
+    num_cores = len(os.sched_getaffinity(0))
+    found: dict[Layout, float] = {}
+
+    def time_layout(num_processes: int, use_bf16: bool) -> None:
+        layout = Layout(num_processes, max(1, num_cores // num_processes), use_bf16)
+        found[layout] = measure_step(layout)
+
+    for use_bf16 in (False, True):
+        time_layout(1, use_bf16)
+    if num_cores > 1:
+        # Only with the faster dtype: that choice hardly depends on the number of processes.
+        time_layout(2, min(found, key=found.__getitem__).use_bf16)
+    best = min(found, key=found.__getitem__)
+    times = ", ".join(f"{layout}: {seconds * 1000:.0f} ms" for layout, seconds in found.items())
+    print(f"processes x threads: {best} is the fastest here ({times} a step)", file=sys.stderr)
+    print(best.num_processes, best.num_threads, str(best.use_bf16).lower())
 
 
-def _matmul_seconds(dtype: torch.dtype) -> float:
-    """Return the best time of five matrix products as large as those of the model."""
-    x, weight = torch.randn(640, 256, dtype=dtype), torch.randn(256, 1024, dtype=dtype)
+def measure_step(layout: Layout) -> float:
+    """Return the seconds of a training step of configs/quickstart.yaml with random inputs."""
+    # In child processes: PyTorch's number of threads is best set before its first op.
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            fork.Process(target=_time_steps, args=(layout, rank, f"{folder}/store", sender))
+            for rank in range(layout.num_processes)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"a training step with {layout} failed; see the error above")
+    return receiver.recv()
+
+
+def _time_steps(layout: Layout, rank: int, store: str, sender: Connection) -> None:
+    """Time steps of the whole batch, split between the processes; rank 0 sends the fastest."""
+    torch.set_num_threads(layout.num_threads)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=layout.num_processes
+    )
+    config = load_config([CONFIG])
+    transformer = build_transformer(config.model)
+    transformer.use_kernels(choose_kernels())
+    transformer.to(torch.bfloat16 if layout.use_bf16 else torch.float32)
+    optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-4, fused=True)
+    sizes, batch = transformer.config, BATCH // layout.num_processes
+    frames = num_latent_frames(sizes.num_frames)
+    latents = torch.randn(batch, sizes.in_channels, frames, sizes.latent_height, sizes.latent_width)
+    timesteps = torch.randint(1000, (batch,))
+    text = torch.randn(batch, sizes.text_length, sizes.text_hidden_size)
     seconds = []
-    for _ in range(5):
+    for _ in range(1 + NUM_TIMED_STEPS):
         start = time.perf_counter()
-        for _ in range(10):  # a single product is too short to time
-            x @ weight
+        transformer(latents, timesteps, text).float().square().mean().backward()
+        if layout.num_processes > 1:
+            gradients = [p.grad for p in transformer.parameters() if p.grad is not None]
+            torch.distributed.all_reduce(torch.cat([g.flatten() for g in gradients]))
+        optimizer.step()
+        optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    if rank == 0:
+        sender.send(min(seconds[1:]))
 
 
 def look(folders: list[Path]) -> None:
@@ -150,7 +225,7 @@ def main() -> None:
         if arguments.command == "prepare":
             prepare(arguments.folder)
         elif arguments.command == "machine":
-            describe_machine()
+            choose_layout()
         elif arguments.command == "animate":
             animate(arguments.samples, arguments.picture)
         else:

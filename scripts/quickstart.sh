@@ -8,16 +8,18 @@ SEED=${SEED:-1234}
 data=quickstart/data
 
 [ -f $data/wavelet.safetensors ] || python scripts/quickstart.py prepare $data
-read -r processes precision < <(python scripts/quickstart.py machine)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+layout=$(python scripts/quickstart.py machine)
+read -r processes threads bf16 <<<"$layout"
+cores=$(nproc)
+export OMP_NUM_THREADS=$threads
 
 torchrun --nproc_per_node="$processes" --master_port="${MASTER_PORT:-29500}" -m cogfast train \
     --base configs/quickstart.yaml --seed "$SEED" \
-    "deepspeed.bf16.enabled=$precision" \
+    "deepspeed.bf16.enabled=$bf16" \
     "deepspeed.train_micro_batch_size_per_gpu=$((16 / processes))" "$@"
 run=$(ls -td quickstart/runs/quickstart-* | head -1)
 
-export OMP_NUM_THREADS=$(nproc)
+export OMP_NUM_THREADS=$cores
 cogfast sample "$run" --prompt-file $data/captions.txt --ema --out "$run/videos"
 cogfast sample --base configs/quickstart.yaml --prompt-file $data/captions.txt \
     --out "$run/untrained" args.force_inference=true

@@ -168,3 +168,29 @@ def test_quickstart_script_prepares_and_looks(tmp_path: Path) -> None:
     assert broken.returncode == 1
     assert broken.stderr.startswith("quickstart: ")
     assert "1.mp4, which does not exist" in broken.stderr
+
+
+MEASURED = """
+import sys
+sys.path.insert(0, "scripts")
+import quickstart
+quickstart.NUM_TIMED_STEPS = 1
+print(0 < quickstart.measure_step(quickstart.Layout(2, 1, False)) < 600)
+times = {(1, False): 0.4, (1, True): 0.3, (2, True): 0.2}
+quickstart.measure_step = lambda layout: times[layout.num_processes, layout.use_bf16]
+quickstart.os.sched_getaffinity = lambda process: set(range(6))
+quickstart.torch.cuda.is_available = lambda: False
+quickstart.choose_layout()
+"""
+
+
+def test_quickstart_measures_how_to_train() -> None:
+    """The second layout is timed in the faster dtype only, and the fastest of all is printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["True", "2 3 true"]
+    assert done.stderr.splitlines()[-1] == (
+        "processes x threads: 2 x 3 in bf16 is the fastest here "
+        "(1 x 6 in fp32: 400 ms, 1 x 6 in bf16: 300 ms, 2 x 3 in bf16: 200 ms a step)"
+    )
