@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/cpu/vec/functional.h>  // after vec.h, which it needs
 #include <c10/util/BFloat16.h>
 
 // AVX2 or AVX512, so that the two builds of an inline function have different names.
@@ -65,11 +66,7 @@ inline Vec keep(Vec value, int count) { return Vec::set(Vec(0.f), value, count);
 
 // Sum of all lanes, always in the same order.
 inline float sum(Vec value) {
-  float lanes[LANES];
-  value.store(lanes);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, value);
 }
 
 // p[0..count) += value
