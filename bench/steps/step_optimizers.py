@@ -18,7 +18,7 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 
 CLIP = 1.0
 EMA_DECAY = 0.9999
-_ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-4}
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-4}
 _NORM_EPS = 1e-6  # as in clip_grad_norm_
 
 
@@ -44,7 +44,7 @@ class OurUpdate:
         self.masters = Masters(parameters)
         # No warm-up of the decay, since the EMA of the peer has none.
         self.adam = FusedEmaAdam(
-            self.masters.tensors, **_ADAM, ema_decay=EMA_DECAY, use_num_updates=False
+            self.masters.tensors, **ADAM, ema_decay=EMA_DECAY, use_num_updates=False
         )
         if self.masters.are_copies:
             for master, p in zip(self.masters.tensors, self.masters.parameters, strict=True):
@@ -66,7 +66,7 @@ class PeerUpdate:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.masters = Masters(parameters)
-        self.adam = torch.optim.AdamW(self.masters.tensors, **_ADAM, fused=True)
+        self.adam = torch.optim.AdamW(self.masters.tensors, **ADAM, fused=True)
         self.shadows: list[Tensor] = [p.detach().clone() for p in self.masters.tensors]
 
     def step(self) -> None:

@@ -113,6 +113,8 @@ class TrainArguments:
     bf16: bool = False
     fp16: bool = False
     zero_stage: Annotated[int, Range(0, 3)] = 2
+    # CPU ranks of one machine exchange gradients and weights through shared memory (ZeRO 0 to 2)
+    shared_memory: bool = True
     # consecutive steps that may be skipped because of non-finite gradients
     max_nonfinite_steps: Count = 20
 

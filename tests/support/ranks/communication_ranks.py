@@ -142,7 +142,9 @@ def _find_group(args: tuple) -> dist.ProcessGroup:
 
 def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     """Count the bytes of the third step; the first two set up buffers."""
-    trainer = Trainer(load_config([base], [f"args.save={save}", "args.train_iters=3", *arguments]))
+    # As GPUs: without shared memory.
+    arguments = ["args.train_iters=3", "args.shared_memory=false", *arguments]
+    trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
     if groups.tensor is not None:
         names = {groups.tensor.name: "inside", groups.data.group_name: "copies"}

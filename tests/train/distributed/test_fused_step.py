@@ -2,7 +2,7 @@
 
 Without clipping the two are equal bit for bit, in fp32 and in bf16: a bf16 gradient is the same
 number in fp32. With clipping the norm is summed in a different order, so the clip factor may differ
-in its last bit.
+in its last bit. DeepSpeed reduces the gradients here; test_shared_memory.py has the other way.
 
 In the runs of two processes, a gather writes its result only when it is waited for. Code that reads
 weights without waiting reads old ones.
@@ -129,7 +129,7 @@ class Network(nn.Module):
         return self.last(self.middle(self.norm(torch.tanh(self.first(x)))))
 
 
-def make(case: Case, use_stock_step: bool) -> ZeroEngine:
+def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroEngine:
     torch.manual_seed(0)
     network = Network().to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
     config = {
@@ -152,7 +152,7 @@ def make(case: Case, use_stock_step: bool) -> ZeroEngine:
         mpu = SharedModel()
         for p in network.first.parameters():
             p.tensor_model_parallel = True
-    return ZeroEngine(network, optimizer, config, mpu, use_stock_step)
+    return ZeroEngine(network, optimizer, config, mpu, use_stock_step, shares_memory)
 
 
 def micro_batch_input(step: int, i: int) -> Tensor:
@@ -185,9 +185,9 @@ def snapshot(engine: ZeroEngine) -> dict[str, Tensor]:
     return out
 
 
-def trajectory(case: Case, use_stock_step: bool) -> dict:
+def trajectory(case: Case, use_stock_step: bool, shares_memory: bool = False) -> dict:
     """Return a run's losses, norms, counters and last state, and the states around a bad step."""
-    engine = make(case, use_stock_step)
+    engine = make(case, use_stock_step, shares_memory)
     assert engine.is_step_fused is not use_stock_step
     losses, norms, before = [], [], {}
     for step in range(STEPS):
@@ -242,9 +242,11 @@ def gather_late(
     return GATHERS[-1]
 
 
-def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -> dict:
+def eventful_run(
+    case: Case, waits: bool, groups: ProcessGroups, folder: Path, shares_memory: bool = False
+) -> dict:
     """Run evaluations and a save right after steps. waits: wait for the weights after each step."""
-    engine, found = make(case, False), {}
+    engine, found = make(case, False, shares_memory), {}
     x = torch.linspace(-1, 1, 13).to(next(engine.transformer.parameters()).dtype)
     writer = CheckpointWriter(folder, engine, groups, keep_last=1)
     for step in range(STEPS):
@@ -265,10 +267,10 @@ def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -
     return found | {f"saved {k}": v for k, v in saved.items()} | snapshot(engine)
 
 
-def accumulated_gradient(case: Case) -> tuple[Tensor, Tensor]:
+def accumulated_gradient(case: Case, shares_memory: bool = False) -> tuple[Tensor, Tensor]:
     """Return the gradient that the optimizer gets for this rank's partition, and the float64 sum of
-    the same bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does."""
-    engine = make(case, use_stock_step=False)
+    the same bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does, or in float64."""
+    engine = make(case, False, shares_memory)
     parameters = {n: p for n, p in engine.transformer.named_parameters() if n != "unused"}
     exact = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in parameters.items()}
     twin = copy.deepcopy(engine.transformer)
@@ -278,6 +280,8 @@ def accumulated_gradient(case: Case) -> tuple[Tensor, Tensor]:
         loss = 10 * twin(x).float().square().mean() / case.accumulation
         gradients = torch.autograd.grad(loss, [twin.get_parameter(n) for n in parameters])
         for name, gradient in zip(parameters, gradients, strict=True):
+            if shares_memory:
+                gradient = gradient.double()
             gradient = gradient / dist.get_world_size()
             dist.all_reduce(gradient)
             exact[name] += gradient.double()
