@@ -9,7 +9,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SEED ?= 1234
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# tests/conftest.py orders the files.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # DALI with what decoding videos takes: its image codecs are 0.3 GB more.
 DALI := nvidia-dali-cuda130 astunparse gast makefun nvtx optree six
@@ -26,8 +27,7 @@ quickstart: $(INSTALLED)
 	SEED=$(SEED) scripts/quickstart.sh
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not soak and not forks"
-	$(PYTEST) -m "forks and not soak"
+	$(PYTEST) -m "not soak"
 
 test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
@@ -45,8 +45,7 @@ $(BIN)/pyright: $(INSTALLED)
 	@touch $@
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -m "soak and not forks"
-	$(BIN)/python -m pytest -m "soak and forks"
+	$(BIN)/python -m pytest -m soak
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -33,6 +34,19 @@ torch.set_num_threads(1)
 
 COMPLETE = Path(os.environ.get("COGFAST_GOLDEN", ROOT.parent / "shared" / "golden"))
 SUBSET = ROOT / "tests" / "golden"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that fork first, before any test leaves threads; then those with slow tests, so that
+    no long file is the last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (not item.get_closest_marker("forks"), item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of garbage collections, of which each took half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
