@@ -207,7 +207,7 @@ class Trainer:
 
                     if self._is_due(args.log_interval) or self.step == self.num_steps:
                         with profiler.range("log"):
-                            self._check_skipped(metrics.log(self.step, lr, engine))
+                            self._check_skipped(*metrics.log(self.step, lr, engine))
                     # True after it has written a profile, which is no training time.
                     if profiler.end_step(self.step):
                         metrics.restart_clock()
@@ -358,8 +358,15 @@ class Trainer:
             self.num_trained / 1e6,
         )
 
-    def _check_skipped(self, skipped: int) -> None:
+    def _check_skipped(self, skipped: int, is_loss_scale_spent: bool) -> None:
         limit = self.args.max_nonfinite_steps
+        if is_loss_scale_spent:
+            raise RuntimeError(
+                "gradients overflowed with fp16's loss scale at its minimum "
+                f"(deepspeed.fp16.min_loss_scale) by step {self.step}; the steps that overflowed did "
+                "not change the weights: resume from the last checkpoint with a lower learning rate, "
+                "or in bf16 instead of fp16"
+            )
         if skipped >= limit:
             raise RuntimeError(
                 f"{skipped} steps in a row had non-finite gradients (args.max_nonfinite_steps="

@@ -1,7 +1,7 @@
 """Optimizer step of ZeRO stages 1 and 2 in one pass over the weights, without a host sync.
 
-Memory traffic in bytes per parameter of this rank's partition, bf16 (fp32): gradient norm 2 (4),
-FusedEmaAdam 34 (36), weights written into the all-gather's buffer 2 (4); together 38 (44).
+Memory traffic in bytes per parameter of this rank's partition, bf16 and fp16 (fp32): gradient norm 2
+(4), FusedEmaAdam 34 (36), weights written into the all-gather's buffer 2 (4); together 38 (44).
 DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the norm on the host.
 
 The all-gather of the new weights overlaps the preparation of the next batch (the frozen VAE and text
@@ -66,6 +66,62 @@ def own_weights(zero) -> list[Tensor]:
     ]
 
 
+class DeviceLossScaler:
+    """DeepSpeed's loss scaler of fp16, with the scale on the device: no step waits for an overflow.
+
+    Takes the place of `zero.loss_scaler` and has its attributes. Those that depend on overflows are
+    tensors [] instead of numbers.
+
+    scaler: DeepSpeed's DynamicLossScaler, or its LossScaler, whose scale is constant.
+    """
+
+    dynamic: bool
+    # DynamicLossScaler has these as well.
+    cur_iter: int
+    last_overflow_iter: Tensor
+    cur_hysteresis: Tensor
+    scale_factor: float
+    scale_window: int
+    min_scale: float
+    delayed_shift: int
+    consecutive_hysteresis: bool
+
+    def __init__(self, scaler, device: torch.device) -> None:
+        vars(self).update(vars(scaler))
+        self.cur_scale = torch.tensor(float(scaler.cur_scale), device=device)
+        # Whether the scale had to fall below its minimum, where DeepSpeed raises an exception.
+        self._is_spent = torch.zeros((), dtype=torch.bool, device=device)
+        if self.dynamic:
+            for name in ("last_overflow_iter", "cur_hysteresis"):
+                setattr(self, name, torch.tensor(getattr(scaler, name), device=device))
+
+    @property
+    def is_spent(self) -> Tensor:
+        return self._is_spent
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.cur_scale
+
+    def update_scale(self, overflow: Tensor) -> None:
+        """Count a step and change the scale as DynamicLossScaler does; overflow: bool []."""
+        if not self.dynamic:
+            return
+        shrinks = overflow
+        if self.delayed_shift != 1:
+            shrinks = overflow & (self.cur_hysteresis == 1)
+        stable = self.cur_iter - self.last_overflow_iter - 1  # steps since the last overflow
+        grows = (stable > 0) & (stable % self.scale_window == 0) & ~overflow
+        restores = ~overflow if self.consecutive_hysteresis else grows
+        self._is_spent |= shrinks & (self.cur_scale == self.min_scale)
+        smaller = (self.cur_scale / self.scale_factor).clamp(min=self.min_scale)
+        larger = torch.where(grows, self.cur_scale * self.scale_factor, self.cur_scale)
+        self.cur_scale = torch.where(shrinks, smaller, larger)
+        hysteresis = self.cur_hysteresis - (overflow & ~shrinks).long()
+        self.cur_hysteresis = torch.where(restores, self.delayed_shift, hysteresis)
+        self.last_overflow_iter = torch.where(overflow, self.cur_iter, self.last_overflow_iter)
+        self.cur_iter += 1
+
+
 def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer, version: str) -> str | None:
     """Return why DeepSpeed's own step must be used, or None if FusedStep can replace it."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -74,8 +130,6 @@ def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer, version: str) 
         return f"its optimizer is {type(zero).__name__}"
     if not isinstance(optimizer, FusedEmaAdam):
         return f"{type(optimizer).__name__} reads float32 gradients"
-    if zero.dtype == torch.float16:
-        return "fp16's loss scale is on the host"
     if zero.cpu_offload:
         return "the optimizer is offloaded"
     if not zero.compute_grad_norm:
@@ -88,9 +142,9 @@ def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer, version: str) 
 class FusedStep:
     """Replaces `zero.step`.
 
-    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16 or fp32. gather: the
-    gather of its weights; a step starts it and does not wait for it. averaged: this rank's averaged
-    gradients, flat by partition, if DeepSpeed does not reduce them.
+    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16, fp16 or fp32. gather:
+    the gather of its weights; a step starts it and does not wait for it. averaged: this rank's
+    averaged gradients, flat by partition, if DeepSpeed does not reduce them.
     """
 
     def __init__(
@@ -101,13 +155,17 @@ class FusedStep:
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
         self._flat_gradients: dict[int, Tensor] = {}  # by partition
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
-            partition.grad_dtype = None  # allows a bf16 gradient for float32 masters
+            partition.grad_dtype = None  # allows a 16-bit gradient for float32 masters
             # The optimizer writes the new weights straight into the buffer of the all-gather.
             self.optimizer.low_precision_copies[partition] = weights.detach()
         self._counted = list(self._counted_slices())
         # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
         if zero.gradient_accumulation_dtype == zero.dtype:
             zero.copy_grads_in_partition = self._store_gradient
+        self.scaler: DeviceLossScaler | None = None
+        if zero.dtype == torch.float16:
+            self.scaler = DeviceLossScaler(zero.loss_scaler, self.partitions[0].device)
+            zero.loss_scaler = self.scaler
         zero.step = self.step
 
     @torch.no_grad()
@@ -121,14 +179,24 @@ class FusedStep:
         self.gather.wait()  # it reads the weights that this step overwrites
         zero.micro_step_id = -1  # DeepSpeed's value before the first micro-batch of a step
         gradients = [self._gradient(i) for i in range(len(self.partitions))]
-        norm = self._norm(gradients)
+        norm, divisor = self._norm(gradients), None
+        if self.scaler is not None:
+            # The scale of this step's losses. DeepSpeed's step divides by the updated scale, which
+            # halves the gradient where the scale doubles.
+            divisor = self.scaler.cur_scale
+            norm = norm / divisor
         zero._global_grad_norm = norm
         # The norm is the whole model's, so all ranks skip the same steps.
-        optimizer.found_inf = (~norm.isfinite()).float()
+        overflow = ~norm.isfinite()
+        optimizer.found_inf = overflow.float()
+        if self.scaler is not None:
+            self.scaler.update_scale(overflow)
         if zero.clip_grad > 0:
-            excess = (norm + _NORM_EPS) / zero.clip_grad
-            # At most 1: gradients below the limit keep their norm. On the device, without a sync.
-            optimizer.gradient_scale = excess.clamp(min=1).reciprocal()
+            # At least 1: gradients below the limit keep their norm. On the device, without a sync.
+            excess = ((norm + _NORM_EPS) / zero.clip_grad).clamp(min=1)
+            divisor = excess if divisor is None else excess * divisor
+        if divisor is not None:
+            optimizer.gradient_scale = divisor.reciprocal()
         for partition, gradient in zip(self.partitions, gradients, strict=True):
             partition.grad = gradient
         optimizer.step()

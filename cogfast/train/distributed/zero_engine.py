@@ -208,6 +208,13 @@ class ZeroEngine:
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32)
 
+    @property
+    def is_loss_scale_spent(self) -> Tensor:
+        """Whether fp16's loss scale was at its minimum when gradients overflowed; on the device."""
+        if self.is_step_fused and self.engine.fp16_enabled():
+            return self.zero.loss_scaler.is_spent
+        return torch.zeros_like(self.num_skipped)  # DeepSpeed's own step raises an exception
+
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
 
@@ -402,8 +409,15 @@ class ZeroEngine:
         scaler = getattr(self.zero, "loss_scaler", None)
         if scaler is None or not self.engine.fp16_enabled():
             return {}
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float, bool))}
+        numbers = {k: v for k, v in vars(scaler).items() if not k.startswith("_")}
+        for key, value in numbers.items():
+            if isinstance(value, Tensor):
+                numbers[key] = value.item()  # sync: only read when a checkpoint is saved
+        return {k: v for k, v in numbers.items() if isinstance(v, (int, float, bool))}
 
     def load_loss_scaler_state(self, state: dict) -> None:
         for key in state.keys() & self.loss_scaler_state():
-            setattr(self.zero.loss_scaler, key, state[key])
+            value, old = state[key], getattr(self.zero.loss_scaler, key)
+            if isinstance(old, Tensor):  # DeviceLossScaler's
+                value = torch.full_like(old, value)
+            setattr(self.zero.loss_scaler, key, value)

@@ -196,17 +196,19 @@ class Metrics:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step)
 
-    def log(self, step: int, lr: float, engine: ZeroEngine) -> int:
-        """Write the line of `step`. Returns the number of steps skipped in a row until now."""
+    def log(self, step: int, lr: float, engine: ZeroEngine) -> tuple[int, bool]:
+        """Write the line of `step`. Returns the number of steps skipped in a row until now, and
+        whether fp16's loss scale had to fall below its minimum."""
         # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
         # rank, times data_size, turns the mean into a gather.
         waits = [0.0] * self.groups.data_size
         waits[self.groups.data_rank] = self.groups.data_size * self.waited
         means = self.groups.mean(torch.cat([self.loss_sum, self.loss_sum.new_tensor(waits)]))
         # Equal on all ranks already, so they are not averaged.
-        others = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
-        packed = torch.cat([means, torch.stack([n.to(means) for n in others])])
-        total, number, *waits, norm, skipped, in_a_row = packed.tolist()  # sync: one per interval
+        skips = (engine.num_skipped, engine.num_skipped_in_a_row, engine.is_loss_scale_spent)
+        others = torch.stack([n.to(means) for n in (engine.grad_norm, *skips)])
+        packed = torch.cat([means, others]).tolist()  # sync: one per interval
+        total, number, *waits, norm, skipped, in_a_row, is_spent = packed
         seconds = time.perf_counter() - self.interval_start
         loss = total / number if number else math.nan
         if math.isfinite(loss):
@@ -240,7 +242,7 @@ class Metrics:
         self.write(step, line)
         self._log_line(step, line)
         self.restart_clock()
-        return int(in_a_row)
+        return int(in_a_row), bool(is_spent)
 
     def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write the held-out losses, if any, and restart the step timer."""

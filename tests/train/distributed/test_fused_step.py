@@ -1,8 +1,9 @@
 """cogfast's step of ZeRO 1 and 2 against DeepSpeed's own, on one process and on two.
 
-Without clipping the two are equal bit for bit, in fp32 and in bf16: a bf16 gradient is the same
-number in fp32. With clipping the norm is summed in a different order, so the clip factor may differ
-in its last bit. DeepSpeed reduces the gradients here; test_shared_memory.py has the other way.
+Without clipping the two are equal bit for bit, also in bf16 and fp16: a 16-bit gradient is the same
+number in fp32, and a loss scale is a power of two. With clipping the norm is summed in a different
+order, so the clip factor may differ in its last bit. DeepSpeed reduces the gradients here;
+test_shared_memory.py has the other way.
 
 In the runs of two processes, a gather writes its result only when it is waited for. Code that reads
 weights without waiting reads old ones.
@@ -12,24 +13,31 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.train.distributed.fused_step import DeviceLossScaler
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import launch_ranks
 
 STEPS, BAD_STEP = 10, 6  # the gradient of the bad step is not finite on one rank
@@ -43,15 +51,15 @@ class Case:
     accumulation: int = 1
     zero: dict = field(default_factory=dict)
     data_types: dict = field(default_factory=dict)
+    fp16: dict = field(default_factory=dict)
     is_model_shared: bool = False  # by the two ranks; of `first` each has its own part
 
     @property
     def name(self) -> str:
         words = [f"zero-{self.stage}", self.dtype, f"clip {self.clip}", f"x{self.accumulation}"]
         words += ["tensor parallel"] * self.is_model_shared
-        return ", ".join(
-            [*words, *(f"{k}={v}" for k, v in {**self.zero, **self.data_types}.items())]
-        )
+        options = {**self.zero, **self.data_types, **self.fp16}
+        return ", ".join([*words, *[f"{k}={v}" for k, v in options.items()]])
 
 
 # The clip of 0.05 bites at every step, that of 3 at some.
@@ -66,6 +74,9 @@ CASES = [
     Case(zero={"round_robin_gradients": True}),
     Case(zero={"parameter_alignment": True}),
     Case(data_types={"grad_accum_dtype": "fp32"}, accumulation=3),
+    Case(1, "fp16", 0.05, fp16={"initial_scale_power": 8}),
+    Case(2, "fp16", 0.0, 3, fp16={"initial_scale_power": 8, "loss_scale_window": 2}),
+    Case(2, "fp16", 3.0, fp16={"loss_scale": 100.0}),
     # These come last, because DeepSpeed keeps a reference to the mpu.
     Case(1, dtype="fp32", clip=0.05, is_model_shared=True),
     Case(2, dtype="fp32", clip=0.05, is_model_shared=True),
@@ -84,6 +95,9 @@ LONG_SUMS = [
     Case(accumulation=32),
 ]
 EVALUATED_AT, SAVED_AT = (2, 4, BAD_STEP), 7
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class SharedModel:
@@ -131,7 +145,10 @@ class Network(nn.Module):
 
 def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroEngine:
     torch.manual_seed(0)
-    network = Network().to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
+    network = Network().to(DTYPES[case.dtype])
+    if case.dtype == "fp16":
+        # DeepSpeed wants a CPU that computes in fp16; PyTorch computes in float32 and rounds.
+        get_accelerator().is_fp16_supported = lambda: True
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.accumulation,
@@ -140,6 +157,7 @@ def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroE
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": case.dtype == "bf16", "check_grad_overflow": False},
+        "fp16": {"enabled": case.dtype == "fp16", **case.fp16},
         "zero_optimization": {
             **{"stage": case.stage, "reduce_bucket_size": 600, "allgather_bucket_size": 600},
             **case.zero,
@@ -152,7 +170,26 @@ def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroE
         mpu = SharedModel()
         for p in network.first.parameters():
             p.tensor_model_parallel = True
-    return ZeroEngine(network, optimizer, config, mpu, use_stock_step, shares_memory)
+    engine = ZeroEngine(network, optimizer, config, mpu, use_stock_step, shares_memory)
+    if use_stock_step and case.dtype == "fp16":
+        unscale_by_the_scale_of_the_loss(engine.zero)
+    return engine
+
+
+def unscale_by_the_scale_of_the_loss(zero) -> None:
+    """Correct DeepSpeed's step where the scale doubles: it would divide the gradients by the new scale."""
+    update, unscale, scales = zero._update_scale, zero.unscale_and_clip_grads, []
+
+    def remember_and_update(overflow: bool) -> None:
+        scales.append(zero.loss_scale)
+        update(overflow)
+
+    def unscale_by_the_last(gradients: list[Tensor], norm: Tensor) -> None:
+        new, zero.loss_scale = zero.loss_scale, scales[-1]
+        unscale(gradients, norm)
+        zero.loss_scale = new
+
+    zero._update_scale, zero.unscale_and_clip_grads = remember_and_update, unscale_by_the_last
 
 
 def micro_batch_input(step: int, i: int) -> Tensor:
@@ -368,9 +405,11 @@ EVERYWHERE = pytest.mark.parametrize(
 @EVERYWHERE
 def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) -> None:
     ours, stock = (runs[place][case.name, is_stock] for is_stock in (False, True))
-    # Where the clip factor's last bit differs, a bf16 weight may be rounded the other way.
+    # Where the clip factor's last bit differs, a 16-bit weight may be rounded the other way.
     exact = {"rtol": 0, "atol": 0}
     near = exact if case.clip == 0 else {"rtol": 1e-5, "atol": 1e-7}
+    if case.clip > 0 and case.dtype == "fp16":
+        near = {"rtol": 2e-3, "atol": 1e-4}
     assert len(ours["norms"]) == STEPS
     good = ours["norms"].isfinite()
     assert good.tolist() == [step != BAD_STEP for step in range(STEPS)]
@@ -463,6 +502,7 @@ def test_no_host_reads_sees_the_stock_step(monkeypatch: pytest.MonkeyPatch) -> N
         Case(dtype="fp32", clip=0.05),
         Case(zero={"contiguous_gradients": False}),
         Case(data_types={"grad_accum_dtype": "fp32"}),
+        Case(dtype="fp16", clip=0.05, fp16={"initial_scale_power": 8}),
     ],
     ids=lambda case: case.name,
 )
@@ -491,7 +531,103 @@ def steps_without_host_reads(
     assert engine.num_skipped == 0
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+# Settings of the dynamic loss scale, whose window of 1,000 steps no test can wait for.
+SCALINGS = [
+    {"loss_scale_window": 5, "hysteresis": 1},
+    {"loss_scale_window": 4, "hysteresis": 3},
+    {"loss_scale_window": 3, "hysteresis": 2, "consecutive_hysteresis": True},
+]
+OVERFLOWS = (3, 4, 5, 6, 11, 19, 20, 30, 31, 40)
+
+
+def scaled_steps(
+    case: Case, use_stock_step: bool, steps: range, start: dict | None = None
+) -> tuple[list[dict], dict[str, Tensor]]:
+    """Run steps of which some overflow; return the loss scaler's numbers after each, and the end."""
+    engine, found = make(case, use_stock_step), []
+    assert engine.is_step_fused is not use_stock_step
+    engine.load_loss_scaler_state(start or {})
+    for step in steps:
+        micro_batch(engine, step, 0, is_bad=step in OVERFLOWS)
+        engine.step(1e-2)
+        skipped = {"skipped": engine.num_skipped.item(), "row": engine.num_skipped_in_a_row.item()}
+        found.append(engine.loss_scaler_state() | skipped)
+    return found, snapshot(engine)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_the_loss_scale_is_deepspeeds(scaling: dict) -> None:
+    """The scale, its counters, the skipped steps and the weights, over 45 steps."""
+    start_processes()
+    case = Case(dtype="fp16", fp16={"initial_scale_power": 8, **scaling})
+    ours, stock = (scaled_steps(case, is_stock, range(45)) for is_stock in (False, True))
+    assert ours[0] == stock[0]
+    scales = [numbers["cur_scale"] for numbers in ours[0]]
+    changes = [b / a for a, b in itertools.pairwise(scales)]
+    assert {0.5, 1, 2} <= set(changes)
+    assert ours[0][-1]["skipped"] == len(OVERFLOWS)
+    assert ours[1].keys() == stock[1].keys()
+    for name, value in stock[1].items():
+        assert torch.equal(ours[1][name], value), name
+
+
+@pytest.mark.parametrize("is_stock", [False, True], ids=["from DeepSpeed's", "to DeepSpeed's"])
+def test_a_resumed_step_takes_the_other_ones_loss_scale(is_stock: bool) -> None:
+    """A checkpoint that one step wrote continues under the other one, as JSON keeps it."""
+    start_processes()
+    case = Case(dtype="fp16", fp16={"initial_scale_power": 6, **SCALINGS[1]})
+    first, _ = scaled_steps(case, not is_stock, range(22))
+    saved = json.loads(json.dumps(first[-1]))
+    resumed, _ = scaled_steps(case, is_stock, range(22, 45), saved)
+    whole, _ = scaled_steps(case, True, range(45))
+    scale = lambda numbers: {k: v for k, v in numbers.items() if k not in ("skipped", "row")}
+    assert [scale(n) for n in first + resumed] == [scale(n) for n in whole]
+
+
+def test_a_scale_at_its_minimum_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's step raises an exception; ours keeps the fact on the device."""
+    start_processes()
+    scaling = {"initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
+    case = Case(dtype="fp16", fp16=scaling)
+    stock, ours = make(case, True), make(case, False)
+    before = [part.detach().clone() for part in ours.parts]
+    for is_spent in (False, True):
+        for engine in (stock, ours):
+            micro_batch(engine, 0, 0, is_bad=True)
+        with pytest.raises(Exception, match="already at minimum") if is_spent else nullcontext():
+            stock.step(1e-2)
+        ours.step(1e-2)
+        assert bool(ours.is_loss_scale_spent) is is_spent
+    assert ours.loss_scaler_state()["cur_scale"] == 1
+    assert all(torch.equal(part, old) for part, old in zip(ours.parts, before, strict=True))
+    trainer = SimpleNamespace(args=SimpleNamespace(max_nonfinite_steps=20), step=2)
+    Trainer._check_skipped(trainer, 2, False)
+    with pytest.raises(RuntimeError, match="loss scale at its minimum .* by step 2; .* bf16"):
+        Trainer._check_skipped(trainer, 2, True)
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 4])
+def test_any_order_of_overflows_gives_deepspeeds_scale(hysteresis: int, consecutive: bool) -> None:
+    stock = DynamicLossScaler(
+        2.0**12, 7, 1.0, hysteresis, consecutive, raise_error_at_min_scale=False
+    )
+    ours = DeviceLossScaler(stock, torch.device("cpu"))
+    random = torch.Generator().manual_seed(hysteresis)
+    seen = set()
+    for step in range(400):
+        # Long rows without an overflow, in which the scale grows, and short ones.
+        overflow = torch.rand((), generator=random) < (0.02 if step % 200 < 120 else 0.5)
+        stock.update_scale(bool(overflow))
+        ours.update_scale(overflow)
+        numbers = (ours.cur_scale, ours.cur_hysteresis, ours.last_overflow_iter)
+        want = (stock.cur_scale, stock.cur_hysteresis, stock.last_overflow_iter)
+        assert tuple(n.item() for n in numbers) == want
+        seen.add(stock.cur_scale)
+    assert len(seen) > 5 and ours.cur_iter == stock.cur_iter
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_gradients_are_stored_at_their_places(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer reads the reduction's output, without a flattened or a float32 copy."""
     start_processes()

@@ -82,9 +82,8 @@ def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
 def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
     """Rank 1 of two waits for each of its batches, rank 0 for none but in the mean of both."""
     caplog.set_level("INFO", logger="cogfast")
-    engine = SimpleNamespace(
-        **dict.fromkeys(("grad_norm", "num_skipped", "num_skipped_in_a_row"), torch.zeros(()))
-    )
+    numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row", "is_loss_scale_spent")
+    engine = SimpleNamespace(**dict.fromkeys(numbers, torch.zeros(())))
     sent: list[Tensor] = []
 
     class TwoRanks(ProcessGroups):
