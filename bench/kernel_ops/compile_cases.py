@@ -17,7 +17,7 @@ from cogfast.kernels.gpu import adaptive_layernorm as norm
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
-from cogfast.kernels.gpu.launch import tl, triton
+from cogfast.kernels.gpu.launch import next_power_of_2, tl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ def _norm_forward(width: int, variant: str, dtype: str, max_registers: int) -> C
         constants={
             **dict.fromkeys(absent),
             "M": width,
-            "BLOCK": triton.next_power_of_2(width),
+            "BLOCK": next_power_of_2(width),
         },
         num_warps=norm.choose_num_warps(width),
         divisible=("stride_batch", "stride_segment"),
@@ -138,7 +138,7 @@ def _norm_backward(
         constants={
             **dict.fromkeys(absent),
             "M": width,
-            "BLOCK": triton.next_power_of_2(width),
+            "BLOCK": next_power_of_2(width),
             "HAS_NORM_SUMS": variant in ("whole", "first", "alone"),
             "HAS_BRANCH_SUM": has_branch_sums,
             "NUM_STAGES": launch.num_stages,

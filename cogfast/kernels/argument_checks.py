@@ -39,22 +39,21 @@ def check_tensor(
     Raises:
         ValueError: names `op`, `argument`, the tensor and the rule it breaks.
     """
-    if tensor.shape != torch.Size(shape):
+    # Every op calls this for every tensor, so it looks at a tensor's device and dtype once.
+    device, dtype = tensor.device, tensor.dtype
+    if tensor.shape != tuple(shape):
         refuse(op, argument, tensor, f"its shape must be {list(shape)}")
     # Kernels read the last dim with 16-byte accesses; a dim of one entry has no stride to check.
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         refuse(op, argument, tensor, "its last dim must be dense: pass x.contiguous()")
     if like is not None:
-        if tensor.device != like.device:
+        if device != like.device:
             refuse(op, argument, tensor, f"it must be on {like.device}")
-        if not any_dtype and tensor.dtype != like.dtype:
+        if not any_dtype and dtype != like.dtype:
             refuse(op, argument, tensor, f"its dtype must be {like.dtype}")
-    if tensor.device.type == "cpu":
-        is_supported = tensor.is_floating_point()
-    else:
-        is_supported = tensor.dtype in GPU_DTYPES
-    if not is_supported:
+    kind = device.type
+    if dtype not in GPU_DTYPES and not (kind == "cpu" and dtype.is_floating_point):
         refuse(op, argument, tensor, "its dtype must be bfloat16, float16 or float32")
     # torch.compile traces with meta tensors.
-    if tensor.device.type not in ("cuda", "cpu", "meta"):
+    if kind not in ("cuda", "cpu", "meta"):
         refuse(op, argument, tensor, "it must be on a CUDA GPU or a CPU")

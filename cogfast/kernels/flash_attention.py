@@ -14,7 +14,6 @@ why there is no Triton kernel here.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from cogfast.kernels.attention_backends import (
     plain_scores,
     reason_unavailable,
 )
+from cogfast.kernels.ops import register_op
 
 _OP = "flash_attention"
 _DEFAULT = "default"  # the first backend that can run; resolved when the op runs
@@ -43,52 +43,52 @@ def flash_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(plain_scores(q, k).softmax(-1), v).view(b, h, s, d).transpose(1, 2)
 
 
-@torch.library.custom_op("cogfast::flash_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Return out [B, S, H, D] and lse [B, H, S]."""
     out, lse = BACKENDS[_resolve(backend, q)].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("cogfast::flash_attention_backward", mutates_args=())
-def _backward(
+def _run_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return dq, dk, dv [B, S, H, D]."""
     run = BACKENDS[_resolve(backend, q)].backward
     dq, dk, dv = run(dout.contiguous(), q, k, v, out, lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=lse_dtype(q))
 
 
-@_backward.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, backend: str
-) -> Gradients:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_forward = register_op(
+    "flash_attention(Tensor q, Tensor k, Tensor v, str backend) -> (Tensor, Tensor)",
+    gpu=_run_forward,
+    cpu=_run_forward,
+    fake=_fake_forward,
+)
+_backward = register_op(
+    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " str backend) -> (Tensor, Tensor, Tensor)",
+    gpu=_run_backward,
+    cpu=_run_backward,
+    fake=lambda dout, q, k, v, out, lse, backend: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
 
 
-def _keep(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]
-) -> None:
-    *qkv, ctx.backend = inputs
-    ctx.save_for_backward(*qkv, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # lse gets no gradient: do not fill one with zeros
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+        out, lse = _forward(q, k, v, backend)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.backend = backend
+        return out
 
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return None, None, None, None
-    return *_backward(dout, *ctx.saved_tensors, ctx.backend), None
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep)
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(dout, *ctx.saved_tensors, ctx.backend), None
 
 
 def _resolve(backend: str, q: Tensor) -> str:
@@ -132,7 +132,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
         # On a CPU autograd through plain PyTorch is faster than the op, which computes p again.
         if backend == "math":
             return flash_attention_reference(q, k, v)
-    return _forward(q, k, v, _DEFAULT if backend is None else backend)[0]
+    return _FlashAttention.apply(q, k, v, _DEFAULT if backend is None else backend)
 
 
 def _is_math_faster(q: Tensor) -> bool:

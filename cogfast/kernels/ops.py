@@ -38,17 +38,21 @@ def has_kernel(x: Tensor) -> bool:
     return x.device.type != "cpu" or x.dtype in CPU_DTYPES
 
 
-def register_op(schema: str, fake: Callable, gpu: Callable | None = None) -> Any:
+def register_op(
+    schema: str, fake: Callable, gpu: Callable | None = None, cpu: Callable | None = None
+) -> Any:
     """Define an op and return it.
 
     Args:
-        schema: name and signature; the C++ library registers a CPU kernel under the same name.
+        schema: name and signature.
         fake: returns empty outputs, for torch.compile.
         gpu: implementation for CUDA tensors; None for an op of CPU tensors alone.
+        cpu: implementation for CPU tensors; None if the C++ library registers one under this name.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    if gpu is not None:
-        _LIBRARY.impl(name, gpu, "CUDA")
+    for key, implementation in (("CUDA", gpu), ("CPU", cpu)):
+        if implementation is not None:
+            _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"cogfast::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.cogfast, name).default

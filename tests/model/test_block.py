@@ -107,6 +107,20 @@ def test_kernels_give_the_numbers_of_plain_pytorch(where: str, variant: str) -> 
     assert_same(got, run(block.double(), *double))
 
 
+def test_no_op_runs_python_wrappers_of_torch_library() -> None:
+    """An op defined by torch.library.custom_op runs many Python functions in every call."""
+    block, inputs = make_block(), draw_inputs()
+    run(block, *inputs)  # what only the first call does
+    files: set[str] = set()
+    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+    try:
+        run(block, *inputs)
+    finally:
+        sys.setprofile(None)
+    assert any(file.endswith("kernels/flash_attention.py") for file in files)
+    assert not [file for file in files if "/torch/_library/" in file]
+
+
 @pytest.mark.slow  # a hundred compilations, and two hundred of every combination
 @pytest.mark.parametrize("which", ["pairwise", pytest.param("every", marks=pytest.mark.soak)])
 def test_launches_compile(which: str) -> None:

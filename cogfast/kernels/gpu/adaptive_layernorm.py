@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.gpu.launch import (
+    cdiv,
     jit,
+    next_power_of_2,
     num_multiprocessors,
     shared_bytes_per_multiprocessor,
     tl,
-    triton,
 )
 
 # Backward runs 16 warps on a multiprocessor, which leaves 128 registers a thread: 8 columns of the
@@ -102,7 +103,7 @@ def choose_num_warps(width: int) -> int:
     """Choose the warps of a row: 8 columns a thread up to 4 warps, more columns up to 4096."""
     # 4 warps take 48 registers at 1920 columns and 60 at 3072, so that 10 and 8 rows share a
     # multiprocessor; the latency of its memory asks for two.
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return min(max(block // 256, 1), max(block // 1024, 4), 16)
 
 
@@ -148,7 +149,7 @@ def launch_forward(
         stride_batch=stride_batch,
         stride_segment=stride_segment,
         M=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         num_warps=num_warps or choose_num_warps(width),
     )
     return out, normed, mean, rstd
@@ -302,7 +303,7 @@ def choose_launch(
 
     shared_bytes: shared memory of a multiprocessor; 128 KB of it are enough.
     """
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     num_warps = min(max(block // 256, 1), _WARPS_PER_MULTIPROCESSOR)
     if not has_sums:
         # Nothing is kept from row to row: one row per program, 4 or 5 programs on a multiprocessor.
@@ -428,7 +429,7 @@ def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) ->
         stride_batch=stride_batch,
         stride_segment=stride_segment,
         M=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         HAS_NORM_SUMS=backward.has_norm_sums,
         HAS_BRANCH_SUM=backward.has_branch_sum,
         NUM_STAGES=launch.num_stages,
@@ -563,7 +564,7 @@ def launch_sums(
     dbranch_bias, dgate, dweight, dbias, dshift, dscale = gradients
     _, num_batches, num_programs, width = partial.shape
     stride_batch, stride_segment = _strides(scale, gate)
-    adaptive_layernorm_sum_kernel[(triton.cdiv(width, SUM_COLUMNS),)](
+    adaptive_layernorm_sum_kernel[(cdiv(width, SUM_COLUMNS),)](
         partial_ptr=partial,
         weight_ptr=weight,
         bias_ptr=bias,

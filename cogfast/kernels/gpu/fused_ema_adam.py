@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import jit, tl, triton
+from cogfast.kernels.gpu.launch import cdiv, jit, tl
 
 BLOCK = 1024  # elements of a program
 NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
@@ -302,7 +302,7 @@ def launch_ema_adam(
     num_tensors = len(tensors.rows)
     is_device_lr = isinstance(lr, Tensor) and lr.device == tensors.table.device
     logarithms = [math.log2(b) if bias_correction and b else -math.inf for b in betas]
-    ema_adam_factors_kernel[(triton.cdiv(num_tensors, STEP_BLOCK),)](
+    ema_adam_factors_kernel[(cdiv(num_tensors, STEP_BLOCK),)](
         tensors.table,
         tensors.factors,
         num_tensors,

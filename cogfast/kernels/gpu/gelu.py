@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import jit, num_multiprocessors, tl, triton
+from cogfast.kernels.gpu.launch import cdiv, jit, num_multiprocessors, tl
 
 # -z log2(e) = u (_E1 + _E3 u^2) and dz/du = _D0 + _D2 u^2
 _LINEAR = 1.5957691216057308  # 2 sqrt(2/pi)
@@ -154,7 +154,7 @@ def launch_forward(x: Tensor, bias: Tensor | None, launch: GeluLaunch = FORWARD_
         return y
     n = x.shape[-1]
     rows = x.numel() // n
-    grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(n, launch.columns),)
+    grid = (cdiv(rows, launch.rows) * cdiv(n, launch.columns),)
     gelu_fwd_kernel[grid](
         x,
         bias,
@@ -186,9 +186,9 @@ def launch_backward(
     if not x.numel():
         return dx, dbias
     rows = x.numel() // n
-    num_blocks = triton.cdiv(n, launch.columns)
+    num_blocks = cdiv(n, launch.columns)
     num_programs = num_multiprocessors(x.device) * launch.programs // num_blocks
-    num_programs = max(1, min(num_programs, triton.cdiv(rows, launch.rows)))
+    num_programs = max(1, min(num_programs, cdiv(rows, launch.rows)))
     partial = None
     if needs_dbias:
         partial = torch.empty(num_programs, n, dtype=torch.float32, device=x.device)
@@ -205,7 +205,7 @@ def launch_backward(
         num_warps=launch.num_warps,
     )
     if needs_dbias:
-        gelu_dbias_kernel[(triton.cdiv(n, 64),)](
+        gelu_dbias_kernel[(cdiv(n, 64),)](
             partial,
             dbias,
             num_programs,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import jit, num_multiprocessors, tl, triton
+from cogfast.kernels.gpu.launch import cdiv, jit, next_power_of_2, num_multiprocessors, tl
 
 
 @jit
@@ -288,9 +288,9 @@ class QkLaunch:
 
     def fit(self, num_heads: int, width: int) -> tuple[dict[str, int], int, int]:
         """Return tile, warps and programs per multiprocessor for [.., num_heads, width]."""
-        d_block = triton.next_power_of_2(width)
+        d_block = next_power_of_2(width)
         heads, num_warps = max(1, self.heads * 64 // d_block), self.num_warps
-        padded = lambda tile: triton.cdiv(num_heads, tile) * tile
+        padded = lambda tile: cdiv(num_heads, tile) * tile
         # Halve the tile while that leaves fewer lanes idle: 3 x 8 heads for 24, not 2 x 16.
         while num_warps > 1 and heads > 1 and padded(heads // 2) < padded(heads):
             heads, num_warps = heads // 2, num_warps // 2
@@ -304,9 +304,9 @@ class QkLaunch:
         # instructions.
         num_samples, num_tokens = shape[:2]
         tile, _, programs = self.fit(*shape[-2:])
-        head_tiles = triton.cdiv(shape[-2], tile["HEADS"])
+        head_tiles = cdiv(shape[-2], tile["HEADS"])
         walks = num_multiprocessors(device) * programs // (head_tiles * num_samples)
-        walks = max(1, min(walks, triton.cdiv(num_tokens, self.tokens)))
+        walks = max(1, min(walks, cdiv(num_tokens, self.tokens)))
         return head_tiles * walks, num_samples
 
 
