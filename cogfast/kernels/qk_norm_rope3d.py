@@ -117,13 +117,13 @@ def _backward_fake(
 _qk_norm_rope3d = register_op(
     "qk_norm_rope3d(Tensor qkv, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight,"
     f" Tensor? k_bias, {_ARGUMENTS}) -> (Tensor, Tensor)",
-    gpu=launch_forward,
+    gpu=lambda *inputs: launch_forward(*inputs),  # bench replaces the module's launchers
     fake=_forward_fake,
 )
 _qk_norm_rope3d_backward = register_op(
     "qk_norm_rope3d_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight,"
     f" Tensor? k_weight, {_ARGUMENTS}, bool needs_sums) -> (Tensor, Tensor)",
-    gpu=launch_backward,
+    gpu=lambda *inputs: launch_backward(*inputs),
     fake=_backward_fake,
 )
 

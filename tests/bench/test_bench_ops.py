@@ -343,7 +343,7 @@ def test_the_sweep_reports_the_best_and_the_used_launch(monkeypatch) -> None:
     assert not hasattr(gelu.launch_forward, "keywords"), "the launcher is restored"
 
 
-def read_names(function: ast.FunctionDef) -> set[str]:
+def read_names(function: ast.FunctionDef | ast.Lambda) -> set[str]:
     return {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
 
 
@@ -354,8 +354,11 @@ def test_swapped_names_are_looked_up_at_every_launch() -> None:
     swaps += launch_sweep.swaps_of_adam(launch_sweep.ADAM[0])
     for module, name, _ in swaps:
         tree = ast.parse(inspect.getsource(module))
-        bodies = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != name]
-        users = [f.name for f in bodies if name in read_names(f)]
+        bodies: list[ast.FunctionDef | ast.Lambda] = [
+            f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != name
+        ]
+        bodies += [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        users = [f for f in bodies if name in read_names(f)]
         assert users, f"{module.__name__}.{name} is bound when the module is imported"
     before = [vars(module)[name] for module, name, _ in swaps]
     with taking(swaps[:1]):
