@@ -141,6 +141,13 @@ def test_no_rows() -> None:
     assert dx.shape == (1, 0, 16) and torch.equal(dbias, torch.zeros(16))
 
 
+@NEEDS_CPU_KERNELS
+def test_no_rows_on_a_cpu() -> None:
+    x, bias = torch.zeros(1, 0, 16, requires_grad=True), torch.zeros(16, requires_grad=True)
+    dx, dbias = torch.autograd.grad(gelu(x, bias).sum(), (x, bias))
+    assert dx.shape == (1, 0, 16) and torch.equal(dbias, torch.zeros(16))
+
+
 @pytest.mark.parametrize("op", [gelu, gelu_reference])
 @ON_SHAPES
 @BIASES

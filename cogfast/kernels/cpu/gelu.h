@@ -34,7 +34,7 @@ inline std::tuple<Tensor, Tensor> gelu_backward(
           gelu_backward, pointer<T>(dy), pointer<T>(x), pointer<T>(bias), pointer<T>(dx), sums, n, begin, end);
     });
   });
-  Tensor dbias = empty_float({needs_dbias ? n : 0});
+  Tensor dbias = at::zeros({needs_dbias ? n : 0}, at::kFloat);  // no rows: no blocks to sum
   if (needs_dbias) sum_blocks(partial, pointer<float>(dbias));
   return {dx, dbias.to(x.scalar_type())};
 }
