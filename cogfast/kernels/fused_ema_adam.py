@@ -33,6 +33,8 @@ from cogfast.kernels.ops import CPU_DTYPES, register_op
 _CPU_CHUNK = 262_144
 # Count of updates at which 1 - b^t is exactly 1: Adam without bias correction.
 _UNBIASED = 1e9
+# Dtypes of weights, gradients and copies that the C++ kernel takes; () without the library.
+_KERNEL_DTYPES = (*CPU_DTYPES, torch.float16) if CPU_DTYPES else ()
 _STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "shadow")
 
 
@@ -426,4 +428,4 @@ def _grad_of(p: Tensor) -> Tensor:
 
 
 def _fits_kernel(x: Tensor) -> bool:
-    return x.dtype in CPU_DTYPES and x.is_contiguous()
+    return x.dtype in _KERNEL_DTYPES and x.is_contiguous()

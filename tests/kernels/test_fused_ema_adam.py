@@ -17,7 +17,8 @@ NAMES = {"p": None, "m": "exp_avg", "v": "exp_avg_sq", "shadow": "shadow"}
 
 def without_kernel(monkeypatch):
     """Let FusedEmaAdam update CPU tensors as if the C++ library were not compiled."""
-    monkeypatch.setattr("cogfast.kernels.fused_ema_adam.CPU_DTYPES", ())
+    for name in ("CPU_DTYPES", "_KERNEL_DTYPES"):
+        monkeypatch.setattr(f"cogfast.kernels.fused_ema_adam.{name}", ())
 
 
 @pytest.fixture(

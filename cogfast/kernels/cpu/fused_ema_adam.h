@@ -40,6 +40,13 @@ class Pieces {
   std::vector<int64_t> first_ = {0};  // first piece of each tensor, and at the end the number of pieces
 };
 
+// Calls body with a zero of the dtype of x: float, at::BFloat16 or at::Half.
+template <class Body>
+void for_adam_dtype(const Tensor& x, const Body& body) {
+  if (x.scalar_type() == at::kHalf) return body(at::Half{});
+  for_dtype(x, body);
+}
+
 struct AdamOptions {
   double lr, beta1, beta2, eps, weight_decay;
   bool bias_correction, adam_w_mode;
@@ -90,9 +97,9 @@ inline void ema_adam_(
   }
   for (const Tensor& step : steps) factors.push_back(options.at(*pointer<float>(step) += 1));
   Pieces(params).parallel([&](int64_t, int64_t i, int64_t start, int64_t n) {
-    for_dtype(params[i], [&](auto p_zero) {
+    for_adam_dtype(params[i], [&](auto p_zero) {
       using P = decltype(p_zero);
-      for_dtype(grads[i], [&](auto g_zero) {
+      for_adam_dtype(grads[i], [&](auto g_zero) {
         using G = decltype(g_zero);
         const auto run = [&](auto* copy) {
           COGFAST_RUN(
@@ -101,7 +108,7 @@ inline void ema_adam_(
               pointer<float>(shadows[i]) + start, copy, n, factors[i]);
         };
         if (!copies[i].defined()) return run(static_cast<P*>(nullptr));
-        for_dtype(copies[i], [&](auto c_zero) { run(pointer<decltype(c_zero)>(copies[i]) + start); });
+        for_adam_dtype(copies[i], [&](auto c_zero) { run(pointer<decltype(c_zero)>(copies[i]) + start); });
       });
     });
   });

@@ -1,6 +1,8 @@
 // Adam and the EMA of the weights in one pass, and the gradient's norm. kernels/fused_ema_adam.py has the
 // formulas.
 
+#include <c10/util/Half.h>
+
 #include "kernels.h"
 #include "rows.h"
 
@@ -12,6 +14,18 @@ namespace {
 constexpr int64_t AHEAD = 256, AHEAD_OF_SUM = 512;
 
 }  // namespace
+
+// The other kernels take no float16.
+inline Vec load(const at::Half* p, Full) {
+  Vec value;
+  at::vec::load_fp32_from_fp16(p, value);
+  return value;
+}
+
+inline void store(at::Half* p, Vec value, Full) {
+  const auto rounded = at::vec::cvtfp32_fp16(value);
+  std::memcpy(p, &rounded, sizeof(rounded));
+}
 
 template <class P, class G, class C>
 void ema_adam(
@@ -67,14 +81,15 @@ double sum_of_squares(const T* x, int64_t n) {
 
 #define INSTANTIATE(P, G, C) \
   template void ema_adam(P*, const G*, float*, float*, float*, C*, int64_t, const AdamFactors&);
-INSTANTIATE(float, float, float)
-INSTANTIATE(float, float, at::BFloat16)
-INSTANTIATE(float, at::BFloat16, float)
-INSTANTIATE(float, at::BFloat16, at::BFloat16)
-INSTANTIATE(at::BFloat16, float, float)
-INSTANTIATE(at::BFloat16, float, at::BFloat16)
-INSTANTIATE(at::BFloat16, at::BFloat16, float)
-INSTANTIATE(at::BFloat16, at::BFloat16, at::BFloat16)
+#define INSTANTIATE_COPIES(P, G) \
+  INSTANTIATE(P, G, float) INSTANTIATE(P, G, at::BFloat16) INSTANTIATE(P, G, at::Half)
+#define INSTANTIATE_GRADS(P) \
+  INSTANTIATE_COPIES(P, float) INSTANTIATE_COPIES(P, at::BFloat16) INSTANTIATE_COPIES(P, at::Half)
+INSTANTIATE_GRADS(float)
+INSTANTIATE_GRADS(at::BFloat16)
+INSTANTIATE_GRADS(at::Half)
+#undef INSTANTIATE_GRADS
+#undef INSTANTIATE_COPIES
 #undef INSTANTIATE
 
 template double sum_of_squares(const float*, int64_t);
