@@ -139,7 +139,11 @@ LARGER = (
         ("5b", (), None),
         ("1.5_5b", LARGER, None),
         ("2b", (), None),
-        ("5b_i2v", ("model.network_config.params.num_frames=17",), "9 frames take the first of 5"),
+        (
+            "5b_i2v",
+            ("model.network_config.params.num_frames=17",),
+            "9 frames use a part of the learned position table",
+        ),
         ("5b_i2v", (), None),
     ],
 )

@@ -191,7 +191,9 @@ def test_the_checkpoints_choice_is_kept(on_gpu, caplog) -> None:
     assert "attention: cudnn, as in the checkpoint" in caplog.text
 
 
-@pytest.mark.parametrize(("stored", "reason"), [("fa3", "no flash_attn"), ("fa9", "no such")])
+@pytest.mark.parametrize(
+    ("stored", "reason"), [("fa3", "no flash_attn"), ("fa9", "unknown backend")]
+)
 def test_a_stored_choice_that_cannot_run_is_replaced(
     on_gpu, caplog, stored: str, reason: str
 ) -> None:

@@ -184,7 +184,7 @@ REFUSED = {
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
     ),
     "args.lr_schedule=constant args.warmup_steps=2000": "args.warmup_steps=2000 must not exceed",
-    "args.warmup=3": "command line: args.warmup=3 is a share of the steps",
+    "args.warmup=3": "command line: args.warmup=3 must be a share of the steps",
     "model.first_stage_config.params.ckpt_path=null": (
         "command line: model.first_stage_config.params.ckpt_path is missing: an autoencoder with random"
     ),
