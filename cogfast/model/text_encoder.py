@@ -78,7 +78,7 @@ class _PaddedT5(nn.Module):
         ids = self._padded_ids(captions)
         if not self.has_warned_truncation:
             # A caption without padding has max_length tokens or more: only these are counted again.
-            is_full = ids[:, -1] != self.padding_id
+            is_full = ids[:, -1].numpy() != self.padding_id
             for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
                 num_tokens = self._count_tokens(caption)
                 if num_tokens > self.max_length:

@@ -92,14 +92,17 @@ def test_no_warm_up_starts_at_the_full_rate():
     [
         ({"lr_schedule": "cosin"}, r"args.lr_schedule='cosin' must be one of sat, constant"),
         ({"lr_decay_style": "square"}, r"args.lr_decay_style='square' must be one of linear"),
-        ({"warmup": 10}, r"args.warmup=10 is a share of the steps"),
+        ({"warmup": 10}, r"args.warmup=10 must be a share of the steps"),
         ({"warmup_steps": -1}, r"args.warmup_steps=-1 must be 0 or more"),
         (
             {"lr_schedule": "linear", "warmup_steps": 200},
             r"args.warmup_steps=200 must not exceed the run's 100 steps",
         ),
         ({"warmup_steps": 200}, r"args.warmup_steps=200 must not exceed the run's 100 steps"),
-        ({"lr_schedule": "linear", "min_lr_ratio": 2}, r"args.min_lr_ratio=2 is a share of lr"),
+        (
+            {"lr_schedule": "linear", "min_lr_ratio": 2},
+            r"args.min_lr_ratio=2 must be a share of lr",
+        ),
     ],
 )
 def test_bad_options(options, message):

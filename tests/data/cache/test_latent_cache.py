@@ -200,7 +200,7 @@ def test_an_index_must_name_shards_of_its_folder(tmp_path: Path, line: str) -> N
                                     '"specs": 5}', "\xff", '{"format": "' + 999 * "x" + '"}'])  # fmt: skip
 def test_an_index_without_a_header(tmp_path: Path, header: str) -> None:
     (tmp_path / "index.jsonl").write_bytes(header.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"index.jsonl holds .*; remove the folder") as refused:
+    with pytest.raises(ValueError, match=r"index.jsonl contains .*; remove the folder") as refused:
         CacheIndex.read(tmp_path)
     assert len(str(refused.value)) < 500
 

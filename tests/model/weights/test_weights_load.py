@@ -200,7 +200,7 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
 
 def test_another_models_file(tmp_path: Path) -> None:
     save_sat(tmp_path, {"module": {"encoder.conv_in.weight": torch.zeros(3)}})
-    with pytest.raises(ValueError, match="no tensor named model.diffusion_model..*; name a tr"):
+    with pytest.raises(ValueError, match="no tensor named model.diffusion_model..*; use a tr"):
         load_transformer(tiny("5b"), tmp_path)
 
 

@@ -12,6 +12,7 @@ weights without waiting reads old ones.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import sys
@@ -170,6 +171,9 @@ def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroE
         mpu = SharedModel()
         for p in network.first.parameters():
             p.tensor_model_parallel = True
+    # Earlier engines must not be collected in the middle of an import: what they then import ends in
+    # a KeyError of Python 3.11's import locks.
+    gc.collect()
     engine = ZeroEngine(network, optimizer, config, mpu, use_stock_step, shares_memory)
     if use_stock_step and case.dtype == "fp16":
         unscale_by_the_scale_of_the_loss(engine.zero)
