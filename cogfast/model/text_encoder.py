@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,8 +63,8 @@ class _PaddedT5(nn.Module):
     has_warned_truncation = False
 
     @abstractmethod
-    def _padded_ids(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> token ids [B, L] int64 on the CPU."""
+    def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
+        """Captions [B] -> token ids [B, L] int64."""
 
     @abstractmethod
     def _count_tokens(self, caption: str) -> int:
@@ -78,7 +79,7 @@ class _PaddedT5(nn.Module):
         ids = self._padded_ids(captions)
         if not self.has_warned_truncation:
             # A caption without padding has max_length tokens or more: only these are counted again.
-            is_full = ids[:, -1].numpy() != self.padding_id
+            is_full = ids[:, -1] != self.padding_id
             for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
                 num_tokens = self._count_tokens(caption)
                 if num_tokens > self.max_length:
@@ -91,7 +92,7 @@ class _PaddedT5(nn.Module):
                         caption[:60],
                     )
                     break
-        return ids
+        return torch.from_numpy(ids)
 
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Tensor:
@@ -149,7 +150,7 @@ class T5TextEncoder(_PaddedT5):
                     module.float()
         return self
 
-    def _padded_ids(self, captions: Sequence[str]) -> Tensor:
+    def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
         batch = self.tokenizer(
             list(captions),
             truncation=True,
@@ -157,7 +158,7 @@ class T5TextEncoder(_PaddedT5):
             padding="max_length",
             return_tensors="np",
         )
-        return torch.from_numpy(batch["input_ids"]).long()
+        return batch["input_ids"].astype(np.int64, copy=False)
 
     def _count_tokens(self, caption: str) -> int:
         return len(self.tokenizer(caption)["input_ids"])
@@ -209,10 +210,10 @@ class ByteTextEncoder(_PaddedT5):
             self.transformer = _ByteT5(d_model, d_kv, d_ff, num_layers, num_heads)
         self.eval().requires_grad_(False)
 
-    def _padded_ids(self, captions: Sequence[str]) -> Tensor:
-        ids = torch.full((len(captions), self.max_length), self.padding_id)
+    def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
+        ids = np.full((len(captions), self.max_length), self.padding_id)
         for row, caption in zip(ids, captions, strict=True):
-            tokens = torch.tensor(_ended(_byte_tokens(caption)[: self.max_length - 1]))
+            tokens = _ended(_byte_tokens(caption)[: self.max_length - 1])
             row[: len(tokens)] = tokens
         return ids
 
