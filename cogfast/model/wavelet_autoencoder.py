@@ -64,7 +64,7 @@ def _to_blocks(video: Tensor) -> Tensor:
             f"frames of {height}x{width} do not divide into latent pixels; "
             f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
         )
-    # As in the VAE the first frame is a block alone: it is repeated to the length of a block.
+    # The first frame is a block alone, as in the VAE: it is repeated to the length of a block.
     copies = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
     return rearrange(
         torch.cat([copies, video], dim=2),

@@ -299,9 +299,8 @@ class QkLaunch:
 
     def grid(self, shape: torch.Size, device: torch.device) -> tuple[int, int]:
         """Return the grid for [B, S, .., H, D]: (head tiles x programs along the tokens, B)."""
-        # As many programs as are resident at once walk along the tokens, so that each loads the
-        # affine parameters and computes addresses once; a program per tile takes a fifth more
-        # instructions.
+        # The programs that are resident at once walk along the tokens, so that each loads the affine
+        # parameters and computes addresses once; a program per tile takes a fifth more instructions.
         num_samples, num_tokens = shape[:2]
         tile, _, programs = self.fit(*shape[-2:])
         head_tiles = cdiv(shape[-2], tile["HEADS"])

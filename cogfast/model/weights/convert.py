@@ -216,7 +216,7 @@ def write_adapters(
             f"{option} is for whole models, and {source.description} has adapters only; leave it "
             f"out, or use cogfast convert BASE {path} --to sat --add-lora LORA"
         )
-    # Without a config, since adapters alone do not show the model; SAT reads its own YAML.
+    # There is no config: adapters alone do not show the model, and SAT reads its own YAML.
     write_sat(source, None, path, dtype=dtype)
     alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
     logger.info(

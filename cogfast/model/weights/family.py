@@ -66,7 +66,7 @@ COGVIDEOX_15_5B = Member(
     video_size=(768, 1360),
     # Larger than the training videos, so that other aspect ratios fit.
     table_size=(300, 300),
-    # As SAT trained it; diffusers' published configs say 226.
+    # SAT trained the model with 224; diffusers' published configs say 226.
     text_length=224,
     scale_factor=0.7,
 )

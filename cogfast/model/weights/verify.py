@@ -229,7 +229,7 @@ def verify_peft(source: WeightSource, file: Path) -> str:
         for name, weight in list(module.named_parameters(recurse=False)):
             nothing = torch.zeros(()).expand(weight.shape)
             setattr(module, name, nn.Parameter(nothing, requires_grad=False))
-    # Without use_safetensors diffusers does not read the header, which stores alpha.
+    # diffusers reads the header, which stores alpha, only with use_safetensors.
     model.load_lora_adapter(str(file), low_cpu_mem_usage=True, use_safetensors=True)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     largest = scale = 0.0

@@ -41,7 +41,7 @@ class RunFiles:
                 shares.setdefault((index, count), []).append((s["start"], s["numel"], file, key))
         for shares in self._pieces.values():
             for pieces in shares.values():
-                # By their start, since `_read` walks through them once.
+                # The order is that of their starts, since `_read` walks through them once.
                 pieces.sort()
         self.kinds = {kind for _, kind in self._pieces}
         self.frozen = sorted(name for name, kind in self._pieces if kind == "frozen")

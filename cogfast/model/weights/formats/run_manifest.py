@@ -125,7 +125,7 @@ def replaced_name(checkpoint: Path) -> Path:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Write manifest.json, with the checksum of its text as its last entry."""
-    # Without the closing brace: the checksum of this text follows as the last entry.
+    # The text ends before the closing brace: its checksum follows as the last entry.
     text = json.dumps(manifest)[:-1]
     checksum = checksum_of_bytes(text.encode())
     (folder / "manifest.json").write_text(f'{text}, "checksum": "{checksum}"}}')

@@ -46,7 +46,7 @@ def grid_facts(
     where: the file's name in errors. ValueError for tensors that are no such tables.
     """
     facts: dict[str, Any] = {}
-    # Of the stored dtype: it limits how exact the table's values are.
+    # The stored dtype limits how exact the table's values are.
     eps = 0.0 if table is None else torch.finfo(table.dtype).eps
     sin, cos, table = (None if t is None else t.float() for t in (sin, cos, table))
     if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):

@@ -36,7 +36,7 @@ class Outgoing:
         """Read the tensor and return its bytes as they are written to a file."""
         values = self.read().detach().to(self.dtype).contiguous()
         assert values.numel() == math.prod(self.shape), f"{self.name}: {values.shape}"
-        # As bytes, since numpy has no bfloat16.
+        # numpy has no bfloat16, so it gets bytes.
         return values.view(-1).view(torch.uint8).numpy().data
 
 

@@ -58,7 +58,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
 def _check_pickle(path: Path) -> None:
     """ValueError where the pickle is damaged, or asks for more than the tensors of a file need."""
     try:
-        # By torch's own reader: where a zip has an entry twice, others may take the other one.
+        # torch's own reader is used: if a zip has an entry twice, others may take the other one.
         check_pickle(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
     except PickleError as error:
         raise ValueError(
@@ -120,7 +120,7 @@ def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:
     """
     with zipfile.ZipFile(path, "w") as archive:
         _add(archive, "data.pkl", memoryview(_pickled(key, tensors)))
-        # As torch.save: torch.load reads the byte order here, and the format from `version`.
+        # torch.save writes the same: torch.load reads the byte order here, the format in `version`.
         _add(archive, "byteorder", memoryview(b"little"))
         for index, tensor in enumerate(tensors):
             _add(archive, f"data/{index}", tensor.bytes())
