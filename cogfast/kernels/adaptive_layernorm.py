@@ -109,7 +109,7 @@ def residual_adaptive_layernorm_reference(
 #     G = sum dh * y         dgate  = G + b * C
 #     C = sum dh                                                 db      = sum gate * C
 #
-# Without dn (no norm) dh is dh' itself, and only dy and the sums G and C remain.
+# If there is no dn (no norm), dh is dh' itself, and only dy and the sums G and C remain.
 
 # Its arguments are those of launch_forward, its outputs those of empty_outputs.
 _forward = register_op(
@@ -161,7 +161,8 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
         return out, None if scale is None else n
 
     @staticmethod
-    def backward(ctx, dout: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dn = output_gradients
         # Nothing to compute: n was not used, and h' was not used or is hidden itself.
         if dn is None and (dout is None or not ctx.has_residual):
             return dout, *[None] * 9
@@ -174,8 +175,8 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
         return dout if dn is None else dhidden, *rest, None, None
 
 
-def _in_float32(reference: Callable, hidden: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Return a reference's outputs for rows that no kernel takes.
+def _in_float32(reference: Callable, hidden: Tensor, *inputs: Any) -> Any:
+    """Return a reference's outputs as a tuple, for rows that no kernel takes.
 
     16-bit rows are computed in float32 and rounded once, because PyTorch's LayerNorm adds up the
     gradients of 16-bit weights in 16 bits.

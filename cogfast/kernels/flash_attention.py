@@ -87,7 +87,8 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dout,) = output_gradients
         return *_backward(dout, *ctx.saved_tensors, ctx.backend), None
 
 

@@ -83,17 +83,18 @@ _sum_of_squares = register_op(
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, []: float64 on a CPU, else float32.
 
+    tensors: on one device; without any the sum is a CPU tensor.
+
     A CPU reads every tensor once and adds in a fixed order, whatever the number of threads.
     """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
     is_on_cpu = all(x.is_cpu for x in tensors)
-    if is_on_cpu and tensors and all(x.dtype in CPU_DTYPES for x in tensors):
+    if is_on_cpu and all(x.dtype in CPU_DTYPES for x in tensors):
         return _sum_of_squares(tensors)
     # A CPU sums element by element, which would lose digits in float32.
     dtype = torch.float64 if is_on_cpu else torch.float32
-    norms = (
-        torch._foreach_norm(tensors, 2, dtype=dtype) if tensors else [torch.zeros((), dtype=dtype)]
-    )
-    return torch.stack(norms).square().sum()
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square().sum()
 
 
 class FusedEmaAdam(torch.optim.Optimizer):
@@ -265,14 +266,20 @@ class FusedEmaAdam(torch.optim.Optimizer):
             lr=float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            adam_w_mode=self.adam_w_mode,
-            ema_decay=self.ema_decay,
-            use_num_updates=self.use_num_updates,
+            **self._options(group),
             gradient_scale=1.0 if self.gradient_scale is None else float(self.gradient_scale),
         )
+
+    def _options(self, group: dict) -> dict[str, Any]:
+        """Return the options that the CPU's and the GPU's kernel take under the same names."""
+        return {
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "bias_correction": group["bias_correction"],
+            "adam_w_mode": self.adam_w_mode,
+            "ema_decay": self.ema_decay,
+            "use_num_updates": self.use_num_updates,
+        }
 
     def _update_one_on_cpu(self, p: Tensor, group: dict) -> None:
         """Run Adam and the EMA on one chunk after another, each while it is in the caches."""
@@ -322,12 +329,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 table,
                 lr=group["lr"],
                 betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                bias_correction=group["bias_correction"],
-                adam_w_mode=self.adam_w_mode,
-                ema_decay=self.ema_decay,
-                use_num_updates=self.use_num_updates,
+                **self._options(group),
                 gradient_scale=self.gradient_scale,
                 found_inf=self.found_inf,
             )

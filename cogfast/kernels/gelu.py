@@ -47,7 +47,8 @@ class _Gelu(torch.autograd.Function):
         return _gelu(x, bias)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        (dy,) = output_gradients
         needs_dbias = ctx.needs_input_grad[1]
         dx, dbias = _gelu_backward(dy, *ctx.saved_tensors, needs_dbias)
         return dx, dbias if needs_dbias else None

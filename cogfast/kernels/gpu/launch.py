@@ -29,7 +29,10 @@ else:
 HAS_TRITON = triton is not None
 
 
-class Kernel(triton.JITFunction if triton is not None else object):
+_JITFunction: Any = object if triton is None else triton.JITFunction
+
+
+class Kernel(_JITFunction):
     """A Triton kernel that finds its compiled form with one look into a dict.
 
     JITFunction first binds the arguments to names and describes each of them. Here launches give

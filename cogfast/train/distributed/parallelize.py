@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._library.custom_ops import OPDEFS
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -184,14 +183,12 @@ def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
 
 
 def run_without_dynamo(is_without: bool = True) -> None:
-    """Let torch call optimizers, checkpointing and our operations without importing torch._dynamo.
+    """Let torch call optimizers and checkpointing without importing torch._dynamo.
 
     torch hides these functions from torch.compile and imports its compiler for that when one is
     first called, which takes 1.6 s of a start. A run that compiles nothing needs none of it.
     """
-    ops = [op for op in OPDEFS.values() if op._namespace == "cogfast"]
-    kernels = [kernel for op in ops for kernel in op._backend_fns.values()]
-    for function in (*_HIDDEN_FROM_DYNAMO, *kernels):
+    for function in _HIDDEN_FROM_DYNAMO:
         hidden = inspect.unwrap(function)
         # torch's cache of the hidden function; None is an empty one.
         hidden.__dict__["__dynamo_disable"] = hidden if is_without else None

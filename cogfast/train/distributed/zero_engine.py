@@ -154,7 +154,8 @@ class ZeroEngine:
 
         # Building DeepSpeed's shared-memory op takes 18 s, and gloo does not need it. Reading the
         # table instead of replacing it would probe all of DeepSpeed's ops with a compiler.
-        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        ops: Any = deepspeed.ops  # the module makes the table when it is first read
+        ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         _import_muon()
         deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
@@ -189,7 +190,7 @@ class ZeroEngine:
             self.parts = self.zero.single_partition_of_fp32_groups
             self.slices = list(self._stage12_slices(names))
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
-        self._shares_memory = shares_memory and self.engine.device.type == "cpu"
+        self._shares_memory = shares_memory and self.parts[0].device.type == "cpu"
         # Every forward pass waits, also those of evaluations.
         transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
         self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
