@@ -60,10 +60,11 @@ def measure_cases(
     plan: Plan,
     deadline: float = math.inf,
     keep: Callable[[Outcome], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Outcome:
     """Measure all cases; the best policies are in the numbers of the outcome.
 
-    deadline: a time of time.perf_counter; a case that would probably end later is skipped, with a
+    deadline: a time of `clock`, in seconds; a case that would probably end later is skipped, with a
     note. keep: called with the outcome so far after every case.
     """
     rows: list[Row] = []
@@ -74,14 +75,14 @@ def measure_cases(
     for case in cases:
         kind = (case.what, case.engine)
         needed = took.get(kind, _FIRST_GUESS_SECONDS[case.engine])
-        started = time.perf_counter()
+        started = clock()
         if started + needed > deadline:
             skipped.append(f"{case}: needs about {needed:.0f} s, {deadline - started:.0f} s left")
             print(f"  skipped: {skipped[-1]}", flush=True)
         else:
             row, wrong = _measure_safely(case, plan)
-            took[kind] = max(took.get(kind, 0.0), time.perf_counter() - started)
-            rows.append({**row, "seconds": round(time.perf_counter() - started, 1)})
+            took[kind] = max(took.get(kind, 0.0), clock() - started)
+            rows.append({**row, "seconds": round(clock() - started, 1)})
             problems += wrong
             print(f"  {case}: ratio {row.get('ratio', '-')}, {took[kind]:.0f} s", flush=True)
         shown = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]

@@ -53,7 +53,13 @@ def measure(model: str, dtype: torch.dtype, threads: int, rounds: int) -> Row:
             calls[name]()
             times[name].append((time.perf_counter() - start) * 1e3)
     free_memory(CPU)
-    row: Row = {"model": model, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+    described = {"model": model, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+    return described | summarize(times)
+
+
+def summarize(times: dict[str, list[float]]) -> Row:
+    """Return the spread of the milliseconds of each contender, and medians of ratios over rounds."""
+    row: Row = {}
     for name, samples in times.items():
         row |= {f"{name} {key}": value for key, value in spread(samples).items()}
     over = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))

@@ -39,6 +39,7 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae.names import to_sat as vae_to_sat
 from cogfast.schema.sat_network import transformer_arguments
+from tests.conftest import COMPLETE
 from tests.model.test_lora import save_as_sat
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import write_run
@@ -230,8 +231,6 @@ def test_plans_of_real_sizes(name: str, golden: Path) -> None:
 def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
     """The table, both ways, against maps that upstream's converter and diffusers agreed on."""
     path = golden / "keys" / "sat_to_diffusers.json"
-    if not path.is_file():
-        pytest.skip(f"{golden} has no maps; set COGFAST_GOLDEN to the complete folder")
     for mapped in json.loads(path.read_text())["verified_full_maps_tiny"].values():
         held = {from_sat_name(key): theirs for key, theirs in mapped.items()}
         held = {name: theirs for name, theirs in held.items() if theirs != ["(dropped)"]}
@@ -243,13 +242,13 @@ def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("case", ["t2v_2b", "t2v_5b", "t2v_5b_mp2", "i2v_1.5_5b"])
+# The project carries the model of t2v_5b once, in the two shards of t2v_5b_mp2.
+@pytest.mark.parametrize(
+    "case", ["t2v_2b", "t2v_5b_mp2", "i2v_1.5_5b", *(["t2v_5b"] if COMPLETE.is_dir() else [])]
+)
 def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> None:
     """Its folders through diffusers' format and back: tensors, shares and outputs are upstream's."""
     folder = golden / case
-    # The part in the project has replicated tensors of t2v_5b_mp2 on rank 0 only.
-    if not (golden / "keys" / "sat_to_diffusers.json").is_file():
-        pytest.skip(f"{golden} has only a part; set COGFAST_GOLDEN to the complete folder")
     count = 2 if "mp2" in case else 1
     convert(folder, tmp_path / "theirs", "diffusers", verify=True)
     convert(tmp_path / "theirs", tmp_path / "back", "sat", model_parallel_size=count)

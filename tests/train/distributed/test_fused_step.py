@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -384,29 +384,38 @@ def run_cases(out: Path) -> None:
     groups.close()
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
-    """Return {(number of processes, rank): results of run_cases}."""
-    out = tmp_path_factory.mktemp("fused step")
-    run_cases(out)
-    launch_ranks(2, "-m", "tests.train.distributed.test_fused_step", str(out))
+PLACES = {"one process": (1, 0), "two, rank 0": (2, 0), "two, rank 1": (2, 1)}
+
+
+def run_everywhere(
+    run: Callable[[Path], None], module: str, out: Path
+) -> dict[tuple[int, int], dict]:
+    """Call `run` here, run `module`, which does the same, on two ranks, and return what they saved,
+    by (number of processes, rank)."""
+    run(out)
+    launch_ranks(2, "-m", module, str(out))
     return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
 
 
-PLACES = {"one process": (1, 0), "two, rank 0": (2, 0), "two, rank 1": (2, 1)}
-EVERYWHERE = pytest.mark.parametrize(
-    ("case", "place"),
-    [
+def everywhere(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Parametrize a test by `case` and `place`; one process alone shares no model."""
+    params = [
         pytest.param(case, place, id=f"{case.name}, {where}")
-        for case in CASES
+        for case in cases
         for where, place in PLACES.items()
         if place[0] > 1 or not case.is_model_shared
-    ],
-)
+    ]
+    return pytest.mark.parametrize(("case", "place"), params)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
+    module = "tests.train.distributed.test_fused_step"
+    return run_everywhere(run_cases, module, tmp_path_factory.mktemp("fused step"))
 
 
 @pytest.mark.slow
-@EVERYWHERE
+@everywhere(CASES)
 def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) -> None:
     ours, stock = (runs[place][case.name, is_stock] for is_stock in (False, True))
     # Where the clip factor's last bit differs, a 16-bit weight may be rounded the other way.
@@ -431,7 +440,7 @@ def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) 
 
 
 @pytest.mark.slow
-@EVERYWHERE
+@everywhere(CASES)
 def test_a_gradient_that_is_not_finite_changes_nothing(
     runs: dict, case: Case, place: tuple[int, int]
 ) -> None:

@@ -19,13 +19,15 @@ from cogfast.train.distributed.fused_step import WeightGather
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.distributed.shared_memory import SharedGather, map_rows
 from tests.support.ranks.communication_ranks import CountedCollectives
-from tests.support.tiny_run import launch_ranks
 from tests.train.distributed.test_fused_step import (
+    PLACES,
     Case,
     accumulated_gradient,
     eventful_run,
+    everywhere,
     make,
     micro_batch,
+    run_everywhere,
     snapshot,
     trajectory,
 )
@@ -115,16 +117,10 @@ def run_cases(out: Path) -> None:
     groups.close()
 
 
-PLACES = {"one process": (1, 0), "two, rank 0": (2, 0), "two, rank 1": (2, 1)}
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
-    """Return {(number of processes, rank): results of run_cases}."""
-    out = tmp_path_factory.mktemp("shared memory")
-    run_cases(out)
-    launch_ranks(2, "-m", "tests.train.distributed.test_shared_memory", str(out))
-    return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
+    module = "tests.train.distributed.test_shared_memory"
+    return run_everywhere(run_cases, module, tmp_path_factory.mktemp("shared memory"))
 
 
 def assert_equal(found: dict, wanted: dict) -> None:
@@ -133,14 +129,10 @@ def assert_equal(found: dict, wanted: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_runs_equal_deepspeeds_reduction(runs: dict, case: Case, place: str) -> None:
+@everywhere(CASES)
+def test_runs_equal_deepspeeds_reduction(runs: dict, case: Case, place: tuple[int, int]) -> None:
     """Losses, norms, weights, moments and EMA are equal; one step is skipped on all ranks."""
-    found = runs[PLACES[place]]
-    if (case.name, True) not in found:
-        pytest.skip("one process shares no model")
-    shared, stock = (dict(found[case.name, is_shared]) for is_shared in (True, False))
+    shared, stock = (dict(runs[place][case.name, is_shared]) for is_shared in (True, False))
     assert shared["skipped"] == 1
     for ours, theirs in zip(shared.pop("bad step"), stock.pop("bad step"), strict=True):
         assert_equal(ours, theirs)
