@@ -50,7 +50,7 @@ NUM_BANDS = 48  # of 768: reconstructions have 27.8 dB, and two CPU cores can tr
 BATCH = 16  # clips of a training step
 FIT_BATCH = 16  # clips
 NUM_ANIMATED = 12
-NUM_TIMED_STEPS = 4  # after one that warms up; the fastest counts
+NUM_TIMED_STEPS = 2  # after one that warms up; the faster counts
 
 
 def prepare(folder: Path) -> None:
@@ -131,7 +131,7 @@ def measure_step(layout: Layout) -> float:
 
 
 def _time_steps(layout: Layout, rank: int, store: str, sender: Connection) -> None:
-    """Time steps of the whole batch, split between the processes; rank 0 sends the fastest."""
+    """Time steps of the whole batch, split between the processes; rank 0 sends the faster one."""
     torch.set_num_threads(layout.num_threads)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=layout.num_processes
