@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import nearest
+from cogfast.train.sampling.prompt_files import split_prompts, utf8_lines
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
 _SWITCHES = (
@@ -175,22 +175,19 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     if request.prompts is not None:
         key, lines = "--prompt", request.prompts
     elif request.prompt_file is None and args.input_type == "cli":
-        key, lines = "standard input", _utf8_lines(sys.stdin.buffer.read(), "standard input")
+        key, lines = "standard input", utf8_lines(sys.stdin.buffer.read(), "standard input")
     else:
         file = request.prompt_file or args.input_file
         key = "--prompt-file" if request.prompt_file else "args.input_file"
         if not os.path.isfile(file):
             raise ValueError(f"{key}={file}: no such file; give --prompt TEXT or a file of prompts")
-        lines = _utf8_lines(Path(file).read_bytes(), f"{key}={file}")
+        lines = utf8_lines(Path(file).read_bytes(), f"{key}={file}")
     # Blank lines of a file are skipped; an empty --prompt is a prompt.
-    pairs = [line.partition("@@")[::2] for line in lines if line.strip() or request.prompts]
+    pairs = split_prompts([line for line in lines if line.strip() or request.prompts], key)
     if not pairs:
         raise ValueError("there is no prompt; give --prompt TEXT")
-    prompts = [prompt.strip() for prompt, _ in pairs]
-    for prompt in prompts:  # Python decodes argument bytes that are not UTF-8 as surrogates
-        if "\0" in prompt or any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise ValueError(f"{key}: {prompt[:80]!r} is not valid text; write it in UTF-8")
-    names = request.images if request.images is not None else [image.strip() for _, image in pairs]
+    prompts = [prompt for prompt, _ in pairs]
+    names = request.images if request.images is not None else [image for _, image in pairs]
     if len(names) not in (1, len(prompts)):
         raise ValueError(
             f"--image is given {len(names)} times for {len(prompts)} prompts; give one image for all "
@@ -201,14 +198,6 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
         if image is not None and not os.path.isfile(image):
             raise ValueError(f"--image {str(image)[:200]}: no such file")
     return prompts, images
-
-
-def _utf8_lines(data: bytes, name: str) -> list[str]:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{name}: not UTF-8; save the prompts as UTF-8") from None
-    return re.split(r"\r\n|\r|\n", text)  # str.splitlines also splits within prompts
 
 
 def _parser(command: str, what: str) -> Parser:

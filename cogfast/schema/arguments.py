@@ -146,6 +146,11 @@ class TrainArguments:
     only_log_video_latents: bool = False
     # empty: captions of valid_data
     eval_prompts: list[str] = field(default_factory=list)
+    # instead of eval_prompts: a text file with a prompt or prompt@@image per line
+    eval_prompt_file: str | None = None
+    # image-to-video: a text file with the path of an image per line, one for each prompt;
+    # None: first frames of valid_data
+    eval_images: str | None = None
     # videos to sample at each evaluation
     eval_num_samples: Annotated[int, Range(0, 10**4)] = 1
     # None: the sampler's own number

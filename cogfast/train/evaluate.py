@@ -33,6 +33,8 @@ from cogfast.train.distributed.process_watch import is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder
 from cogfast.train.sampling.generate import EvaluationStopped, Prompt, VideoMaker, write_samples
+from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
+from cogfast.train.sampling.sizes import read_image
 from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
@@ -62,12 +64,16 @@ class Evaluator:
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
         self.batch_size = args.eval_batch_size or args.batch_size
+        self.given = given_prompts(args) if args.eval_interval else []
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         if args.eval_interval and dataset is None and not self._has_prompts():
+            prompts = "args.eval_prompts or args.eval_prompt_file"
+            if encoder.image_input:
+                prompts = "args.eval_prompt_file with args.eval_images"
             logger.warning(
-                "args.eval_interval=%d, but there is nothing to evaluate with; set args.valid_data%s",
+                "args.eval_interval=%d, but there is nothing to evaluate with; set args.valid_data or %s",
                 args.eval_interval,
-                "" if encoder.image_input else " or args.eval_prompts",
+                prompts,
             )
 
     def __call__(
@@ -229,15 +235,22 @@ class Evaluator:
         )
 
     def _has_prompts(self) -> bool:
-        has_texts = bool(self.args.eval_prompts) and not self.encoder.image_input
-        return has_texts or (self.dataset is not None and self.args.eval_num_samples > 0)
+        has_held_out = self.dataset is not None and self.args.eval_num_samples > 0
+        return self._are_whole(self.given) or has_held_out
+
+    def _are_whole(self, given: Sequence[GivenPrompt]) -> bool:
+        """Return whether there are given prompts that need no held-out data."""
+        return bool(given) and (not self.encoder.image_input or given[0].image is not None)
 
     def _prompts(self, size: LatentSize) -> list[Prompt]:
-        """Return args.eval_prompts or held-out captions, with held-out first frames for I2V."""
-        texts: Sequence[str] = self.args.eval_prompts
-        if texts and not self.encoder.image_input:
-            return [Prompt(i, text, _SEED + i) for i, text in enumerate(texts)]
-        dataset = self._held_out
+        """Return the given prompts or held-out captions. For image-to-video, prompts without an image
+        get held-out first frames."""
+        if self._are_whole(self.given):
+            return [
+                Prompt(i, prompt.text, _SEED + i, _image(prompt.image, size))
+                for i, prompt in enumerate(self.given)
+            ]
+        dataset, texts = self._held_out, [prompt.text for prompt in self.given]
         # For image-to-video each text gets the first frame of a held-out video.
         number = len(texts) or min(self.args.eval_num_samples, len(dataset))
         chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
@@ -262,13 +275,22 @@ class Evaluator:
                 pixels = item["images"] if "images" in item else item["video"][0]
             # DALI's frames are on the GPU in the reader's memory; uint8 pixels are scaled on the CPU.
             pixels = pixels.cpu()  # sync: a picture of an evaluation
-            size = (video.height * SPATIAL_COMPRESSION, video.width * SPATIAL_COMPRESSION)
+            size = _pixels(video)
             if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # from a different bucket
                 pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]
             image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")
         caption: str = text or item.get("txt", "")
         return Prompt(index, caption, _SEED + index, image, image_latents, embedding)
+
+
+def _image(path: Path | None, size: LatentSize) -> Tensor | None:
+    """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
+    return None if path is None else read_image(path, _pixels(size), "the image of a prompt")
+
+
+def _pixels(size: LatentSize) -> tuple[int, int]:
+    return size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION
 
 
 def _captions(dataset: SizedDataset) -> Sequence[str] | None:

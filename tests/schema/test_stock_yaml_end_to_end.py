@@ -37,7 +37,7 @@ from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae.names import to_sat
 from cogfast.slot_random import SlotRandom
 from cogfast.train.encode import Encoder
-from cogfast.train.sampling.command import read_image
+from cogfast.train.sampling.sizes import read_image
 from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder
 from tests.support.tiny_transformers import randomize
 from tests.support.video_files import constant_rate, decode_all, write_clip

@@ -6,8 +6,10 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
@@ -168,6 +170,50 @@ def test_samples_come_from_the_weights_asked_for(
     same, other = ("shadow", "master") if with_ema else ("master", "shadow")
     torch.testing.assert_close(written, generated[same], rtol=0, atol=1e-5)
     assert not torch.allclose(written, generated[other], rtol=0, atol=1e-3)
+
+
+def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> None:
+    """Without held-out data: the latents equal those of a sampler run by hand on the pictures."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    for name, picture in zip("ab", pixels, strict=True):
+        Image.fromarray(picture).save(tmp_path / f"{name}.png")
+    (tmp_path / "prompts.txt").write_text("a bar moves\nanother one\n")
+    (tmp_path / "images.txt").write_text("a.png\nb.png\n")
+    trainer = make(
+        tmp_path,
+        data,
+        "5b_i2v",
+        valid_data=[],
+        eval_with_ema=False,
+        eval_prompt_file=str(tmp_path / "prompts.txt"),
+        eval_images=str(tmp_path / "images.txt"),
+        only_log_video_latents=True,
+        eval_sampling_steps=2,
+    )
+    trainer.evaluator(2, trainer.latent_size)
+    names = json.loads((samples(tmp_path) / "prompts.json").read_text())
+    assert list(names.values()) == ["a bar moves", "another one"]
+    written = torch.stack([load_file(samples(tmp_path) / name)["latents"] for name in names])
+
+    encoder = trainer.encoder
+    with torch.no_grad():
+        rng = SlotRandom(0, 0, [0, 1], 0)
+        text = encoder.text_encoder(["a bar moves", "another one"])
+        frames = torch.from_numpy(pixels).permute(0, 3, 1, 2)[:, :, None].float() / 127.5 - 1
+        image = torch.zeros(2, CHANNELS, 3, 4, 4)
+        image[:, :, :1] = 0.7 * encoder.first_stage.encode(frames).mean
+        wanted = trainer.diffusion.sampler.with_num_steps(2)(
+            trainer.diffusion.denoiser,
+            trainer.engine.transformer.eval(),
+            rng.normal("sample", (2, CHANNELS, 3, 4, 4)),
+            Conditioning(text, image),
+            Conditioning(torch.zeros_like(text), image),
+            lambda x: rng.normal("sampler step 1", x.shape),
+        )
+    torch.testing.assert_close(written, wanted, rtol=0, atol=1e-5)
+    trainer.evaluator(4, trainer.latent_size)
+    again = [load_file(samples(tmp_path, 4) / name)["latents"] for name in names]
+    assert torch.equal(torch.stack(again), written)
 
 
 @pytest.mark.parametrize("family", ["2b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])

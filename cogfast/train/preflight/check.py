@@ -27,6 +27,7 @@ from cogfast.schema.values import Problems, cut
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
+from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
@@ -89,6 +90,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         )
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
+    check_evaluation(config, args, takes_image=model.noised_image_input)
     try_training_parts(config, args)
     _check_adapters(config, args)
 

@@ -10,10 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from cogfast.config import Config
-from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.files import WriteError, write_text
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
@@ -32,7 +29,7 @@ from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.run.folder import git
 from cogfast.train.sampling.generate import Prompt, VideoMaker, write_samples
 from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
-from cogfast.train.sampling.sizes import open_image, sampled_sizes
+from cogfast.train.sampling.sizes import read_image, sampled_sizes
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
 logger = logging.getLogger(__name__)
@@ -208,9 +205,3 @@ def _write_settings(out: Path, settings: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     write_text(out / "settings.json", text + "\n")
-
-
-def read_image(path: Path, size: tuple[int, int]) -> Tensor:
-    """Read an image as [3, H, W] in [-1, 1], scaled to cover `size` and center-cropped."""
-    frames = resize_and_center_crop(open_image(path)[None], size)
-    return frames[0].float() / 127.5 - 1

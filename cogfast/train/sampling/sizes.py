@@ -1,4 +1,5 @@
-"""Determines the size of each sampled video from arguments, data section, image or model."""
+"""Determines the size of each sampled video from arguments, data section, image or model, and reads
+the images."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from cogfast.config import Config, data_arguments
 from cogfast.data.video.clip import read_pixels
 from cogfast.data.video.settings import checked_size
+from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.schema.arguments import TrainArguments
@@ -88,11 +90,17 @@ def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]
     return round(height * scale / rows) * rows, round(width * scale / columns) * columns
 
 
-def open_image(path: Path) -> Tensor:
-    """Read the pixels of --image, uint8 [H, W, 3]."""
+def open_image(path: Path, name: str = "--image") -> Tensor:
+    """Read the pixels of an image, uint8 [H, W, 3]. name: of the option or key, for errors."""
     try:
         if not path.is_file():
             raise ValueError("no such file")
         return read_pixels(str(path))
     except ValueError as error:
-        raise ValueError(f"--image {path}: {error}") from None
+        raise ValueError(f"{name} {path}: {error}") from None
+
+
+def read_image(path: Path, size: tuple[int, int], name: str = "--image") -> Tensor:
+    """Read an image as [3, H, W] in [-1, 1], scaled to cover `size` and center-cropped."""
+    frames = resize_and_center_crop(open_image(path, name)[None], size)
+    return frames[0].float() / 127.5 - 1

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.data.video.reader import open_video
-from cogfast.train.sampling.command import read_image
 from cogfast.train.sampling.generate import VideoMaker
+from cogfast.train.sampling.sizes import read_image
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     CHANNELS,
