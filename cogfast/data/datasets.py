@@ -216,22 +216,39 @@ class CaptionedVideos(Dataset):
 class ListedVideos(CaptionedVideos, ABC):
     """Base class of data sets that list their samples with `find`, one list per source.
 
-    Its fields are `data.params` of the YAML; a subclass that is a dataclass too adds its own.
+    Its fields are `data.params` of the YAML, with their meanings above them, as docs/options.md has
+    them; a subclass that is a dataclass too adds its own.
     reads_pixels: whether items are decoded from video files as data.params describes. Then sizes
     are checked before training, and a latent cache can replace the files. A subclass that returns
     anything else sets it to False.
     """
 
+    # the sources; set by the trainer to args.train_data or args.valid_data
     data_dir: DataDir
+    # rows and columns in pixels that a clip is scaled and cropped to, such as [480, 720]
     video_size: Sequence[Side]
+    # frames per second that clips are read at
     fps: FramesPerSecond
+    # frames of a clip: 8N+1, for CogVideoX1.5 16N+1
     max_num_frames: NumFrames
+    # frames of a video that are left out at each end, or fewer if it would be too short otherwise
     skip_frms_num: SkippedFrames = 0.0
+    # timestamp: the frames at the times that fps gives; sat: SAT's rule, whose speed varies with the
+    # file; uniform: spread over the whole video, as CogVideo's diffusers trainer does
     frame_selection: FrameSelection = "timestamp"
+    # skip: report a video that is too short as bad; pad: repeat its last frame. null: skip with
+    # timestamp (a frozen end teaches the model to stop moving), pad with sat and uniform
     short_clips: ShortClips | None = None
+    # accept samples without a caption
     allow_empty_captions: bool = False
+    # dali: decode in the training process, on its GPU, and use PyAV for files that DALI cannot read;
+    # pyav, decord: decode in reading processes; auto: dali if it can run, else pyav
     video_backend: VideoBackend = "auto"
+    # size of the decoded clips that each reading process keeps for later epochs (with DALI in GPU
+    # memory), for data sets so small that decoding would slow training down
     keep_decoded_mib: Mebibytes = 0
+    # sizes [frames, rows, columns] in place of max_num_frames and video_size; each clip gets the one
+    # that keeps most of it
     buckets: Buckets | None = None
     reads_pixels: ClassVar[bool] = True
 
@@ -349,14 +366,16 @@ class VideoList(ListedVideos):
     """The diffusers trainer's layout: <dir>/prompts.txt and <dir>/videos.txt, one sample per line.
 
     Paths in videos.txt are relative to that file. Blank lines are skipped in both files, except
-    for empty captions where these are allowed. image_column: file with the path of each sample's
-    first frame, such as images.txt.
+    for empty captions where these are allowed.
     """
 
     missing_source = staticmethod(_missing_folder)
 
+    # file with a caption per line
     caption_column: str = "prompts.txt"
+    # file with the path of a video per line
     video_column: str = "videos.txt"
+    # file with the path of a first frame per line, such as images.txt
     image_column: str | None = None
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
@@ -406,13 +425,14 @@ class VideoShards(ListedVideos):
 
     data_dir: folders of .tar files, or names of .tar files; a-{000..099}.tar names many, and names
     with a scheme such as s3:// are opened by fsspec. As in SAT, ";A,B*2" means folder A once and
-    folder B twice. caption_key: SAT's txt_key. image_key: file extension of the members that hold
-    the first frames, such as png.
+    folder B twice.
     """
 
     missing_source = staticmethod(_missing_shard)
 
+    # key of the caption; SAT's txt_key
     caption_key: str = "caption"
+    # file extension of the members that hold the first frames, such as png
     image_key: str | None = None
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:

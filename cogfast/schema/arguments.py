@@ -1,4 +1,9 @@
-"""The `args` and `model` sections as dataclasses, with SAT's names and defaults where SAT has them."""
+"""The `args` and `model` sections as dataclasses, with SAT's names and defaults where SAT has them.
+
+The comment above a field is its meaning in docs/options.md and in `cogfast train --help-all`. A new
+field needs one; `python -m cogfast.cli.option_table` then writes its row. A comment between dashes
+begins a group.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,11 @@ class TrainArguments:
     """The `args` section. Intervals and iterations count optimizer steps."""
 
     # --- run and weights ---
+    # start of the run folder's name
     experiment_name: str = "cogfast"
+    # pretrain: leave out the low learning rate of SAT's first 100 steps; inference: for sampling
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
-    # folder of the weights to start from
+    # weights to start from: a folder or a file of any format that `cogfast convert` reads
     load: str | None = None
     # adapters to start from: a LoRA file, a SAT folder or a run
     load_lora: str | None = None
@@ -34,23 +41,29 @@ class TrainArguments:
     resume: str | None = None
     # resume even if training-relevant keys changed
     accept_changes: bool = False
+    # decides the order of the data and all noise; in sampling, the first video's noise
     seed: Annotated[int, Range(-(2**62), 2**62)] = 1234
+    # steps to train; None: args.epochs decides, or SAT's 10000
     train_iters: Count | None = None
+    # passes over the data, in place of train_iters
     epochs: Count | None = None
     # save and stop at the next multiple of this many steps
     exit_interval: Count | None = None
     # hours since the process started, after which the run saves and stops, within two steps
     max_hours: float | None = None
-    # None: save only at the end
+    # steps between checkpoints; None: save only at the end
     save_interval: Count | None = 5000
     # compare the checksums of a checkpoint when resuming
     verify_checkpoints: bool = True
     # number of latest checkpoints to keep; 0 keeps all
     keep_last: Annotated[int, Range(0, 10**6)] = 2
+    # steps between lines of the log and of metrics.jsonl
     log_interval: Count = 20
     # parent of the TensorBoard folders, one per run; None: inside the run folder
     summary_dir: str | None = None
+    # also log to Weights & Biases
     wandb: bool = False
+    # project of Weights & Biases
     wandb_project_name: str = "default_project"
     # bitwise reproducible on a GPU, slower
     deterministic: bool = False
@@ -58,11 +71,13 @@ class TrainArguments:
     profiling: Annotated[int, Range(-1, 10**9)] | None = None
     # number of steps to profile
     profiling_steps: Annotated[int, Range(1, 1000)] = 3
-    # also record a range for every block
+    # also record a range for every block of the network
     profiling_blocks: bool = False
 
     # --- data ---
+    # sources of training data: folders, manifests or shards, as data.target reads them
     train_data: list[str] = field(default_factory=list)
+    # sources of held-out data
     valid_data: list[str] = field(default_factory=list)
     # how often an epoch reads each source of train_data
     train_data_weights: list[float] | None = None
@@ -73,6 +88,7 @@ class TrainArguments:
     # image-to-video: number of noised first frames cached per clip; each step draws one.
     # 0: cache the frame itself; each step noises and encodes it
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0
+    # processes per rank that read and decode; 0: the training process reads
     num_workers: Annotated[int, Range(0, 256)] = 1
     # batches that each worker decodes ahead
     prefetch_factor: Annotated[int, Range(1, 1024)] = 4
@@ -88,6 +104,7 @@ class TrainArguments:
     # --- training step ---
     # samples per rank and micro-batch; videos per prompt when sampling
     batch_size: Batch = 1
+    # micro-batches per step
     gradient_accumulation_steps: Batch = 1
     # number of ranks that share a model (tensor parallelism)
     model_parallel_size: Annotated[int, Range(0, 1024)] = 1
@@ -95,7 +112,7 @@ class TrainArguments:
     sequence_parallel: bool = False
     # steps between checks that replicas are still equal; None: never
     replica_check_interval: Count | None = 1000
-    # torch: plain PyTorch instead of Triton kernels
+    # torch: plain PyTorch in place of cogfast's kernels
     kernels: Literal["triton", "torch"] = "triton"
     # torch.compile for each block
     compile: bool = False
@@ -109,9 +126,12 @@ class TrainArguments:
     checkpoint_activations: bool | None = None
     # train even if the weights of args.load are incomplete
     force_train: bool = False
-    # bf16, fp16 and zero_stage apply only if the deepspeed section does not set them
+    # weights and activations in bfloat16, if the deepspeed section sets no precision
     bf16: bool = False
+    # weights and activations in float16, if the deepspeed section sets no precision
     fp16: bool = False
+    # what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3);
+    # deepspeed.zero_optimization.stage replaces it
     zero_stage: Annotated[int, Range(0, 3)] = 2
     # CPU ranks of one machine exchange gradients and weights through shared memory (ZeRO 0 to 2)
     shared_memory: bool = True
@@ -119,32 +139,38 @@ class TrainArguments:
     max_nonfinite_steps: Count = 20
 
     # --- learning rate ---
-    # lr and weight_decay apply only if deepspeed.optimizer does not set them
+    # peak learning rate; deepspeed.optimizer.params.lr replaces it
     lr: Annotated[float, Range(0, 1000)] = 1.0e-4
+    # deepspeed.optimizer.params.weight_decay replaces it
     weight_decay: float = 0.01
+    # sat: SAT's warm-up (at most 5% of lr for 100 steps, then a jump), then lr_decay_style;
+    # the others: a linear warm-up, then the decay of that name
     lr_schedule: Literal["sat", "constant", "cosine", "linear"] = "sat"
+    # decay of lr_schedule=sat; exponential does not decay, as in SAT
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
+    # steps of the decay of lr_schedule=sat; None: all steps
     lr_decay_iters: Count | None = None
+    # final over peak learning rate of lr_schedule=sat with lr_decay_style=cosine
     lr_decay_ratio: float = 0.1
-    # fraction of all steps
+    # length of the warm-up as a fraction of all steps
     warmup: float = 0.01
-    # if set, replaces warmup
+    # length of the warm-up in steps; if set, replaces warmup
     warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
-    # final over peak learning rate; not used by lr_schedule=sat
+    # final over peak learning rate of cosine and linear; not used by lr_schedule=sat
     min_lr_ratio: float = 0.0
 
     # --- evaluation ---
-    # None: no evaluation
+    # steps between evaluations; None: no evaluation
     eval_interval: Count | None = None
     # batches per evaluation
     eval_iters: Count = 1
-    # None: batch_size
+    # samples per rank when evaluating; None: batch_size
     eval_batch_size: Batch | None = None
     # evaluate all of valid_data instead of eval_iters batches
     strict_eval: bool = False
     # save sampled latents without decoding them
     only_log_video_latents: bool = False
-    # empty: captions of valid_data
+    # prompts of the videos to sample; empty: captions of valid_data
     eval_prompts: list[str] = field(default_factory=list)
     # instead of eval_prompts: a text file with a prompt or prompt@@image per line
     eval_prompt_file: str | None = None
@@ -153,8 +179,9 @@ class TrainArguments:
     eval_images: str | None = None
     # videos to sample at each evaluation
     eval_num_samples: Annotated[int, Range(0, 10**4)] = 1
-    # None: the sampler's own number
+    # sampling steps of these videos; None: the sampler's own number
     eval_sampling_steps: Count | None = None
+    # evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them
     eval_with_ema: bool = True
     # number of timestep bands with a separate held-out loss
     eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
@@ -162,20 +189,23 @@ class TrainArguments:
     # --- sampling ---
     # sample even if the weights are incomplete or missing
     force_inference: bool = False
+    # source of prompts without --prompt: standard input (cli) or input_file (txt)
     input_type: Literal["cli", "txt"] = "cli"
-    # one prompt or prompt@@image per line
+    # file with one prompt or prompt@@image per line
     input_file: str = "input.txt"
+    # folder of the sampled videos
     output_dir: str = "samples"
-    # None: the network's out_channels
+    # channels of the sampled latents; None: the network's out_channels
     latent_channels: Size | None = None
     # rows, columns in pixels; None: the training size
     sampling_image_size: list[Size] | None = None
-    # in latent frames; None: the training length
+    # length in latent frames; None: the training length
     sampling_num_frames: Size | None = None
-    # None: that of the training data, or SAT's 8
+    # frames per second of the files; None: that of the training data, or SAT's 8
     sampling_fps: Annotated[int, Range(1, 1000)] | None = None
+    # save latents without decoding them
     only_save_latents: bool = False
-    # memory limit of decoding; None: the free memory
+    # memory limit of decoding in GiB; None: the free memory
     vae_memory_gib: float | None = None
 
     @classmethod
@@ -218,19 +248,26 @@ class TrainArguments:
 class ModelArguments:
     """The `model` section without its components."""
 
-    input_key: str = "mp4"  # key of the videos in a batch
-    scale_factor: float = 1.0  # latents = scale_factor * output of the first stage
-    latent_input: bool = False  # batches hold first-stage latents instead of pixels
-    en_and_decode_n_samples_a_time: int | None = None  # samples per first-stage call; None: all
-    noised_image_input: bool = False  # image-to-video
-    noised_image_all_concat: bool = (
-        False  # concatenate the image latents to every frame, not only the first
-    )
-    noised_image_dropout: float = 0.0  # fraction of samples trained without the image
+    # key of the videos in a batch; only mp4 is read
+    input_key: str = "mp4"
+    # latents = scale_factor * output of the first stage
+    scale_factor: float = 1.0
+    # batches hold first-stage latents instead of pixels
+    latent_input: bool = False
+    # samples per first-stage call; None: all
+    en_and_decode_n_samples_a_time: int | None = None
+    # image-to-video
+    noised_image_input: bool = False
+    # concatenate the image latents to every frame, not only the first
+    noised_image_all_concat: bool = False
+    # fraction of samples trained without the image
+    noised_image_dropout: float = 0.0
+    # prefixes of SAT's parameter names that are not trained; "all" trains only LoRA matrices
     not_trainable_prefixes: list[str] = field(
         default_factory=lambda: ["first_stage_model", "conditioner"]
-    )  # prefixes of SAT's parameter names; "all" trains only LoRA matrices
-    lora_train: bool = False  # train only the parameters that SAT calls lora_layer
+    )
+    # train only the parameters that SAT calls lora_layer
+    lora_train: bool = False
 
     @classmethod
     def from_config(cls, config: Config) -> ModelArguments:

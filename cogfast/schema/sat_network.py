@@ -30,28 +30,51 @@ _OptionalWidth = _Width | None
 _Side = Annotated[int, Range(1, 4096)]
 _Length = Annotated[int, Range(1, 10**5)]
 _TextLength = Annotated[int, Range(0, 4096)]  # tokens
+_Channels = Annotated[int, Range(1, 1024)]  # of the autoencoder
 _Scale = Annotated[float, Range(1e-3, 1000)]
-_Interpolation = {f"{axis}_interpolation": _Scale for axis in ("height", "width", "time")}
+_Interpolation: dict[str, Any] = {
+    # factor by which the row positions of a sincos table are divided
+    "height_interpolation": _Scale,
+    # factor by which the column positions of a sincos table are divided
+    "width_interpolation": _Scale,
+    # factor by which the time positions of a sincos table are divided
+    "time_interpolation": _Scale,
+}
 _Patch = Annotated[int, Range(1, 64)]
 _PatchSize = _Patch | tuple[_Patch, _Patch, _Patch]
-# Params of SAT's DiffusionTransformer that are read -> type
-_NETWORK_KEYS: dict[str, Any] = {
+# Params that are read -> type. The comment above a key is its meaning in docs/options.md.
+NETWORK_PARAMS: dict[str, Any] = {
+    # pixel frames of the longest video that the position table holds
     "num_frames": _Length,
+    # pixel frames per latent frame: 4
     "time_compressed_rate": Annotated[int, Range(1, 64)],
-    **dict.fromkeys(("latent_width", "latent_height", "in_channels", "out_channels"), _Side),
+    # latent columns of the position table
+    "latent_width": _Side,
+    # latent rows of the position table
+    "latent_height": _Side,
+    # channels of the network's input: 16, with image latents 32
+    "in_channels": _Side,
+    # channels of the latents: 16
+    "out_channels": _Side,
+    # width of a token
     "hidden_size": _Width,
+    # number of blocks
     "num_layers": Annotated[int, Range(1, 1000)],
+    # attention heads per block
     "num_attention_heads": _Side,
+    # latent rows and columns of a token (2), or [frames, rows, columns] (CogVideoX1.5: [2, 2, 2])
     "patch_size": _PatchSize,
+    # whether layer norms have a scale and a shift
     "elementwise_affine": bool,
+    # width of the timestep's embedding; null: hidden_size
     "time_embed_dim": _OptionalWidth,
+    # width of the embedding of ofs (CogVideoX1.5 image-to-video), equal to time_embed_dim
     "ofs_embed_dim": _OptionalWidth,
-    "default_ofs": Annotated[
-        float, Range(-(10**6), 10**6)
-    ],  # ours: what the network gets as `ofs` where nothing else is given
+    # value of ofs; a key of cogfast
+    "default_ofs": Annotated[float, Range(-(10**6), 10**6)],
     **_Interpolation,
 }
-_REQUIRED = (
+NETWORK_REQUIRED = (
     "num_frames",
     "time_compressed_rate",
     "latent_width",
@@ -71,7 +94,12 @@ _NETWORK_ONLY = {
     "use_SwiGLU": False,
     "use_RMSNorm": False,
 }
-_TRANSFORMER_ARGS: dict[str, Any] = {"checkpoint_activations": bool, "max_sequence_length": _Length}
+TRANSFORMER_ARGS: dict[str, Any] = {
+    # true: args.activation_checkpointing is auto, if that is not set
+    "checkpoint_activations": bool,
+    # rows of a table that SAT's rotary models store and never read
+    "max_sequence_length": _Length,
+}
 _TRANSFORMER_ARGS_ONLY = {
     "layernorm_order": "pre",
     "is_decoder": False,
@@ -92,20 +120,44 @@ _MODULES = (
     "final_layer_config",
     "lora_config",
 )
-_POSITION: dict[str, Any] = {"text_length": _TextLength, **_Interpolation}
-_ROTARY = {
-    "hidden_size_head": _Width,
+SINCOS_PARAMS: dict[str, Any] = {
+    # tokens of a caption: 226
     "text_length": _TextLength,
-    "theta": Annotated[float, Range(1, 10**9)],
-    "learnable_pos_embed": bool,
-    "positions": Literal["integer", "pipeline"],  # ours
+    **_Interpolation,
 }
-_LORA: dict[str, Any] = {
+ROTARY_PARAMS: dict[str, Any] = {
+    # width of a head: hidden_size / num_attention_heads
+    "hidden_size_head": _Width,
+    # tokens of a caption: 226
+    "text_length": _TextLength,
+    # base of the rotary frequencies
+    "theta": Annotated[float, Range(1, 10**9)],
+    # train a learned position table beside the rotation (CogVideoX-5B-I2V)
+    "learnable_pos_embed": bool,
+    # integer: SAT's positions; pipeline: those of diffusers' pipelines, which rescale videos whose
+    # size differs from latent_height and latent_width. A key of cogfast
+    "positions": Literal["integer", "pipeline"],
+}
+PATCH_PARAMS: dict[str, Any] = {
+    # width of a caption's embedding: T5's 4096
+    "text_hidden_size": _Width,
+}
+ADALN_PARAMS: dict[str, Any] = {
+    # layer norms of queries and keys
+    "qk_ln": bool,
+}
+LORA_PARAMS: dict[str, Any] = {
+    # rank of the adapters
     "r": _Side,
+    # strength of the adapters: their product is multiplied by lora_alpha / r
     "lora_alpha": Annotated[float, Range(-(10**6), 10**6)],
+    # dropout of the adapters' input
     "lora_dropout": Annotated[float, Range(0, 0.999)],
+    # numbers of the blocks that get adapters; null: all
     "layer_range": list[int] | None,
-    "target_modules": list[str],  # ours
+    # linears that get adapters: query_key_value, dense (SAT), to_q, to_k, to_v, to_out.0 (diffusers).
+    # A key of cogfast
+    "target_modules": list[str],
 }
 # Linears that can have adapters: SAT's or diffusers' name -> diffusers' names
 _LORA_TARGETS = {
@@ -114,12 +166,42 @@ _LORA_TARGETS = {
     **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0")},
 }
 # Params of the encoder and of the decoder of SAT's autoencoder -> type
-_CODER: dict[str, Any] = {
-    **dict.fromkeys(("z_channels", "in_channels", "out_ch", "ch"), Annotated[int, Range(1, 1024)]),
+CODER_PARAMS: dict[str, Any] = {
+    # channels of the latents
+    "z_channels": _Channels,
+    # channels of the pixels that the encoder takes
+    "in_channels": _Channels,
+    # channels of the pixels that the decoder returns
+    "out_ch": _Channels,
+    # channels of the first level, a multiple of 32
+    "ch": _Channels,
+    # residual blocks per level
     "num_res_blocks": Annotated[int, Range(1, 16)],
+    # channels of each level in multiples of ch
     "ch_mult": list[Annotated[int, Range(1, 16)]],
+    # the encoder returns mean and variance; only true
     "double_z": bool,
+    # pixel frames per latent frame; only 4
     "temporal_compress_times": Annotated[int, Range(1, 64)],
+}
+CODER_REQUIRED = ("z_channels", "ch", "ch_mult", "num_res_blocks")
+# Params of the autoencoder itself -> type
+AUTOENCODER_PARAMS: dict[str, Any] = {
+    # the weights: SAT's 3d-vae.pt
+    "ckpt_path": str | None,
+    # beginnings of names in the file that are not loaded
+    "ignore_keys": list[str],
+    # whole: encode a clip in one call, as SAT does; diffusers: eight frames at a time, as diffusers
+    # does
+    "encode_chunks": Literal["whole", "diffusers"],
+    # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
+    "decode_chunks": Literal["serial", "whole"],
+    # encode and decode one sample at a time
+    "use_slicing": bool,
+    # encode and decode in tiles
+    "use_tiling": bool,
+    # rows and columns of a tile in pixels; null: diffusers' own
+    "tile_size": tuple[_Side, _Side] | None,
 }
 _CODER_ONLY = {
     "attn_resolutions": [],
@@ -145,8 +227,8 @@ def transformer_arguments(
     if isinstance(params, DictConfig):
         params = to_dict(params)
     own = {k: v for k, v in params.items() if k not in ("transformer_args", "modules")}
-    fields = _read(own, _NETWORK_KEYS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
-    _require(fields, _REQUIRED, where)
+    fields = _read(own, NETWORK_PARAMS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
+    _require(fields, NETWORK_REQUIRED, where)
     _require_positive(fields, fields.keys() - {"default_ofs"}, where)
     fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
     # As in SAT, the embedding is as wide as the model by default.
@@ -155,7 +237,7 @@ def transformer_arguments(
     where_args = join(where, "transformer_args")
     args = check_mapping(where_args, params.get("transformer_args"))
     fields |= _read(
-        args, _TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
+        args, TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
     )
     fields.pop("checkpoint_activations", None)  # the trainer's: args.activation_checkpointing
     _require_positive(fields, ["max_sequence_length"], where_args)
@@ -168,12 +250,12 @@ def transformer_arguments(
     fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
     patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
     where_patch = join(where_modules, "patch_embed_config.params")
-    known = {"text_hidden_size": _Width}
-    fields |= _read(patch, known, where_patch, unused, "ImagePatchEmbeddingMixin", {"bias": True})
+    only = {"bias": True}
+    fields |= _read(patch, PATCH_PARAMS, where_patch, unused, "ImagePatchEmbeddingMixin", only)
     _require(fields, ("text_hidden_size",), where_patch)
     adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
     where_adaln = join(where_modules, "adaln_layer_config.params")
-    fields["qk_norm"] = _read(adaln, {"qk_ln": bool}, where_adaln, unused).get("qk_ln", True)
+    fields["qk_norm"] = _read(adaln, ADALN_PARAMS, where_adaln, unused).get("qk_ln", True)
     final = _module(modules, "final_layer_config", [FINAL_LAYER], where_modules)
     _read(final, {}, join(where_modules, "final_layer_config.params"), unused)
     if modules.get("lora_config") is not None:
@@ -197,7 +279,7 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
     where_params = join(key, "params")
     head_width = fields["hidden_size"] // fields["num_attention_heads"]
     if node["target"] == POSITION_SINCOS:
-        found = _read(params, _POSITION, where_params, unused)
+        found = _read(params, SINCOS_PARAMS, where_params, unused)
         _require_positive(found, _Interpolation, where_params)
         for name in _Interpolation:
             if name in found and fields.get(name, found[name]) != found[name]:
@@ -212,7 +294,9 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
             outer = where.removesuffix(".modules")
             unused[join(outer, name)] = UNUSED[f"Rotary3DPositionEmbeddingMixin.{name}"]
     only = {"rot_v": False}
-    found = _read(params, _ROTARY, where_params, unused, "Rotary3DPositionEmbeddingMixin", only)
+    found = _read(
+        params, ROTARY_PARAMS, where_params, unused, "Rotary3DPositionEmbeddingMixin", only
+    )
     _require(found, ("hidden_size_head", "text_length"), where_params)
     if found["hidden_size_head"] != head_width:
         raise KeyProblem(
@@ -232,7 +316,7 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
 def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
     params = _module(modules, "lora_config", [LORA], where)
     where_params = join(where, "lora_config.params")
-    found = _read(params, _LORA, where_params, unused, "LoraMixin", {"qlora": False})
+    found = _read(params, LORA_PARAMS, where_params, unused, "LoraMixin", {"qlora": False})
     _require(found, ("r",), where_params)
     _require_positive(found, ["r"], where_params)
     layers = found.get("layer_range")
@@ -255,18 +339,9 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
 
     The params may also hold cogfast's own keys, such as encode_chunks.
     """
-    kinds: dict[str, Any] = {
-        "ckpt_path": str | None,
-        "ignore_keys": list[str],
-        "encode_chunks": Literal["whole", "diffusers"],
-        "decode_chunks": Literal["serial", "whole"],
-        "use_slicing": bool,
-        "use_tiling": bool,
-        "tile_size": tuple[_Side, _Side] | None,
-    }
     nested = ("encoder_config", "decoder_config", "regularizer_config")
     own = {k: v for k, v in params.items() if k not in nested}
-    arguments = _read(own, kinds, where, unused, "VideoAutoencoderInferenceWrapper")
+    arguments = _read(own, AUTOENCODER_PARAMS, where, unused, "VideoAutoencoderInferenceWrapper")
     _require(params, nested[:2], where)
     for name, target in zip(nested[:2], ("Encoder3D", "Decoder3D"), strict=True):
         paths = [
@@ -274,8 +349,10 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         ]
         coder = _module(params, name, paths, where)
         where_coder = join(where, f"{name}.params")
-        arguments[name] = _read(coder, _CODER, where_coder, unused, "encoder_config", _CODER_ONLY)
-        _require(arguments[name], ("z_channels", "ch", "ch_mult", "num_res_blocks"), where_coder)
+        arguments[name] = _read(
+            coder, CODER_PARAMS, where_coder, unused, "encoder_config", _CODER_ONLY
+        )
+        _require(arguments[name], CODER_REQUIRED, where_coder)
         _require_positive(arguments[name], arguments[name], where_coder)
         for multiple in arguments[name]["ch_mult"]:
             _require_positive({"ch_mult": multiple}, ["ch_mult"], where_coder)

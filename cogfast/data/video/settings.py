@@ -35,16 +35,7 @@ class Bucket(NamedTuple):
 class ClipSettings:
     """How a video file is turned into a clip: data.params of the YAML.
 
-    short_clips: "skip" reports a clip that is too short as bad, "pad" repeats its last frame. By
-    default frame_selection=timestamp skips (a frozen tail teaches the model to stop moving), and
-    `sat` and `uniform` pad as upstream does.
-    video_backend: "dali" decodes in the training process, on its GPU, and uses PyAV for files that
-    DALI cannot read; "pyav" and "decord" decode in reading processes; "auto" is "dali" if it can
-    run, else "pyav".
-    keep_decoded_mib: size of the decoded clips that each reading process keeps for later epochs, in
-    GPU memory with DALI. For data sets so small that decoding would slow training down.
-    buckets: sizes in place of max_num_frames and video_size; each clip gets the one that keeps most
-    of it (data/buckets.py).
+    ListedVideos (data/datasets.py) says what each field means.
     """
 
     video_size: tuple[int, int]  # rows, columns

@@ -1,0 +1,278 @@
+"""Writes docs/options.md, the table of all keys: `python -m cogfast.cli.option_table`.
+
+A key's name, type and default come from the dataclass, the constructor or the mapping of types that
+checks it. Its meaning is the comment above it in that place's source. A test compares the file with
+what this module writes, and fails for a key without a meaning.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
+from cogfast.model.autoencoder import video_autoencoder_from_sat
+from cogfast.model.config import TransformerConfig
+from cogfast.schema import sat_network
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.json_files import Range
+from cogfast.schema.sat_unused import UNUSED
+from cogfast.schema.values import describe_type, show
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+REQUIRED = "required"
+_GROUP = re.compile(r"--- (.+) ---")
+_INTRODUCTION = """\
+# Options
+
+All keys of a configuration, with their defaults. A key is set in a YAML file or on the command line as `key=value`
+(`args.train_iters=100`); `cogfast train --dry-run` prints every value with its origin. Upper limits of 100000 and above, which only
+catch slips of the keyboard, are left out here. `python -m cogfast.cli.option_table` writes this file from the source.
+"""
+_WORDS = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    type(None): "null",
+}
+_NO_LIMIT = 10**5
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A heading, a line of text below it, and options. level: of the heading."""
+
+    title: str
+    options: list[Option] = field(default_factory=list)
+    text: str = ""
+    level: int = 3
+
+
+class Comments:
+    """The comments of a module that stand above fields, parameters and keys of mappings."""
+
+    def __init__(self, module: str) -> None:
+        source = inspect.getsource(importlib.import_module(module))
+        self.lines, self.tree = source.splitlines(), ast.parse(source)
+
+    def of_class(self, name: str) -> dict[str, tuple[str, str]]:
+        """Return {field: (meaning, group)} of a dataclass."""
+        found, group = {}, ""
+        for node in self._definition(ast.ClassDef, name).body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                meaning, header = self._above(node, node.target.id)
+                group = header or group
+                found[node.target.id] = meaning, group
+        return found
+
+    def of_call(self, name: str) -> dict[str, str]:
+        """Return {parameter: meaning} of a function, or of a class's constructor."""
+        definition = self._definition(ast.ClassDef | ast.FunctionDef, name)
+        if isinstance(definition, ast.ClassDef):
+            functions = [n for n in definition.body if isinstance(n, ast.FunctionDef)]
+            definition = next(n for n in functions if n.name == "__init__")
+        arguments = definition.args
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        return {argument.arg: self._above(argument, argument.arg)[0] for argument in every}
+
+    def of_mapping(self, name: str) -> dict[str, str]:
+        """Return {key: meaning} of a mapping that the module assigns to `name`."""
+        nodes = [n for n in self.tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
+        targets = lambda node: node.targets if isinstance(node, ast.Assign) else [node.target]
+        value = next(n.value for n in nodes if ast.unparse(targets(n)[0]) == name)
+        assert isinstance(value, ast.Dict), f"{name} is a mapping with its keys written out"
+        found: dict[str, str] = {}
+        for key, inner in zip(value.keys, value.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                found[key.value] = self._above(key, f'"{key.value}"')[0]
+            elif isinstance(inner, ast.Name):  # **another mapping of the module
+                found |= self.of_mapping(inner.id)
+        return found
+
+    def _definition(self, kind: Any, name: str) -> Any:
+        found: Any = [node for node in self.tree.body if isinstance(node, kind)]
+        return next(node for node in found if node.name == name)
+
+    def _above(self, node: Any, text: str) -> tuple[str, str]:
+        """Return the comment directly above a node, and the last group that it begins.
+
+        text: what the node's line must begin with; a name later in the line has no comment of its own.
+        """
+        first = node.lineno - 1
+        if not self.lines[first].strip().startswith(text):
+            return "", ""
+        comments: list[str] = []
+        while self.lines[first - 1].strip().startswith("#"):
+            first -= 1
+            comments.insert(0, self.lines[first].strip().removeprefix("#").strip())
+        groups = [match[1] for line in comments if (match := _GROUP.fullmatch(line))]
+        meaning = " ".join(line for line in comments if not _GROUP.fullmatch(line))
+        return meaning, groups[-1] if groups else ""
+
+
+def groups() -> Iterator[Group]:
+    """Yield all groups of options in the order of the file."""
+    yield Group("args", text="How a run trains, evaluates and samples.", level=2)
+    yield from _of_dataclass("args", TrainArguments)
+    text = "`data.target` names the class of the data set ([data.md](data.md)), `data.params` describe it."
+    yield Group("data", text=text, level=2)
+    for kind in (ListedVideos, VideoList, VideoShards):
+        (group,) = _of_dataclass("data.params", kind)
+        users = "all data sets" if kind is ListedVideos else kind.__name__
+        yield dataclasses.replace(group, title=f"data.params of {users}")
+    text = "The network and what is around it, each a class (`target`) with `params`."
+    yield Group("model", text=text, level=2)
+    (group,) = _of_dataclass("model", ModelArguments)
+    yield dataclasses.replace(group, title="model without its components")
+    yield from _network()
+    reasons: dict[str, list[str]] = {}
+    for key, reason in UNUSED.items():
+        reasons.setdefault(reason, []).append(key)
+    text = "SAT's keys that have no effect here. A run that sets one logs it with the reason."
+    rows = [Option("`, `".join(keys), "", "", reason) for reason, keys in reasons.items()]
+    yield Group("Accepted and not used", rows, text, level=2)
+
+
+def _of_dataclass(where: str, schema: type) -> Iterator[Group]:
+    """Yield the groups of a dataclass's own fields, by the comments between dashes."""
+    comments = Comments(schema.__module__).of_class(schema.__name__)
+    hints = typing.get_type_hints(schema, include_extras=True)
+    found: dict[str, list[Option]] = {}
+    for one in dataclasses.fields(schema):
+        if one.name in comments:
+            meaning, group = comments[one.name]
+            option = Option(f"{where}.{one.name}", type_of(hints[one.name]), _default(one), meaning)
+            found.setdefault(group, []).append(option)
+    for name, options in found.items():
+        yield Group(f"{where}: {name}", options)
+
+
+def type_of(annotation: Any) -> str:
+    """Describe the values of an annotation in few words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated and isinstance(inner[1], Range):
+        low, high = inner[1].low, inner[1].high
+        limits = "" if low <= -_NO_LIMIT else f", {low:g} or more"
+        if high < _NO_LIMIT:
+            limits = f", {low:g} to {high:g}"
+        return type_of(inner[0]) + limits
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(type_of, inner)))
+    if origin is Literal:
+        return ", ".join(show(value).strip("'") for value in inner)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return f"list of {len(inner)} ({type_of(inner[0])})"
+    if origin in (list, Sequence) and inner:
+        return f"list ({type_of(inner[0])})"
+    return _WORDS.get(annotation) or describe_type(annotation)
+
+
+def _default(one: dataclasses.Field | inspect.Parameter) -> str:
+    """Return the default of a field or a parameter as YAML has it."""
+    factory = getattr(one, "default_factory", dataclasses.MISSING)
+    if factory is not dataclasses.MISSING:
+        return show(factory())
+    if one.default in (dataclasses.MISSING, inspect.Parameter.empty):
+        return REQUIRED
+    return one.default if isinstance(one.default, str) and one.default else show(one.default)
+
+
+def _network() -> Iterator[Group]:
+    """Yield the groups of SAT's network_config and first_stage_config."""
+    model = {one.name: _default(one) for one in dataclasses.fields(TransformerConfig)}
+    where = "model.network_config.params"
+    own = model | dict.fromkeys(sat_network.NETWORK_REQUIRED, REQUIRED) | {"time_embed_dim": "null"}
+    yield _of_mapping(where, "NETWORK_PARAMS", own)
+    own = {"checkpoint_activations": "false", **model}
+    yield _of_mapping(f"{where}.transformer_args", "TRANSFORMER_ARGS", own)
+    where = f"{where}.modules"
+    position = f"{where}.pos_embed_config.params"
+    own = {**model, "text_length": "0"}
+    yield _of_mapping(position, "SINCOS_PARAMS", own, " of Basic3DPositionEmbeddingMixin")
+    own = {
+        "theta": model["rope_theta"],
+        "learnable_pos_embed": model["learnable_position"],
+        "positions": model["rotary_positions"],
+    }
+    yield _of_mapping(position, "ROTARY_PARAMS", own, " of Rotary3DPositionEmbeddingMixin")
+    yield _of_mapping(f"{where}.patch_embed_config.params", "PATCH_PARAMS", {})
+    yield _of_mapping(f"{where}.adaln_layer_config.params", "ADALN_PARAMS", {"qk_ln": "true"})
+    own = {
+        "lora_alpha": model["lora_alpha"],
+        "lora_dropout": model["lora_dropout"],
+        "layer_range": model["lora_layers"],
+        "target_modules": show(["query_key_value", "dense"]),
+    }
+    yield _of_mapping(f"{where}.lora_config.params", "LORA_PARAMS", own)
+    where = "model.first_stage_config.params"
+    parameters = inspect.signature(video_autoencoder_from_sat).parameters
+    own = {name: _default(parameter) for name, parameter in parameters.items()}
+    users = " of SAT's VideoAutoencoderInferenceWrapper"
+    yield _of_mapping(where, "AUTOENCODER_PARAMS", own, users)
+    own = {"in_channels": "3", "out_ch": "3", "double_z": "true", "temporal_compress_times": "4"}
+    users = ", and of decoder_config"
+    yield _of_mapping(f"{where}.encoder_config.params", "CODER_PARAMS", own, users)
+
+
+def _of_mapping(where: str, name: str, defaults: Mapping[str, str], users: str = "") -> Group:
+    """Return the group of a mapping of sat_network. A key without a default is required."""
+    meanings = Comments(sat_network.__name__).of_mapping(name)
+    options = [
+        Option(key, type_of(kind), defaults.get(key, REQUIRED), meanings[key])
+        for key, kind in getattr(sat_network, name).items()
+    ]
+    return Group(where + users, options)
+
+
+def render() -> str:
+    """Return the text of docs/options.md."""
+    parts = [_INTRODUCTION]
+    for group in groups():
+        parts.append(f"{'#' * group.level} {group.title}\n")
+        parts += [group.text + "\n"] if group.text else []
+        parts += [_table(group.options)] if group.options else []
+    return "\n".join(parts)
+
+
+def _table(options: Sequence[Option]) -> str:
+    """Return a table in Markdown. Options without a type have a reason in place of a meaning."""
+    heads = ["key", "type", "default", "meaning"] if options[0].type else ["key", "reason"]
+    rows = [heads, ["---"] * len(heads)]
+    for one in options:
+        default = one.default if one.default == REQUIRED else f"`{one.default}`"
+        # Comments speak Python, and readers of the table write YAML.
+        meaning = re.sub(r"\bNone\b", "null", one.meaning)
+        rows.append([f"`{one.key}`", *([one.type, default] if one.type else []), meaning])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main(argv: Sequence[str]) -> None:
+    file = Path(argv[0]) if argv else FILE
+    text = render()
+    missing = [one.key for group in groups() for one in group.options if not one.meaning]
+    if missing:
+        raise ValueError(f"no comment above {', '.join(missing)}; write one with its meaning")
+    file.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
