@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
+from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.formats.cogfast_folder import write_cogfast
 from cogfast.model.weights.formats.diffusers import write_diffusers
@@ -27,6 +27,7 @@ from cogfast.model.weights.lora.adapters import (
     without_adapters,
 )
 from cogfast.model.weights.lora.extract import Extraction, extract_lora
+from cogfast.model.weights.lora.strength import header_only, lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
@@ -202,6 +203,9 @@ def write_adapters(
     if to == "peft":
         written = write_peft(source, path, dtype)
         logger.info("%s: the adapters of %s", written, about)
+        needs_header = header_only(source)
+        if needs_header is not None:
+            logger.warning("%s: %s", written, needs_header)
         if is_verified:
             logger.info("%s: %s", written, verify_peft(source.as_written(dtype), written))
         return
@@ -218,7 +222,7 @@ def write_adapters(
         )
     # There is no config: adapters alone do not show the model, and SAT reads its own YAML.
     write_sat(source, None, path, dtype=dtype)
-    alpha = SAT_ALPHA if source.lora_alpha is None else source.lora_alpha
+    alpha = lora_alpha_of(source)
     logger.info(
         "%s: adapters only, of %s; set lora_config.params.lora_alpha: %g in their config",
         path,

@@ -16,6 +16,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffusers
+from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
@@ -306,7 +307,7 @@ def merge_lora(
     base: a model without LoRA; any of its linears may have adapters. ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
-    alpha = SAT_ALPHA if adapter.lora_alpha is None else adapter.lora_alpha
+    alpha = lora_alpha_of(adapter)
     adapted = _adapted(adapter)
 
     def read(name: str, shard: Shard | None) -> Tensor:
