@@ -20,6 +20,15 @@ PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
+Schedule = Literal[
+    "sat",
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +153,15 @@ class TrainArguments:
     # deepspeed.optimizer.params.weight_decay replaces it
     weight_decay: float = 0.01
     # sat: SAT's warm-up (at most 5% of lr for 100 steps, then a jump), then lr_decay_style;
-    # the others: a linear warm-up, then the decay of that name
-    lr_schedule: Literal["sat", "constant", "cosine", "linear"] = "sat"
+    # the others: a linear warm-up, then the decay of that name, as diffusers names them
+    lr_schedule: Schedule = "sat"
+    # first step of the warm-up. 1: its rate is lr / warmup_steps. 0: its rate is 0, as in diffusers'
+    # get_scheduler, whose schedule constant has no warm-up
+    lr_first_step: Literal[0, 1] = 1
+    # number of decays of lr_schedule=cosine_with_restarts
+    lr_num_cycles: Annotated[float, Range(0.01, 10**6)] = 1.0
+    # exponent of lr_schedule=polynomial
+    lr_power: Annotated[float, Range(0.01, 100)] = 1.0
     # decay of lr_schedule=sat; exponential does not decay, as in SAT
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
     # steps of the decay of lr_schedule=sat; None: all steps
@@ -156,7 +172,8 @@ class TrainArguments:
     warmup: float = 0.01
     # length of the warm-up in steps; if set, replaces warmup
     warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
-    # final over peak learning rate of cosine and linear; not used by lr_schedule=sat
+    # final over peak learning rate of cosine, cosine_with_restarts, linear and polynomial, which ends
+    # at 1e-7 or above; not used by lr_schedule=sat
     min_lr_ratio: float = 0.0
 
     # --- evaluation ---

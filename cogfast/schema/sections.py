@@ -44,6 +44,15 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }
+_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
+# key of args -> values of lr_schedule that read it
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr_decay_style", "lr_decay_iters", "lr_decay_ratio"), ("sat",)),
+    "min_lr_ratio": _DECAYING,
+    "lr_num_cycles": ("cosine_with_restarts",),
+    "lr_power": ("polynomial",),
+    "lr_first_step": ("constant", "constant_with_warmup", *_DECAYING),
+}
 # SAT's sft.yaml puts these at the top of the deepspeed section, but DeepSpeed reads them in fp16.
 _LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 _CONDITIONER = "sgm.modules.GeneralConditioner"
@@ -98,6 +107,7 @@ def check_sections(
     """Check every key and value. Return accepted keys without effect, with the reasons."""
     unused: dict[str, str] = {}
     _check_section(config["args"], TrainArguments, "args", unused, (), origins)
+    _name_unread_rates(config["args"], unused)
     _check_section(config["model"], ModelArguments, "model", unused, _COMPONENTS, origins)
     for name in _COMPONENTS:
         node, where = config["model"].get(name), f"model.{name}"
@@ -185,6 +195,22 @@ def _check_section(
             unused[key] = UNUSED[key]
         elif name not in components:
             raise unknown_key(where, str(name), [*names, *silent, *single, *components])
+
+
+def _name_unread_rates(args: Mapping, unused: dict[str, str]) -> None:
+    """Add the keys about the learning rate that args.lr_schedule does not read."""
+    schedule = args["lr_schedule"]
+    defaults = dict(
+        zip([f.name for f in fields(TrainArguments)], vars_of(TrainArguments), strict=True)
+    )
+    for key, readers in _READ_BY.items():
+        # A run's saved configuration also contains the defaults.
+        if schedule not in readers and args[key] != defaults[key]:
+            unused[f"args.{key}"] = f"read by lr_schedule={', '.join(readers)} only"
+    if schedule == "constant" and not args["lr_first_step"] and args["warmup_steps"]:
+        unused["args.warmup_steps"] = (
+            "lr_schedule=constant with lr_first_step=0 has no warm-up; constant_with_warmup has"
+        )
 
 
 def _check_conditioner(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import get_args
 
 import torch
 from omegaconf import OmegaConf
@@ -13,8 +14,10 @@ from torch import nn
 from cogfast.config import instantiate
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.arguments import Schedule, TrainArguments
 from cogfast.schema.config import to_dict
+
+logger = logging.getLogger(__name__)
 
 _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py NO_WD_MODULES
 
@@ -79,7 +82,8 @@ def build_optimizer(
 
 _SAT_AUTO_WARMUP_STEPS = 100  # sat/training/deepspeed_training.py get_learning_rate_scheduler
 _SAT_AUTO_WARMUP_RATE = 0.05  # fraction of lr
-SCHEDULES = ("sat", "constant", "cosine", "linear")
+_POLYNOMIAL_END = 1e-7  # diffusers' lr_end, which is a rate
+SCHEDULES = get_args(Schedule)
 SAT_DECAY_STYLES = ("linear", "cosine", "exponential", "constant", "none")
 
 
@@ -94,7 +98,8 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
         )
     if warmup_steps is not None and warmup_steps < 0:
         raise ValueError(f"args.warmup_steps={warmup_steps} must be 0 or more")
-    if warmup_steps is not None and warmup_steps > num_steps:
+    # diffusers accepts a warm-up that does not end; warn_of_long_warmup reports it.
+    if warmup_steps is not None and warmup_steps > num_steps and args.lr_first_step:
         raise ValueError(
             f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
         )
@@ -112,13 +117,32 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
         raise ValueError(
             f"args.min_lr_ratio={args.min_lr_ratio} must be a share of lr, from 0 to 1; use 0.1"
         )
+    if schedule == "polynomial" and args.lr < _POLYNOMIAL_END:
+        raise ValueError(
+            f"args.lr={args.lr} must be at least {_POLYNOMIAL_END:g}, where lr_schedule=polynomial "
+            "ends; raise it"
+        )
+    warmup_steps = round(warmup * num_steps) if warmup_steps is None else warmup_steps
     return decayed_learning_rate(
         lr=args.lr,
         num_steps=num_steps,
         style=schedule,
-        warmup_steps=round(warmup * num_steps) if warmup_steps is None else warmup_steps,
+        warmup_steps=0 if schedule == "constant" and not args.lr_first_step else warmup_steps,
         min_lr_ratio=args.min_lr_ratio,
+        first_step=args.lr_first_step,
+        num_cycles=args.lr_num_cycles,
+        power=args.lr_power,
     )
+
+
+def warn_of_long_warmup(args: TrainArguments, num_steps: int) -> None:
+    """Warn if the run ends before the rate reaches args.lr, which only lr_first_step=0 allows."""
+    if args.warmup_steps is not None and args.warmup_steps > num_steps:
+        logger.warning(
+            "args.warmup_steps=%d exceeds the run's %d steps: the learning rate ends below args.lr",
+            args.warmup_steps,
+            num_steps,
+        )
 
 
 def sat_learning_rate(
@@ -165,22 +189,38 @@ def decayed_learning_rate(
     *,
     lr: float,
     num_steps: int,
-    style: Literal["constant", "cosine", "linear"],
+    style: Schedule,
     warmup_steps: int,
-    min_lr_ratio: float,
+    min_lr_ratio: float = 0.0,
+    first_step: int = 1,
+    num_cycles: float = 1.0,
+    power: float = 1.0,
 ) -> Callable[[int], float]:
-    """Return a linear warm-up to lr at step warmup_steps - 1, then a decay to min_lr_ratio * lr.
+    """Return a linear warm-up to lr, then a decay from step warmup_steps to min_lr_ratio * lr.
 
-    The decay would reach its end at step num_steps, one after the last. "constant" does not decay.
+    The decay would reach its end at step num_steps, one after the last. "constant" does not decay,
+    "cosine_with_restarts" decays num_cycles times, and "polynomial" ends at 1e-7 or above.
+    first_step: the warm-up has (step + first_step) / warmup_steps of lr. With 0 and min_lr_ratio=0,
+    the rates equal those of diffusers' get_scheduler bit for bit.
     """
+    num_decays = max(1, num_steps - warmup_steps)
+    end = max(_POLYNOMIAL_END, min_lr_ratio * lr)
 
     def rate(step: int) -> float:
+        # Operations are in diffusers' order where first_step is 0, since each of them rounds.
         if step < warmup_steps:
-            return lr * (step + 1) / warmup_steps
-        if style == "constant":
+            return lr * (step + 1) / warmup_steps if first_step else lr * (step / warmup_steps)
+        if style in ("constant", "constant_with_warmup"):
             return lr
-        done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-        left = 1 - done if style == "linear" else (1 + math.cos(math.pi * done)) / 2
+        done = min(1.0, (step - warmup_steps) / num_decays)
+        if style == "polynomial":
+            return lr * (((lr - end) * (1 - done) ** power + end) / lr)
+        if style == "linear":
+            left = 1 - done if first_step else max(0, num_steps - step) / num_decays
+        elif style == "cosine" or done == 1:
+            left = (1 + math.cos(math.pi * done)) / 2
+        else:
+            left = (1 + math.cos(math.pi * (num_cycles * done % 1))) / 2
         return lr * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
     return rate

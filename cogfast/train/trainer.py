@@ -31,7 +31,12 @@ from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequ
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.evaluate import Evaluator
-from cogfast.train.optimizer import build_learning_rate, build_optimizer, parameter_groups
+from cogfast.train.optimizer import (
+    build_learning_rate,
+    build_optimizer,
+    parameter_groups,
+    warn_of_long_warmup,
+)
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
@@ -87,6 +92,8 @@ class Trainer:
         self.order = assemble_order(self.datasets.train, args.seed, self.global_batch)
         self.num_steps = self._count_steps()
         self.learning_rate = build_learning_rate(args, self.num_steps)
+        if self.groups.is_main:
+            warn_of_long_warmup(args, self.num_steps)
         self.folder, self.checkpoint = open_run_folder(
             args.save or "runs", args.experiment_name, args.resume, self.groups
         )

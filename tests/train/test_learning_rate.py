@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
+import torch
+from diffusers.optimization import get_scheduler
 
+from cogfast.config import load_config
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.optimizer import build_learning_rate
+from cogfast.train.optimizer import build_learning_rate, warn_of_long_warmup
 
 CASES = [
     "finetune_linear_1000",
@@ -87,11 +91,116 @@ def test_no_warm_up_starts_at_the_full_rate():
         assert rate(0) == 2.0
 
 
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+CYCLES = [("cosine_with_restarts", {"num_cycles": cycles}) for cycles in (1, 2, 3, 0.5, 2.5)]
+POWERS = [("polynomial", {"power": power}) for power in (1.0, 2.0, 0.5, 3)]
+DIFFUSERS = [(name, {}) for name in SCHEDULES] + CYCLES + POWERS
+
+
+def diffusers_rates(name: str, lr: float, warmup_steps: int, num_steps: int, **options) -> list:
+    """Return the rate of each step as a training loop with torch's optimizer uses it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=num_steps,
+        **options,
+    )
+    rates = [optimizer.param_groups[0]["lr"]]
+    # One step less: after the last, "polynomial" divides by zero where all steps warm up.
+    for _ in range(num_steps - 1):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize(("name", "options"), DIFFUSERS, ids=str)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 100, 200, 1000])
+def test_rates_with_first_step_0_equal_diffusers(name, options, warmup_steps):
+    for lr in (2e-5, 0.3):
+        expected = diffusers_rates(name, lr, warmup_steps, 200, **options)
+        ours = {f"lr_{key}": value for key, value in options.items()}
+        rate = build(
+            200, lr=lr, lr_schedule=name, lr_first_step=0, warmup_steps=warmup_steps, **ours
+        )
+        assert [rate(step) for step in range(200)] == expected
+
+
+@pytest.mark.parametrize(("name", "options"), DIFFUSERS, ids=str)
+def test_first_step_changes_the_warm_up_alone(name, options):
+    options = {f"lr_{key}": value for key, value in options.items()} | {"lr_schedule": name}
+    first, zeroth = (
+        build(100, lr=2.0, warmup_steps=10, lr_first_step=n, **options) for n in (1, 0)
+    )
+    assert [first(step) for step in range(10)] == pytest.approx([0.2 * n for n in range(1, 11)])
+    if name != "constant":
+        assert [zeroth(step) for step in range(10)] == pytest.approx([0.2 * n for n in range(10)])
+    decay = range(10, 110)
+    assert list(map(first, decay)) == pytest.approx(list(map(zeroth, decay)), rel=1e-12, abs=1e-15)
+
+
+def test_min_lr_ratio_of_the_new_schedules():
+    restarts = build(
+        100,
+        lr=2.0,
+        lr_schedule="cosine_with_restarts",
+        lr_num_cycles=2,
+        min_lr_ratio=0.1,
+        warmup_steps=0,
+    )
+    halfway = 1.1
+    expected = [2.0, halfway, 2.0, halfway, 0.2, 0.2]
+    assert [restarts(i) for i in (0, 25, 50, 75, 100, 500)] == pytest.approx(expected)
+    power = build(
+        100, lr=2.0, lr_schedule="polynomial", lr_power=2, min_lr_ratio=0.1, warmup_steps=0
+    )
+    assert [power(i) for i in (0, 50, 100, 500)] == pytest.approx([2.0, 0.65, 0.2, 0.2])
+
+
+def test_warm_up_that_exceeds_the_run_is_reported(caplog):
+    args = TrainArguments(lr_schedule="cosine", lr_first_step=0, warmup_steps=100)
+    warn_of_long_warmup(args, 100)
+    assert not caplog.text
+    warn_of_long_warmup(args, 4)
+    assert "args.warmup_steps=100 exceeds the run's 4 steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ("lr_schedule=cosine", ()),
+        ("lr_schedule=cosine lr_num_cycles=2 lr_power=3", ("lr_num_cycles", "lr_power")),
+        ("lr_schedule=cosine_with_restarts lr_num_cycles=2 min_lr_ratio=0.1 lr_first_step=0", ()),
+        ("lr_schedule=polynomial lr_power=2 lr_decay_ratio=0.2", ("lr_decay_ratio",)),
+        ("lr_schedule=sat lr_first_step=0 min_lr_ratio=0.1", ("min_lr_ratio", "lr_first_step")),
+        ("lr_schedule=sat lr_decay_style=cosine lr_decay_ratio=0.2", ()),
+        ("lr_schedule=constant warmup_steps=5", ()),
+        ("lr_schedule=constant warmup_steps=5 lr_first_step=0", ("warmup_steps",)),
+        ("lr_schedule=constant_with_warmup warmup_steps=5 lr_first_step=0", ()),
+    ],
+)
+def test_keys_that_the_schedule_does_not_read_are_named(overrides, named):
+    config = load_config([], [f"args.{word}" for word in overrides.split()])
+    assert set(config.unused) == {f"args.{name}" for name in named}
+
+
+def test_saved_defaults_are_not_named():
+    saved = asdict(TrainArguments())
+    keys = ("lr_num_cycles", "lr_power", "lr_first_step", "min_lr_ratio", "lr_decay_style")
+    assert not load_config([], [f"args.{key}={saved[key]}" for key in keys]).unused
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr_schedule": "cosin"}, r"args.lr_schedule='cosin' must be one of sat, constant"),
         ({"lr_decay_style": "square"}, r"args.lr_decay_style='square' must be one of linear"),
+        (
+            {"lr_schedule": "polynomial", "lr": 1e-8},
+            r"args.lr=1e-08 must be at least 1e-07, where lr_schedule=polynomial ends; raise it",
+        ),
         ({"warmup": 10}, r"args.warmup=10 must be a share of the steps"),
         ({"warmup_steps": -1}, r"args.warmup_steps=-1 must be 0 or more"),
         (
@@ -107,4 +216,4 @@ def test_no_warm_up_starts_at_the_full_rate():
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        build(100, lr=1.0, **options)
+        build(100, **{"lr": 1.0, **options})

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import time
+from dataclasses import asdict
 from datetime import datetime
 from fnmatch import fnmatch
 from glob import escape
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from cogfast.config import Config
 from cogfast.files import WriteError, set_aside, write_text
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.config import to_dict
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -126,7 +128,7 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
-    before = manifest.get("config", {})
+    before = _completed(manifest.get("config", {}))
     after = plain_sections(config)
     found = [] if not before else list(_changes(before, after).items())
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
@@ -192,6 +194,12 @@ def _changed_keys(before: Path, after: str) -> list[str]:
     changes = _changes(to_dict(old), to_dict(new))
     of_resume = ("args.resume", "args.accept_changes")
     return [text for key, text in changes.items() if key not in of_resume]
+
+
+def _completed(sections: dict) -> dict:
+    """Add the defaults of keys that the checkpoint's version of cogfast did not have yet."""
+    defaults = {"args": asdict(TrainArguments()), "model": asdict(ModelArguments())}
+    return sections and sections | {k: v | sections.get(k, {}) for k, v in defaults.items()}
 
 
 def _changes(before: dict, after: dict) -> dict[str, str]:

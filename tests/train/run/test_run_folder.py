@@ -11,7 +11,12 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.run.folder import describe_run, open_run_folder
+from cogfast.train.run.folder import (
+    check_changes,
+    describe_run,
+    open_run_folder,
+    plain_sections,
+)
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
 
@@ -106,3 +111,13 @@ def test_a_description_that_cannot_be_written(tmp_path: Path) -> None:
         match=r"args.save=.*runs: .*/sft-1/training_config.yaml cannot be written \(No such file",
     ):
         describe_run(gone, None, "args: {}", 1)
+
+
+def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(tmp_path: Path) -> None:
+    """A checkpoint of an earlier version still resumes."""
+    before = plain_sections(load_config([]))
+    del before["args"]["lr_first_step"], before["model"]["noised_image_dropout"]
+    manifest = {"global_batch": 4, "config": before}
+    check_changes(tmp_path, manifest, load_config([]), 4)
+    with pytest.raises(ValueError, match=r"args\.lr_first_step: 1 -> 0; change it back"):
+        check_changes(tmp_path, manifest, load_config([], ["args.lr_first_step=0"]), 4)
