@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import numbers
 import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 
+from cogfast.cli.log_lines import is_first_rank, start_logging
 from cogfast.cli.standard_streams import keep_streams
 from cogfast.schema.values import Problems, one_line, printable
 from cogfast.train.distributed.process_watch import (
@@ -30,18 +28,23 @@ from cogfast.train.run.stop_signals import (
 )
 
 _USAGE = """\
-usage: cogfast {train,cache,sample,convert} ...
+usage: cogfast {train,cache,sample,convert,finetune} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
   sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
+  finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
 
 `cogfast train --help` and so on list the options.
 """
 # Text about the work that a command keeps when a signal ends it. The text follows the name of the signal.
+_NOT_BEGUN = (
+    " before training began, so there is nothing to save; run the same command to start again"
+)
 _KEPT = {
-    "train": " before training began, so there is nothing to save; run the same command to start again",
+    "train": _NOT_BEGUN,
+    "finetune": _NOT_BEGUN,
     "cache": "; the shards that are complete are kept, and the same command continues from there",
     "sample": "; the videos that are finished are kept in the output folder",
     "convert": "; the target was not written, and partly written files were removed",
@@ -60,12 +63,12 @@ def train(argv: Sequence[str]) -> None:
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
-    _start_logging()
+    start_logging()
     from cogfast.train.preflight.precision import infer_precision
 
     infer_precision(config)
     if request.dry_run:
-        if _is_first_rank():
+        if is_first_rank():
             sys.stdout.write(config.describe())
         return
     from cogfast.train.trainer import Trainer
@@ -80,7 +83,7 @@ def cache(argv: Sequence[str]) -> None:
     from cogfast.config import load_config
 
     config = load_config(request.base, request.overrides, request.allow_import)
-    _start_logging()
+    start_logging()
     from cogfast.train.preflight.check import check_cache
     from cogfast.train.preflight.precision import infer_precision
 
@@ -102,10 +105,10 @@ def sample(argv: Sequence[str]) -> None:
     is_of_run = request.weights is not None
     config = load_config(request.base, request.overrides, request.allow_import, is_of_run)
     config = fill_from_pipeline(config)
-    _start_logging()
+    start_logging()
     infer_precision(config)
     if request.dry_run:
-        if _is_first_rank():
+        if is_first_rank():
             sys.stdout.write(config.describe())
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
@@ -131,13 +134,33 @@ def convert(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_convert
 
     arguments = parse_convert(argv)
-    _start_logging()
+    start_logging()
     from cogfast.model.weights.convert import convert as convert_weights
 
     convert_weights(**arguments)
 
 
-_COMMANDS = {"train": train, "cache": cache, "sample": sample, "convert": convert}
+def finetune(argv: Sequence[str]) -> None:
+    from cogfast.finetune.schemas import Args
+
+    args = Args.parse_args(argv)
+    start_logging()
+    from cogfast.finetune.registry import get_model_cls
+
+    trainer = get_model_cls(args.model_name, args.training_type)(args)
+    if not args.dry_run:
+        trainer.fit()
+    elif is_first_rank():
+        sys.stdout.write(trainer.config.describe())
+
+
+_COMMANDS = {
+    "train": train,
+    "cache": cache,
+    "sample": sample,
+    "convert": convert,
+    "finetune": finetune,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(argv))
     keep_streams()
     kept = _KEPT.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
-    last_line = lambda reason: f"cogfast: {reason}{kept}" if _is_first_rank() else ""
+    last_line = lambda reason: f"cogfast: {reason}{kept}" if is_first_rank() else ""
     signals = StopSignals(last_line, on_first=_interrupt, patience=_UNWIND_SECONDS)
     status = 0
     with signals:
@@ -196,49 +219,6 @@ def _run(argv: list[str]) -> int:
         _report(error)
         return 2 if isinstance(error, ValueError) else 1
     return 0
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-class _ToStderr(logging.Handler):
-    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # a log on a full disk, or a closed pipe
-            sys.stderr.write(self.format(record) + "\n")
-
-
-class _PlainText(logging.Formatter):
-    """Escapes control characters and line breaks in log arguments.
-
-    File names and captions come from data and could otherwise send commands to the terminal or
-    fake a log line. A message of several lines is therefore logged without arguments.
-    """
-
-    def format(self, record: logging.LogRecord) -> str:
-        if isinstance(record.args, tuple):
-            record.args = tuple(
-                a if isinstance(a, numbers.Number) else printable(str(a)) for a in record.args
-            )
-        return printable(super().format(record), keep="\n\t")
-
-
-def _start_logging() -> None:
-    """Log to stderr: everything from INFO on rank 0, warnings on the other ranks."""
-    logger = logging.getLogger("cogfast")
-    handler = _ToStderr()
-    handler.setFormatter(_PlainText())
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
-    # DeepSpeed calls a collective by its old name, and torch 2.13 warns about it on every rank.
-    warnings.filterwarnings(
-        "ignore",
-        message=r"`torch\.distributed\.\w+` is deprecated",
-        category=FutureWarning,
-        module=r"torch\.distributed\.c10d_logger",
-    )
 
 
 def _is_raised_by_cogfast(error: BaseException) -> bool:

@@ -41,12 +41,14 @@ def load_config(
     overrides: Sequence[str] = (),
     allow_import: Sequence[str] = (),
     is_of_run: bool = False,
+    settings: Mapping[str, tuple[object, str]] | None = None,
 ) -> Config:
     """Merge the YAML files and the `key=value` overrides, and check every key of the result.
 
     A `target` may name the classes listed in schema/places.py and classes that a package in
     `allow_import` defines. is_of_run: the files belong to a run, perhaps downloaded; interpolations
-    in them are refused. Raises ValueError with file, key, value and fix.
+    in them are refused. settings: {dotted key: (value, origin)}, applied between files and overrides;
+    a mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
     """
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
@@ -61,10 +63,12 @@ def load_config(
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
+    for key, (value, origin) in (settings or {}).items():
+        _set(merged, key, value, origins, origin, merge=False)
     for override in overrides:
         _override(merged, override, origins)
     try:
-        if overrides:
+        if overrides or settings:
             check_interpolations(merged)
         for key in OmegaConf.missing_keys(merged):
             raise KeyProblem(key, f"{key} has no value (???)")
@@ -158,16 +162,30 @@ def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> Non
         value = text
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {error}")) from None
+    # The check takes 10 ms; load_config checks the whole once more after the last override.
+    _set(merged, key, value, origins, COMMAND_LINE, is_checked="${" in text)
+
+
+def _set(
+    merged: DictConfig,
+    key: str,
+    value: object,
+    origins: dict[str, str],
+    origin: str,
+    merge: bool = True,
+    is_checked: bool = False,
+) -> None:
+    """Set one dotted key and its origin. is_checked: check the interpolations after it."""
     try:
-        OmegaConf.update(merged, key, value, merge=True, force_add=True)
-        # The check takes 10 ms; load_config checks the whole once more after the last override.
-        if "${" in text:
+        value = OmegaConf.create(value) if isinstance(value, dict | list) else value
+        OmegaConf.update(merged, key, value, merge=merge, force_add=True)
+        if is_checked:
             check_interpolations(merged)
     except _OMEGACONF_ERRORS as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {what}")) from None
+        raise ValueError(one_line(f"{origin}: {cut(key)} cannot be set: {what}")) from None
     dotted = key.replace("[", ".").replace("]", "")
     inner: dict[str, object] = {}
     if isinstance(value, DictConfig) and len(value):
         inner = {f"{dotted}.{name}": node for name, node in _leaves(value)}
-    _set_origins(origins, inner or {dotted: value}, COMMAND_LINE)
+    _set_origins(origins, inner or {dotted: value}, origin)

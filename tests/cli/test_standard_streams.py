@@ -16,9 +16,10 @@ from tests.support.tiny_run import ROOT
 COMMAND = """
 import ctypes, logging, os, sys, time
 import cogfast.__main__ as command
+from cogfast.cli.log_lines import start_logging
 
 def work(arguments):
-    command._start_logging()
+    start_logging()
     while not os.path.exists(sys.argv[2] + ".go"):
         time.sleep(0.01)
     for i in range(3):

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cogfast.__main__ import _start_logging, main
+from cogfast.__main__ import main
+from cogfast.cli.log_lines import start_logging
 from cogfast.cli.options import parse_sample, read_prompts
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.schema.values import printable
@@ -77,7 +78,7 @@ def test_the_log_shows_data_as_text(capsys: pytest.CaptureFixture) -> None:
     logger = logging.getLogger("cogfast")
     before = logger.handlers, logger.propagate, logger.level
     try:
-        _start_logging()
+        start_logging()
         logger.warning("%s of %d: %s %.1f", Path("x\x1b]0;t\x07.mp4"), np.int64(3), "a\nb", 0.5)
         logger.warning("a table\n  \x1b[2Jof two lines")
         log = BadSampleLog(None, num_samples=9)

@@ -1,0 +1,13 @@
+"""Adapters of CogVideoX1.5 image-to-video models."""
+
+from __future__ import annotations
+
+from cogfast.finetune.registry import register
+from cogfast.finetune.trainer import Trainer
+
+
+class CogVideoX1_5I2VLoraTrainer(Trainer):
+    """Trains adapters of CogVideoX1.5 image-to-video models."""
+
+
+register("cogvideox1.5-i2v", "lora", CogVideoX1_5I2VLoraTrainer)

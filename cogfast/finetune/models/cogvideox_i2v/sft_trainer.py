@@ -1,0 +1,13 @@
+"""All weights of CogVideoX 1.0 image-to-video models."""
+
+from __future__ import annotations
+
+from cogfast.finetune.registry import register
+from cogfast.finetune.trainer import Trainer
+
+
+class CogVideoXI2VSftTrainer(Trainer):
+    """Trains all weights of CogVideoX 1.0 image-to-video models."""
+
+
+register("cogvideox-i2v", "sft", CogVideoXI2VSftTrainer)

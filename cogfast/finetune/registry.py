@@ -1,0 +1,63 @@
+"""Trainer classes by upstream's model names and training types."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from cogfast.schema.values import cut, nearest
+
+# {name: its folder in finetune/models}
+BUILT_IN = {
+    "cogvideox-t2v": "cogvideox_t2v",
+    "cogvideox-i2v": "cogvideox_i2v",
+    "cogvideox1.5-t2v": "cogvideox1_5_t2v",
+    "cogvideox1.5-i2v": "cogvideox1_5_i2v",
+}
+TRAINING_TYPES = ("lora", "sft")
+SUPPORTED_MODELS: dict[str, dict[str, type[Any]]] = {}
+
+
+def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> None:
+    """Make a class known under a name. Raises ValueError if the name has another one."""
+    if training_type not in TRAINING_TYPES:
+        raise ValueError(f"training_type={training_type!r} must be one of {TRAINING_TYPES}")
+    known = SUPPORTED_MODELS.setdefault(model_name, {})
+    if training_type in known:
+        raise ValueError(
+            f"{model_name!r} has a {training_type} trainer, {known[training_type].__name__}; "
+            f"register {trainer_cls.__name__} under another name"
+        )
+    known[training_type] = trainer_cls
+
+
+def get_model_cls(model_name: str, training_type: str) -> type[Any]:
+    """Return the class of a model name and training type, built-in or registered."""
+    if model_name in BUILT_IN and training_type in TRAINING_TYPES:
+        import_module(f"cogfast.finetune.models.{BUILT_IN[model_name]}.{training_type}_trainer")
+    check_name(model_name)
+    found = SUPPORTED_MODELS[model_name]
+    if training_type not in found:
+        raise ValueError(
+            f"--training_type {cut(training_type)}: {model_name} has {' and '.join(sorted(found))}; "
+            "use one of them"
+        )
+    return found[training_type]
+
+
+def check_name(model_name: str) -> None:
+    """Raise ValueError for a name that is neither built in nor registered."""
+    names = [*BUILT_IN, *(name for name in SUPPORTED_MODELS if name not in BUILT_IN)]
+    if model_name not in names:
+        raise ValueError(
+            f"--model_name {cut(model_name)}: must be one of {', '.join(names)}"
+            f"{nearest(model_name, names)}"
+        )
+
+
+def show_supported_models() -> None:
+    """Write all model names and their training types to stdout."""
+    for name in [*BUILT_IN, *(name for name in SUPPORTED_MODELS if name not in BUILT_IN)]:
+        types = TRAINING_TYPES if name in BUILT_IN else sorted(SUPPORTED_MODELS[name])
+        sys.stdout.write(f"{name}: {', '.join(types)}\n")

@@ -1,0 +1,246 @@
+"""Translates the arguments of CogVideo's diffusers trainer into an ordinary configuration.
+
+Every value has the option that set it as its origin, so that `--dry-run` and error messages name it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config, load_config
+from cogfast.finetune.registry import BUILT_IN, check_name
+from cogfast.finetune.schemas import PLACEHOLDER, Args
+from cogfast.model.weights.family import COGVIDEOX_2B, Family
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.open import open_source
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
+from cogfast.schema.values import cut, nearest, show
+from cogfast.train.sampling.pipeline_defaults import fill_from_pipeline, find_config
+
+logger = logging.getLogger(__name__)
+
+TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
+_SAMPLING = "sgm.modules.diffusionmodules"
+_LORA = f"{NETWORK_KEY}.modules.lora_config"
+_OPTIMIZERS = {"adamw": "sat.ops.FusedEmaAdam", "adam": "torch.optim.Adam"}
+_ONE_RATE = {
+    "prodigy": "its one step size over all weights would differ between ZeRO's shards",
+    "came": "it needs whole matrices, which ZeRO splits",
+}
+# Elements per reduction: adapters have about 0.1 billion weights, a 5B model 5.6 billion.
+_BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
+
+
+def translate(args: Args) -> Config:
+    """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
+    base, settings = _model_settings(args)
+    settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
+    settings |= _validation_settings(args)
+    known = {f"args.{field.name}" for field in fields(TrainArguments)}
+    for key in [key for key in settings if key.startswith("args.") and key not in known]:
+        del settings[key]
+    return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
+
+
+Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
+
+
+def _model_settings(args: Args) -> tuple[Path, Settings]:
+    folder = args.model_path
+    if not (folder / "transformer" / "config.json").is_file():
+        raise ValueError(
+            f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder of a "
+            "CogVideoX pipeline of diffusers"
+        )
+    _check_family(args, Family.of_config(identify(open_source(folder))))
+    base, overrides = find_config(folder)
+    settings: Settings = {}
+    for key, _, text in (override.partition("=") for override in overrides):
+        settings[key] = (json.loads(text), str(folder))
+    # Their trainer gives every size integer positions, and precision is an option.
+    for key in (f"{POSITION_KEY}.positions", "deepspeed.bf16.enabled", "deepspeed.fp16.enabled"):
+        settings.pop(key, None)
+    settings |= {
+        "args.mode": ("finetune", TRAINER),
+        "args.load": (str(folder), "--model_path"),
+        # Captions and images are never dropped, and samples are those of the pipeline's defaults.
+        "model.conditioner_config.params.emb_models[0].ucg_rate": (0.0, TRAINER),
+        "model.sampler_config.target": (f"{_SAMPLING}.sampling.VPSDEDPMPP2MSampler", TRAINER),
+        "model.sampler_config.params.num_steps": (50, TRAINER),
+        "model.sampler_config.params.guider_config": (
+            {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}},
+            TRAINER,
+        ),
+        "model.en_and_decode_n_samples_a_time": (
+            1 if args.enable_slicing else None,
+            "--enable_slicing",
+        ),
+    }
+    if args.model_type == "i2v":
+        settings["model.noised_image_dropout"] = (0.0, TRAINER)
+    if args.training_type == "lora":
+        settings |= {
+            "model.not_trainable_prefixes": (["all"], "--training_type"),
+            f"{_LORA}.target": ("sat.model.finetune.lora2.LoraMixin", "--training_type"),
+            f"{_LORA}.params.r": (args.rank, "--rank"),
+            f"{_LORA}.params.lora_alpha": (args.lora_alpha, "--lora_alpha"),
+            f"{_LORA}.params.target_modules": (args.target_modules, "--target_modules"),
+        }
+    return base, settings
+
+
+def _check_family(args: Args, family: Family) -> None:
+    """Raise ValueError if the name, the type or the precision does not fit the model's folder."""
+    check_name(args.model_name)
+    member = family.member
+    kind = "i2v" if member.has_image else "t2v"
+    name = f"cogvideox{'1.5' if member.patch.version == '1.5' else ''}-{kind}"
+    # A registered name of the user's own says nothing about the model.
+    is_named_wrong = args.model_name in BUILT_IN and args.model_name != name
+    if is_named_wrong or args.model_type != kind:
+        raise ValueError(
+            f"--model_name {args.model_name} --model_type {args.model_type}: {args.model_path} has "
+            f"in_channels={family.in_channels}, {member.name}; use --model_name {name} "
+            f"--model_type {kind}"
+        )
+    if args.mixed_precision == "fp16" and member is not COGVIDEOX_2B:
+        raise ValueError(
+            f"--mixed_precision fp16: only CogVideoX-2B was trained in fp16, {member.name} overflows "
+            "in it; use bf16"
+        )
+
+
+def _data_settings(args: Args) -> Settings:
+    frames, *size = args.train_resolution
+    # Without a rate, frames are spread over the clip and short clips are padded, as in their trainer.
+    frame_selection = "uniform" if args.fps is None else "timestamp"
+    settings: Settings = {
+        "data.target": ("cogfast.data.datasets.VideoList", TRAINER),
+        "data.params.video_size": (size, "--train_resolution"),
+        "data.params.max_num_frames": (frames, "--train_resolution"),
+        "data.params.frame_selection": (frame_selection, "--fps"),
+        "data.params.short_clips": ("pad" if args.fps is None else "skip", "--fps"),
+        "data.params.caption_column": (str(args.caption_column), "--caption_column"),
+        "data.params.video_column": (str(args.video_column), "--video_column"),
+        "args.train_data": ([str(args.data_root)], "--data_root"),
+        "args.num_workers": (args.num_workers, "--num_workers"),
+    }
+    if args.fps is not None:
+        settings["data.params.fps"] = (args.fps, "--fps")
+    if args.image_column is not None and args.model_type == "i2v":
+        settings["data.params.image_column"] = (str(args.image_column), "--image_column")
+    return settings
+
+
+def _training_settings(args: Args) -> Settings:
+    name = args.optimizer.lower()
+    if name not in _OPTIMIZERS:
+        why = _ONE_RATE.get(name)
+        raise ValueError(
+            f"--optimizer {cut(args.optimizer)}: must be adamw or adam"
+            + (f"; {why}" if why else nearest(name, _OPTIMIZERS))
+        )
+    amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
+    if args.train_steps is not None:
+        amount = {"args.train_iters": (args.train_steps, "--train_steps")}
+    if args.seed is not None:
+        amount["args.seed"] = (args.seed, "--seed")
+    precision = args.mixed_precision
+    return {
+        **amount,
+        "args.batch_size": (args.batch_size, "--batch_size"),
+        "args.gradient_accumulation_steps": (
+            args.gradient_accumulation_steps,
+            "--gradient_accumulation_steps",
+        ),
+        "args.lr": (args.learning_rate, "--learning_rate"),
+        "args.weight_decay": (args.weight_decay, "--weight_decay"),
+        "args.lr_schedule": (args.lr_scheduler, "--lr_scheduler"),
+        "args.warmup_steps": (args.lr_warmup_steps, "--lr_warmup_steps"),
+        "args.lr_num_cycles": (float(args.lr_num_cycles), "--lr_num_cycles"),
+        "args.lr_power": (args.lr_power, "--lr_power"),
+        "args.lr_first_step": (0, TRAINER),
+        "args.activation_checkpointing": (
+            "auto" if args.gradient_checkpointing else "none",
+            "--gradient_checkpointing",
+        ),
+        "deepspeed.bf16.enabled": (precision == "bf16", "--mixed_precision"),
+        "deepspeed.fp16.enabled": (precision == "fp16", "--mixed_precision"),
+        "deepspeed.gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
+        "deepspeed.optimizer.type": (_OPTIMIZERS[name], "--optimizer"),
+        "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
+        "deepspeed.optimizer.params.eps": (args.epsilon, "--epsilon"),
+        "deepspeed.zero_optimization": (
+            {"stage": 2, "overlap_comm": True, "reduce_bucket_size": _BUCKET[args.training_type]},
+            "default",
+        ),
+    }
+
+
+def _run_settings(args: Args) -> Settings:
+    settings: Settings = {
+        "args.experiment_name": (f"{args.model_name}-{args.training_type}", "--model_name"),
+        "args.run_folder": (str(args.output_dir), "--output_dir"),
+        "args.folder_layout": ("finetune", TRAINER),
+        "args.save_interval": (args.checkpointing_steps, "--checkpointing_steps"),
+        "args.keep_last": (args.checkpointing_limit, "--checkpointing_limit"),
+        "args.log_interval": (10, "default"),
+        "args.wandb": (args.report_to in ("wandb", "all"), "--report_to"),
+        "args.wandb_project_name": (args.tracker_name, "--tracker_name"),
+    }
+    resume = args.resume_from_checkpoint
+    if resume is not None and str(resume) != PLACEHOLDER:
+        settings["args.resume"] = (str(resume), "--resume_from_checkpoint")
+    return settings
+
+
+def _validation_settings(args: Args) -> Settings:
+    if not args.do_validation:
+        return {}
+    assert args.validation_dir is not None and args.validation_prompts is not None
+    prompts = args.validation_dir / args.validation_prompts
+    settings: Settings = {
+        "args.eval_interval": (args.validation_steps, "--validation_steps"),
+        "args.eval_prompt_file": (str(prompts), "--validation_prompts"),
+        "args.eval_at_end": (True, TRAINER),
+        "args.eval_with_ema": (False, TRAINER),  # as the exported weights
+        "args.log_videos": (True, TRAINER),
+        "args.sampling_fps": (args.gen_fps, "--gen_fps"),
+    }
+    if args.validation_images is not None and args.model_type == "i2v":
+        images = args.validation_dir / args.validation_images
+        settings["args.eval_images"] = (str(images), "--validation_images")
+    return settings
+
+
+def notices(args: Args) -> list[str]:
+    """Return a line for each option that has no effect in this run."""
+    default = {field.name: field.default for field in fields(Args)}
+    found = []
+    if str(args.resume_from_checkpoint) == PLACEHOLDER:
+        found.append(
+            f"--resume_from_checkpoint {PLACEHOLDER} is the placeholder of CogVideo's scripts: a new "
+            "run starts"
+        )
+    if args.training_type == "sft":
+        for name in ("rank", "lora_alpha"):
+            if getattr(args, name) != default[name]:
+                found.append(
+                    f"--{name} {getattr(args, name)} has no effect with --training_type sft"
+                )
+    if args.image_column is not None and args.model_type == "t2v":
+        found.append(f"--image_column {args.image_column}: a text-to-video model takes no images")
+    if not args.pin_memory:
+        found.append("--pin_memory false has no effect: batches for a GPU are always pinned")
+    for name, why in (
+        ("nccl_timeout", "waiting for other ranks ends after fixed times"),
+        ("beta3", "adamw and adam have two betas"),
+    ):
+        if getattr(args, name) != default[name]:
+            found.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")
+    return found
