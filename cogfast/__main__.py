@@ -36,7 +36,7 @@ usage: cogfast {train,cache,sample,convert,finetune} ...
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
 
-`cogfast train --help` and so on list the options.
+`cogfast train --help` and so on list the options, `cogfast train --help-all` every key of a configuration.
 """
 # Text about the work that a command keeps when a signal ends it. The text follows the name of the signal.
 _NOT_BEGUN = (

@@ -23,15 +23,35 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
 from cogfast.model.autoencoder import video_autoencoder_from_sat
 from cogfast.model.config import TransformerConfig
-from cogfast.schema import sat_network
+from cogfast.schema import deepspeed_keys, sat_network
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.json_files import Range
+from cogfast.schema.places import PLACES
+from cogfast.schema.sat_classes import TARGETS
 from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.values import describe_type, show
+from cogfast.schema.values import describe_type, show, takes_component
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 REQUIRED = "required"
 _GROUP = re.compile(r"--- (.+) ---")
+# Place of a component -> the key of its params, without the target's part of it
+_COMPONENTS = {
+    "denoiser": "model.denoiser_config.params",
+    "scaling": "scaling_config.params",
+    "discretization": "discretization_config.params",
+    "loss_fn": "model.loss_fn_config.params",
+    "sigma_sampler": "sigma_sampler_config.params",
+    "sampler": "model.sampler_config.params",
+    "guider": "guider_config.params",
+    "dyn_thresh": "dyn_thresh_config.params",
+    "first_stage": "model.first_stage_config.params",
+    "emb_models": "model.conditioner_config.params.emb_models[0].params",
+    "optimizer": "deepspeed.optimizer.params",
+}
+# The params of SAT's class are those of its nested sections.
+_WRITTEN_OUT = ("cogfast.model.autoencoder.video_autoencoder_from_sat",)
+# Parameters that the assembly of a run fills in
+_SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 _INTRODUCTION = """\
 # Options
 
@@ -59,7 +79,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A heading, a line of text below it, and options. level: of the heading."""
+    """A heading of a level, options, and text in front of them.
+
+    A table without defaults has no column for them; one without types lists keys only.
+    """
 
     title: str
     options: list[Option] = field(default_factory=list)
@@ -95,17 +118,27 @@ class Comments:
         return {argument.arg: self._above(argument, argument.arg)[0] for argument in every}
 
     def of_mapping(self, name: str) -> dict[str, str]:
-        """Return {key: meaning} of a mapping that the module assigns to `name`."""
+        """Return {key: meaning} of a mapping that the module assigns to `name`.
+
+        A key of a mapping in it is `outer.inner`.
+        """
         nodes = [n for n in self.tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
         targets = lambda node: node.targets if isinstance(node, ast.Assign) else [node.target]
         value = next(n.value for n in nodes if ast.unparse(targets(n)[0]) == name)
         assert isinstance(value, ast.Dict), f"{name} is a mapping with its keys written out"
+        return self._keys(value)
+
+    def _keys(self, mapping: ast.Dict, where: str = "") -> dict[str, str]:
         found: dict[str, str] = {}
-        for key, inner in zip(value.keys, value.values, strict=True):
+        for key, value in zip(mapping.keys, mapping.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                found[key.value] = self._above(key, f'"{key.value}"')[0]
-            elif isinstance(inner, ast.Name):  # **another mapping of the module
-                found |= self.of_mapping(inner.id)
+                name, meaning = where + key.value, self._above(key, f'"{key.value}"')[0]
+                # A section may be named once inside its parent and once with its own keys.
+                found[name] = meaning or found.get(name, "")
+                if isinstance(value, ast.Dict):
+                    found |= self._keys(value, f"{name}.")
+            elif isinstance(value, ast.Name):  # **another mapping of the module
+                found |= self.of_mapping(value.id)
         return found
 
     def _definition(self, kind: Any, name: str) -> Any:
@@ -144,6 +177,10 @@ def groups() -> Iterator[Group]:
     (group,) = _of_dataclass("model", ModelArguments)
     yield dataclasses.replace(group, title="model without its components")
     yield from _network()
+    for name in _COMPONENTS:
+        if name != "optimizer":
+            yield from _of_place(name)
+    yield from _deepspeed()
     reasons: dict[str, list[str]] = {}
     for key, reason in UNUSED.items():
         reasons.setdefault(reason, []).append(key)
@@ -171,9 +208,9 @@ def type_of(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated and isinstance(inner[1], Range):
         low, high = inner[1].low, inner[1].high
-        limits = "" if low <= -_NO_LIMIT else f", {low:g} or more"
+        limits = "" if low <= -_NO_LIMIT else f" >= {low:g}"
         if high < _NO_LIMIT:
-            limits = f", {low:g} to {high:g}"
+            limits = f" from {low:g} to {high:g}"
         return type_of(inner[0]) + limits
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(type_of, inner)))
@@ -233,6 +270,75 @@ def _network() -> Iterator[Group]:
     yield _of_mapping(f"{where}.encoder_config.params", "CODER_PARAMS", own, users)
 
 
+def _of_place(name: str) -> Iterator[Group]:
+    """Yield a group for each constructor of the classes that a place of components allows."""
+    place, found = PLACES[name], {}
+    for path in place.paths:
+        module, _, class_name = path.rpartition(".")
+        if module.startswith("cogfast") and path not in _WRITTEN_OUT:
+            kind = getattr(importlib.import_module(module), class_name)
+            owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
+            found.setdefault(owner, []).append(kind)
+    for owner, kinds in found.items():
+        targets = [
+            target
+            for kind in kinds
+            for target in (*_sat_names(kind), f"{kind.__module__}.{kind.__name__}")
+        ]
+        text = f"`target`: `{'`, `'.join(targets)}`"
+        options = [] if owner is object else _of_constructor(owner)
+        names = ", ".join(kind.__name__ for kind in kinds)
+        yield Group(f"{_COMPONENTS[name]} of {names}", options, text)
+
+
+def _sat_names(kind: type) -> list[str]:
+    path = f"{kind.__module__}.{kind.__name__}"
+    return [name for name, sat in TARGETS.items() if sat.path == path and name != path]
+
+
+def _of_constructor(kind: Any) -> list[Option]:
+    meanings = Comments(kind.__module__).of_call(kind.__name__)
+    hints = typing.get_type_hints(kind.__init__, include_extras=True)
+    parameters = inspect.signature(kind).parameters
+    return [
+        Option(
+            f"{name}_config" if takes_component(hints[name]) else name,
+            "a component" if takes_component(hints[name]) else type_of(hints[name]),
+            _default(parameter),
+            meanings[name],
+        )
+        for name, parameter in parameters.items()
+        if name not in _SET_BY_CODE
+    ]
+
+
+def _deepspeed() -> Iterator[Group]:
+    """Yield the groups of the deepspeed section. A key of a section needs no comment of its own."""
+    text = "DeepSpeed's configuration. A key that is left out has DeepSpeed's default or the one given here."
+    yield Group("deepspeed", text=text, level=2)
+    meanings = Comments(deepspeed_keys.__name__)
+    kinds = deepspeed_keys.TOP_KEYS
+    top = meanings.of_mapping("TOP_KEYS")
+    options = [Option(f"deepspeed.{key}", type_of(kinds[key]), "", top[key]) for key in kinds]
+    yield Group("deepspeed: top level", options)
+    inner = meanings.of_mapping("SECTION_KEYS")
+    options, others = [], []
+    for section, kinds in deepspeed_keys.SECTION_KEYS.items():
+        plain = []
+        for key, kind in kinds.items():
+            meaning = inner.get(f"{section}.{key}")
+            if meaning:
+                row = Option(f"deepspeed.{section}.{key}", type_of(kind), "", meaning)
+                options.append(row)
+            else:
+                plain.append(key)
+        others.append(Option(f"deepspeed.{section}", "", "", ", ".join(plain)))
+    yield Group("deepspeed: in its sections", options)
+    yield from _of_place("optimizer")
+    text = "DeepSpeed's documentation describes these; their names and types are checked here."
+    yield Group("deepspeed: passed on unchanged", others, text)
+
+
 def _of_mapping(where: str, name: str, defaults: Mapping[str, str], users: str = "") -> Group:
     """Return the group of a mapping of sat_network. A key without a default is required."""
     meanings = Comments(sat_network.__name__).of_mapping(name)
@@ -255,13 +361,15 @@ def render() -> str:
 
 def _table(options: Sequence[Option]) -> str:
     """Return a table in Markdown. Options without a type have a reason in place of a meaning."""
-    heads = ["key", "type", "default", "meaning"] if options[0].type else ["key", "reason"]
+    heads = ["key", "type", "default", "meaning"]
+    if not options[0].default:
+        heads = ["key", "type", "meaning"] if options[0].type else ["key", ""]
     rows = [heads, ["---"] * len(heads)]
     for one in options:
-        default = one.default if one.default == REQUIRED else f"`{one.default}`"
+        default = one.default if one.default in ("", REQUIRED) else f"`{one.default}`"
         # Comments speak Python, and readers of the table write YAML.
         meaning = re.sub(r"\bNone\b", "null", one.meaning)
-        rows.append([f"`{one.key}`", *([one.type, default] if one.type else []), meaning])
+        rows.append([f"`{one.key}`", *(cell for cell in (one.type, default) if cell), meaning])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cogfast.cli.help_all import HelpAll
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import nearest
@@ -218,6 +219,9 @@ def _parser(command: str, what: str) -> Parser:
         help="allow `target` to name classes that this package defines; may be repeated",
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument(
+        "--help-all", action=HelpAll, help="list all keys that key=value can set, and stop"
+    )
     return parser
 
 

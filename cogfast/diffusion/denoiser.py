@@ -69,7 +69,13 @@ class DiscreteDenoiser:
     """
 
     def __init__(
-        self, scaling: VideoScaling, discretization: Schedule, num_idx: NumTimesteps = 1000
+        self,
+        # coefficients of the network's output
+        scaling: VideoScaling,
+        # the noise schedule
+        discretization: Schedule,
+        # length of the schedule; SAT's files give it twice
+        num_idx: NumTimesteps = 1000,
     ) -> None:
         # SAT's configs give the table's length twice; two lengths would be two schedules.
         if num_idx != discretization.num_timesteps:

@@ -75,7 +75,13 @@ class VanillaCFG:
 
     batch_factor = 2
 
-    def __init__(self, scale: Scale, dyn_thresh: Thresholding | None = None) -> None:
+    def __init__(
+        self,
+        # guidance scale; 1 is no guidance
+        scale: Scale,
+        # limits the guided values; null: no limit
+        dyn_thresh: Thresholding | None = None,
+    ) -> None:
         self.scale = scale
         self.thresholding = dyn_thresh or NoDynamicThresholding()
 
@@ -118,10 +124,15 @@ class DynamicCFG(VanillaCFG):
 
     def __init__(
         self,
+        # the scale varies from 1 to 1 + this
         scale: Scale,
+        # exponent of the position within the steps
         exp: Annotated[float, Range(0, 100)],
+        # length of the ramp in steps: the sampler's num_steps
         num_steps: Annotated[int, Range(1, 10**5)],
+        # limits the guided values; null: no limit
         dyn_thresh: Thresholding | None = None,
+        # timestep: upstream's formula, whose scale jumps; step: a smooth rise
         ramp: Ramp = "timestep",
     ) -> None:
         if ramp not in ("timestep", "step"):

@@ -20,23 +20,25 @@ class VideoDiffusionLoss:
         loss = w * mean((denoise(x_t) - x0)^2),  w = 1 / (1 - a^2) = SNR + 1,
     which equals the unweighted loss of the v that the network predicts.
 
-    offset_noise_level: factor of one more normal number per sample, added to all its noise.
     min_snr_value: gamma of Min-SNR (arXiv 2303.09556). The paper weights a v loss with
         min(SNR, gamma) / (SNR + 1); for the x0 loss here this is w = min(SNR, gamma). The last
         timestep then has SNR 0 and weight 0. (Upstream's option clamps w itself and fails on a
         batch above 1.)
-    fixed_frames: number of leading latent frames that stay clean in the network's input and are
-        excluded from the loss. A sampler with the same fixed_frames continues such frames.
-        (Upstream accepts the option and ignores it; its configs set 0.)
-    type: "l2", or "l1" for the absolute error.
+    fixed_frames: a sampler with the same number continues such frames. (Upstream accepts the
+        option and ignores it; its configs set 0.)
     """
 
     def __init__(
         self,
+        # draws the timesteps
         sigma_sampler: DiscreteSampling,
+        # squared (l2) or absolute error (l1)
         type: Literal["l2", "l1"] = "l2",
+        # factor of one more normal number per sample, added to all its noise
         offset_noise_level: Annotated[float, Range(0, 100)] = 0.0,
+        # gamma of Min-SNR weighting; null: all timesteps count as in SAT
         min_snr_value: Annotated[float, Range(0, 10**6)] | None = None,
+        # leading latent frames that stay clean in the input and are not in the loss
         fixed_frames: Annotated[int, Range(0, 10**5)] = 0,
     ) -> None:
         if type not in ("l2", "l1"):

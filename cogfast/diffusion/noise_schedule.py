@@ -57,18 +57,22 @@ class DeviceTable:
 class ZeroSNRDDPMDiscretization:
     """The scaled-linear DDPM schedule, shifted towards noise and stretched to zero terminal SNR.
 
-    shift_scale s divides the SNR by s at every timestep (3.0 for CogVideoX-2B, else 1.0), before
-    the stretch or, with `post_shift`, after it. `keep_start` also shifts linear_start, so that the
-    first timestep keeps the SNR it has without a shift; it has no effect with `post_shift`.
+    `keep_start` shifts linear_start the other way; it has no effect with `post_shift`.
     """
 
     def __init__(
         self,
+        # beta of the first timestep
         linear_start: Beta = 0.00085,
+        # beta of the last timestep
         linear_end: Beta = 0.0120,
+        # number of timesteps
         num_timesteps: NumTimesteps = 1000,
+        # divides the SNR at every timestep: 3.0 for CogVideoX-2B, else 1.0
         shift_scale: Annotated[float, Range(0, 1000)] = 1.0,
+        # keep the SNR of the first timestep in spite of the shift
         keep_start: bool = False,
+        # shift after the stretch to zero terminal SNR, not before it
         post_shift: bool = False,
     ) -> None:
         if shift_scale <= 0:

@@ -48,23 +48,27 @@ class Step:
 class VideoDDIMSampler:
     """Deterministic DDIM (arXiv 2010.02502) and the loop that all samplers share.
 
-    fixed_frames: number of leading latent frames of x that are given without noise and kept; with `sdedit`
-    the network sees them noised to the current level. Upstream reads both options in the VPSDE
-    sampler only.
-    timestep_spacing: "sat", or the spacing of a diffusers scheduler, which also takes
-    set_alpha_to_one and steps_offset. With the values of a diffusers pipeline the latents match the
-    pipeline's.
+    Upstream reads fixed_frames and sdedit in the VPSDE sampler only. With the timestep_spacing,
+    set_alpha_to_one and steps_offset of a diffusers pipeline the latents match the pipeline's.
     """
 
     def __init__(
         self,
+        # the noise schedule
         discretization: ZeroSNRDDPMDiscretization,
+        # sampling steps
         num_steps: NumSteps,
+        # guidance; null: none
         guider: Guider | None = None,
+        # leading latent frames that are given without noise and kept
         fixed_frames: FixedFrames = 0,
+        # noise the fixed frames to the level of the others in the network's input
         sdedit: bool = False,
+        # sat: SAT's timesteps; the others: those of a diffusers scheduler of that spacing
         timestep_spacing: TimestepSpacing = "sat",
+        # diffusers' key: the schedule ends without noise; false: at its first entry
         set_alpha_to_one: bool = True,
+        # diffusers' key: added to the timesteps of spacing leading
         steps_offset: int = 0,
     ) -> None:
         if fixed_frames < 0:

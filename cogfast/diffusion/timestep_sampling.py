@@ -26,9 +26,13 @@ class DiscreteSampling:
 
     def __init__(
         self,
+        # the noise schedule
         discretization: Schedule,
+        # length of the schedule
         num_idx: NumTimesteps = 1000,
+        # stratify: spread the timesteps of a step evenly over its samples
         uniform_sampling: bool = False,
+        # number of strata; null or 0: one per sample of the global batch
         group_num: Annotated[int, Range(0, 10**6)] | None = None,
     ) -> None:
         if num_idx != discretization.num_timesteps:

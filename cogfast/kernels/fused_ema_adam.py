@@ -127,16 +127,27 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable,
+        # peak learning rate; args.lr if it is left out
         lr: float = 1e-3,
+        # divide the moments by 1 - beta^t
         bias_correction: bool = True,
+        # decay of the first and the second moment
         betas: tuple[float, float] = (0.9, 0.999),
+        # added to the root of the second moment
         eps: float = 1e-8,
+        # decoupled weight decay; false: added to the gradient
         adam_w_mode: bool = True,
+        # weight decay; args.weight_decay if it is left out
         weight_decay: float = 0.0,
+        # only false
         amsgrad: bool = False,
+        # no effect: DeepSpeed clears the gradients
         set_grad_none: bool = True,
+        # decay of the averaged (EMA) weights
         ema_decay: float = 0.9999,
+        # warm up the EMA's decay: at most (1 + n) / (10 + n) after n updates
         use_num_updates: bool = True,
+        # SAT's spelling of use_num_updates
         use_num_upates: bool | None = None,
         kernels: Literal["triton", "torch"] = "triton",
     ) -> None:

@@ -115,12 +115,18 @@ class VideoAutoencoder(nn.Module):
 
     def __init__(
         self,
+        # folder of a diffusers VAE, or one with vae/ inside
         path: str | Path | None = None,
         inner: nn.Module | None = None,
+        # whole: encode a clip in one call, as SAT does; diffusers: eight frames at a time
         encode_chunks: EncodeChunks = "whole",
+        # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
         decode_chunks: DecodeChunks = "serial",
+        # one clip of the batch at a time, with the same outputs
         use_slicing: bool = False,
+        # work in tiles; changes outputs, since each tile has its own group norm statistics
         use_tiling: bool = False,
+        # rows and columns of a tile in pixels; null: 240x360
         tile_size: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:

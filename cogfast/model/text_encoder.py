@@ -106,17 +106,20 @@ class T5TextEncoder(_PaddedT5):
     """T5's encoder as CogVideoX uses it: padded to `max_length`, without an attention mask.
 
     The arguments are those of SAT's FrozenT5Embedder (sat/sgm/modules/encoders/modules.py), whose
-    default `max_length` is 77; every CogVideoX config sets 226. model_dir: a folder written by
-    transformers, or one with text_encoder/ and tokenizer/ inside (diffusers), or, with `cache_dir`,
-    a hub name that is looked up there. device: None keeps the device that weights load to.
+    default `max_length` is 77; every CogVideoX config sets 226. device: None keeps the device that
+    weights load to.
     """
 
     def __init__(
         self,
+        # folder of T5: one that transformers wrote, or one with text_encoder/ and tokenizer/ (diffusers)
         model_dir: str,
         device: str | torch.device | None = None,
+        # tokens of a caption: 226; longer captions are cut
         max_length: NumTokens = 77,
+        # only true
         freeze: bool = True,
+        # folder of downloaded models in which model_dir is looked up as a hub name
         cache_dir: str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -187,12 +190,19 @@ class ByteTextEncoder(_PaddedT5):
 
     def __init__(
         self,
+        # tokens of a caption, a byte each
         max_length: NumTokens = 32,
+        # width of the embedding
         d_model: Annotated[int, Range(1, 4096)] = 64,
+        # width of a head
         d_kv: Annotated[int, Range(1, 256)] = 16,
+        # width inside the feed-forward layers
         d_ff: Annotated[int, Range(1, 16384)] = 256,
+        # number of layers
         num_layers: Annotated[int, Range(1, 24)] = 2,
+        # attention heads per layer
         num_heads: Annotated[int, Range(1, 64)] = 4,
+        # decides the random weights
         seed: Annotated[int, Range(0, 2**63 - 1)] = 0,
     ) -> None:
         super().__init__()

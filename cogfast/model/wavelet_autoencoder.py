@@ -166,7 +166,10 @@ class WaveletAutoencoder(nn.Module):
     scale: Tensor
 
     def __init__(
-        self, ckpt_path: str | Path | None = None, state: WaveletState | None = None
+        self,
+        # the fitted bands and scales, a file that the quickstart writes
+        ckpt_path: str | Path | None = None,
+        state: WaveletState | None = None,
     ) -> None:
         super().__init__()
         if (ckpt_path is None) == (state is None):

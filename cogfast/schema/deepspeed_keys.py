@@ -12,33 +12,59 @@ _BATCH = Annotated[int, Range(1, 10**5)]
 _CHECKPOINTS = Annotated[int, Range(1, 10**5)] | None
 _STEPS = Annotated[int, Range(1, 10**9)] | None
 
-# Top-level key -> type. Source: deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
+# Top-level key -> type. The comment above a key is its meaning in docs/options.md. Source: deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
 TOP_KEYS: dict[str, Any] = {
+    # samples per step of all ranks; must equal the product of the next two and the replicas
     "train_batch_size": Annotated[int, Range(1, 10**9)],
+    # samples per rank and micro-batch, in place of args.batch_size
     "train_micro_batch_size_per_gpu": _BATCH,
+    # micro-batches per step, in place of args.gradient_accumulation_steps
     "gradient_accumulation_steps": _BATCH,
+    # largest norm of a step's gradients; 0, the default: no clipping
     "gradient_clipping": float,
+    # steps between DeepSpeed's own log lines; by default it writes none
     "steps_per_print": _STEPS,
+    # divide gradients before they are summed over the ranks
     "prescale_gradients": bool,
+    # part of the division that happens before the sum
     "gradient_predivide_factor": float,
+    # dtype in which gradients are exchanged; null: their own
     "communication_data_type": Literal["fp32", "fp16", "bf16"] | None,
+    # ZeRO: stage, buckets, offloading
     "zero_optimization": Mapping,
+    # always true here: cogfast builds the optimizer
     "zero_allow_untested_optimizer": bool,
+    # always false here: cogfast builds the optimizer
     "zero_force_ds_cpu_optimizer": bool,
+    # train in bfloat16
     "bf16": Mapping,
+    # train in float16 with a loss scale
     "fp16": Mapping,
+    # the optimizer: type and params
     "optimizer": Mapping,
+    # accepted, not used; see args.activation_checkpointing
     "activation_checkpointing": Mapping,
+    # dtype in which gradients are accumulated
     "data_types": Mapping,
+    # DeepSpeed's count of operations
     "flops_profiler": Mapping,
+    # log of the collectives
     "comms_logger": Mapping,
+    # reading and writing of NVMe offloading
     "aio": Mapping,
+    # log the time of each phase of a step
     "wall_clock_breakdown": bool,
+    # log the memory of each phase of a step
     "memory_breakdown": bool,
+    # log DeepSpeed's state at the start
     "dump_state": bool,
+    # read by earlier versions of DeepSpeed only
     "disable_allgather": bool,
+    # turn Python's garbage collector off
     "disable_python_gc": bool,
+    # DeepSpeed's timers
     "timers": Mapping,
+    # level of DeepSpeed's log
     "log_level": str,
 }
 
@@ -57,6 +83,7 @@ _OFFLOAD: dict[str, Any] = {
 # runtime/swap_tensor/constants.py, profiling/constants.py, comm/config.py, utils/config.py.
 SECTION_KEYS: dict[str, dict[str, Any]] = {
     "zero_optimization": {
+        # what is partitioned: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
         "stage": Literal[0, 1, 2, 3],
         **dict.fromkeys(
             (
@@ -115,12 +142,15 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
             ),
             _COUNT | None,
         ),
+        # keep optimizer state and master weights in host memory (device: cpu) or on NVMe
         "offload_optimizer": Mapping | None,
+        # ZeRO-3: keep weights in host memory (device: cpu) or on NVMe
         "offload_param": Mapping | None,
         "leaf_module": Mapping | None,
         "zenflow": Mapping | None,
     },
     "bf16": {
+        # weights and activations in bfloat16, masters and optimizer state in float32
         "enabled": bool,
         "immediate_grad_update": bool,
         "check_grad_overflow": bool,
@@ -128,17 +158,29 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
         "bf16_optimizer_states": bool,
     },
     "fp16": {
+        # weights and activations in float16, masters and optimizer state in float32
         "enabled": bool,
         "auto_cast": bool,
+        # fixed loss scale; 0: a scale that follows the overflows
         "loss_scale": float,
+        # steps without an overflow after which the scale doubles
         "loss_scale_window": Annotated[int, Range(1, 10**9)],
+        # first scale, as a power of two
         "initial_scale_power": Annotated[int, Range(0, 64)],
+        # overflows before the scale halves
         "hysteresis": Annotated[int, Range(1, 10**9)],
         "consecutive_hysteresis": bool,
+        # scale below which the run ends
         "min_loss_scale": float,
         "fp16_master_weights_and_grads": bool,
     },
-    "optimizer": {"type": str, "params": Mapping | None, "legacy_fusion": bool},
+    "optimizer": {
+        # sat.ops.FusedEmaAdam, Adam, AdamW or a class of torch.optim
+        "type": str,
+        # its arguments
+        "params": Mapping | None,
+        "legacy_fusion": bool,
+    },
     "zero_optimization.offload_optimizer": {
         **_OFFLOAD,
         **dict.fromkeys(("pipeline_read", "pipeline_write", "fast_init", "super_offload"), bool),
@@ -172,7 +214,9 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
         ),
     },
     "data_types": {
-        **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), _DTYPE),
+        # dtype of accumulated gradients
+        "grad_accum_dtype": _DTYPE,
+        **dict.fromkeys(("param_dtype", "buffer_dtype"), _DTYPE),
         "keep_in_fp32_modules": Literal["auto"] | list[str],
     },
     "flops_profiler": {
