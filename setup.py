@@ -13,6 +13,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "cogfast" / "__init__.py").read_text())[1]
@@ -45,6 +46,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         from torch.utils.cpp_extension import include_paths, library_paths
 
+        library = Path(self.get_ext_fullpath(ext.name))
+        if not newer_group([__file__, *ext.sources, *ext.depends], str(library), "newer"):
+            return
         compiler = os.environ.get("CXX", "g++")
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
@@ -61,7 +65,6 @@ class BuildKernels(build_ext):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             run = lambda command, output: subprocess.run([*command, "-o", output], check=True)
             list(pool.map(run, commands, outputs))
-        library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         # libgomp is not named: torch_cpu brings the one whose threads PyTorch's ops use.
         link = [compiler, "-shared", *outputs, *(f"-L{path}" for path in library_paths())]

@@ -11,6 +11,8 @@ PYTHON=${PYTHON:-python3}
 }
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" -c constraints.txt; }
+# Python compiles what it imports; compiling all files of all packages here takes 40 s.
+export PIP_NO_COMPILE=1
 
 torch=$(grep '^torch==' constraints.txt)
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
@@ -23,9 +25,12 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         pip install "$torch"
     fi
 fi
-pip install --quiet setuptools wheel ninja
+pip install --quiet setuptools wheel ninja numpy
+# The CPU kernels compile while pip installs the rest. If that fails, the last lines say so.
+.venv/bin/python setup.py --quiet build_ext --inplace &
 # DeepSpeed is built from source against the installed torch, without its compiled ops.
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
+wait
 pip install --quiet --no-build-isolation --editable '.[test]'
 .venv/bin/python -c 'import sys; from cogfast.kernels.ops import HAS_CPU_KERNELS as has; sys.exit(not has)' || {
     echo "setup: the CPU kernels are not compiled, so that training on a CPU runs PyTorch's ops instead, which"

@@ -294,10 +294,11 @@ class Metrics:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(7, 4))
         # Not pyplot, which keeps every figure of the process.
         FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        # A fixed rectangle: a layout that fits the labels draws everything twice.
+        axes = figure.add_axes((0.09, 0.13, 0.89, 0.79))
         steps = [line["step"] for line in lines]
         axes.plot(steps, [line["loss"] for line in lines], color="#9db8d9", lw=1, label="loss")
         running = [line["loss_running"] for line in lines]
