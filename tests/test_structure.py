@@ -36,7 +36,7 @@ CLOSED = {
     "diffusion": ("config",),
     "data": ("config",),
 }
-MOST_ENTRIES = {"cogfast": 13}  # files and folders in a folder; public names keep the package's
+MOST_ENTRIES = {"cogfast": 13, "tests": 13}  # others: 12; public names keep the package's
 MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
 LATE = {

@@ -17,9 +17,10 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from cogfast.cli.options import Parser
+from cogfast.finetune.cogkit_file import read_cogkit
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import Range
-from cogfast.schema.values import cut, describe_type, fits, show
+from cogfast.schema.values import cut, describe_type, fits, printable, show
 
 Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]
@@ -135,7 +136,9 @@ class Args:
     fps: Annotated[float, Range(0.01, 1000)] | None = _own(
         "pick frames by time at this rate; none: spread them over the clip", None
     )
-    overrides: tuple[str, ...] = _own("key=value words, as in `cogfast train`", ())
+    deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
+    yaml: Path | None = _own("CogKit's YAML, below the options given here", None)
+    overrides: list[str] = _own("override the configuration: args.log_interval=1", factory=list)
     dry_run: bool = _own("print the configuration with the origin of each value, and stop", False)
 
     def __post_init__(self) -> None:
@@ -154,6 +157,10 @@ class Args:
         found["overrides"] += [word for word in modules if "=" in word]
         if modules:
             found["target_modules"] = [word for word in modules if "=" not in word]
+        if "yaml" in found:
+            names = [field.name for field in _fields()]
+            of_file = read_cogkit(Path(found["yaml"]), names)
+            found = of_file | found | {"overrides": of_file["overrides"] + found["overrides"]}
         missing = [f"--{f.name}" for f in _fields() if _is_required(f) and f.name not in found]
         if missing:
             raise ValueError(
@@ -188,9 +195,9 @@ def _value(name: str, value: Any, annotation: Any) -> Any:
     if name == "train_resolution":
         annotation, kind = tuple[int, int, int], tuple
         rule = "frames x height x width in whole numbers, such as 49x480x720"
-        value = value.split("x") if isinstance(value, str) else value
-        if isinstance(value, list | tuple):
-            read = tuple(_number(int, item) for item in value)
+        parts = value.split("x") if isinstance(value, str) else value
+        if isinstance(parts, list | tuple):
+            read = tuple(_number(int, part) for part in parts)
             read = read if all(isinstance(n, int) and 0 < n < 2**16 for n in read) else None
     elif kind is bool and isinstance(value, str):
         read = {"true": True, "false": False}.get(value.lower(), value)
@@ -199,7 +206,7 @@ def _value(name: str, value: Any, annotation: Any) -> Any:
     elif kind is Path and isinstance(value, Path):
         read = str(value)
     if not fits(read, annotation) or "\0" in str(read):
-        raise ValueError(f"--{name} {cut(str(value))}: must be {rule}")
+        raise ValueError(f"--{name} {printable(cut(str(value)))}: must be {rule}")
     return Path(read) if kind is Path else read
 
 
@@ -217,7 +224,13 @@ def _number(kind: type, text: Any) -> Any:
 
 
 def _check_combinations(args: Args) -> None:
-    """Refuse options that need or exclude others."""
+    """Refuse options that need or exclude others, and words that are no override."""
+    for word in args.overrides:
+        if "=" not in word:
+            raise ValueError(
+                f"cogfast finetune: {cut(word)!r} is neither an option nor key=value; options begin "
+                "with --"
+            )
     if args.model_name.endswith(("-t2v", "-i2v")) and args.model_type != args.model_name[-3:]:
         raise ValueError(
             f"--model_type {args.model_type} with --model_name {args.model_name}: the name is one of "

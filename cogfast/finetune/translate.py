@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, load_config
+from cogfast.finetune.deepspeed_file import deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.weights.family import COGVIDEOX_2B, Family
@@ -40,7 +41,7 @@ def translate(args: Args) -> Config:
     """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
     base, settings = _model_settings(args)
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
-    settings |= _validation_settings(args)
+    settings |= _validation_settings(args) | deepspeed_settings(args)
     known = {f"args.{field.name}" for field in fields(TrainArguments)}
     for key in [key for key in settings if key.startswith("args.") and key not in known]:
         del settings[key]
@@ -119,17 +120,25 @@ def _data_settings(args: Args) -> Settings:
     frames, *size = args.train_resolution
     # Without a rate, frames are spread over the clip and short clips are padded, as in their trainer.
     frame_selection = "uniform" if args.fps is None else "timestamp"
+    captions, videos = str(args.caption_column), str(args.video_column)
     settings: Settings = {
-        "data.target": ("cogfast.data.datasets.VideoList", TRAINER),
         "data.params.video_size": (size, "--train_resolution"),
         "data.params.max_num_frames": (frames, "--train_resolution"),
         "data.params.frame_selection": (frame_selection, "--fps"),
         "data.params.short_clips": ("pad" if args.fps is None else "skip", "--fps"),
-        "data.params.caption_column": (str(args.caption_column), "--caption_column"),
-        "data.params.video_column": (str(args.video_column), "--video_column"),
-        "args.train_data": ([str(args.data_root)], "--data_root"),
         "args.num_workers": (args.num_workers, "--num_workers"),
     }
+    if captions == videos and Path(videos).suffix in (".jsonl", ".json", ".csv"):
+        manifest = str(args.data_root / videos)
+        settings["data.target"] = ("cogfast.data.datasets.VideoManifest", "--video_column")
+        settings["args.train_data"] = ([manifest], "--data_root")
+    else:
+        settings |= {
+            "data.target": ("cogfast.data.datasets.VideoList", TRAINER),
+            "data.params.caption_column": (captions, "--caption_column"),
+            "data.params.video_column": (videos, "--video_column"),
+            "args.train_data": ([str(args.data_root)], "--data_root"),
+        }
     if args.fps is not None:
         settings["data.params.fps"] = (args.fps, "--fps")
     if args.image_column is not None and args.model_type == "i2v":

@@ -1,0 +1,104 @@
+"""Reads a DeepSpeed file of CogVideo's trainer, and compares it with the options."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cogfast.finetune.schemas import Args
+from cogfast.schema.config import to_dict
+from cogfast.schema.json_files import read_limited
+from cogfast.schema.values import show
+from cogfast.schema.yaml_files import read_yaml
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 2**19
+_FIX = "give a DeepSpeed configuration in JSON or YAML"
+# Key of the file -> the option that sets the same
+_SAME = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+
+
+def deepspeed_file(args: Args) -> Path | None:
+    """Return the file of --deepspeed_config, or the one that `accelerate launch` names."""
+    found = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    return args.deepspeed_config or (Path(found) if found else None)
+
+
+def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
+    """Return {key of the deepspeed section: (value, the file)}; {} without a file.
+
+    "auto" where an option has the value is left out. Raises ValueError where the file contradicts
+    an option: which of them wins would be a guess.
+    """
+    file = deepspeed_file(args)
+    if file is None:
+        return {}
+    section = _read(file)
+    if section.pop("scheduler", None) is not None:
+        logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
+    for key, name in _SAME.items():
+        _compare(file, section, key, name, getattr(args, name))
+    optimizer = dict(section.pop("optimizer", None) or {})
+    kind = str(optimizer.get("type", args.optimizer))
+    if kind.lower() != args.optimizer.lower():
+        _refuse(f"--optimizer {args.optimizer}", file, "optimizer.type", kind)
+    betas = [args.beta1, args.beta2]
+    _compare(file, {"optimizer": optimizer}, "optimizer.params.betas", "beta1", betas)
+    for name in ("bf16", "fp16"):
+        is_on = _select(section, f"{name}.enabled")
+        if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
+            _refuse(f"--mixed_precision {args.mixed_precision}", file, f"{name}.enabled", is_on)
+    params = {k: v for k, v in (optimizer.get("params") or {}).items() if v != "auto"}
+    settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
+    if "type" in optimizer:
+        settings["deepspeed.optimizer.type"] = kind
+    for key, value in section.items():
+        if isinstance(value, dict) and key in ("bf16", "fp16"):
+            inner = {f"deepspeed.{key}.{k}": v for k, v in value.items() if v != "auto"}
+            settings |= inner
+        elif value != "auto":
+            settings[f"deepspeed.{key}"] = value
+    return {key: (value, file.name) for key, value in settings.items()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    text = read_limited(file, _MOST_BYTES, _FIX)
+    try:
+        # Upstream's files are JSON named .yaml, two of them with a key twice, of which JSON takes the last.
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return to_dict(read_yaml(file, str(file), is_plain=True))
+    if not isinstance(found, dict):
+        raise ValueError(f"--deepspeed_config {file}: is no mapping; {_FIX}")
+    return found
+
+
+def _compare(file: Path, section: Mapping, key: str, name: str, wanted: object) -> None:
+    found = _select(section, key)
+    if found not in (None, "auto", wanted):
+        _refuse(f"--{name} {show(wanted)}", file, key, found)
+
+
+def _refuse(option: str, file: Path, key: str, value: object) -> None:
+    raise ValueError(
+        f"{option}, but {file} has {key}={show(value)}; change one of them, or set it to auto"
+    )
+
+
+def _select(section: Mapping, key: str) -> Any:
+    node: Any = section
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

@@ -1,0 +1,271 @@
+"""The arguments of CogVideo's diffusers trainer: names, types, defaults, help, and values that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cogfast.finetune.schemas import PLACEHOLDER, Args
+from tests.support.tiny_run import ROOT
+
+# Typed from finetune/schemas/args.py of zai-org/CogVideo 7a1af71: {option: (type, default, required)}.
+SHELL = {
+    "model_path": (str, None, True),
+    "model_name": (str, None, True),
+    "model_type": (str, None, True),
+    "training_type": (str, None, True),
+    "output_dir": (str, None, True),
+    "data_root": (str, None, True),
+    "caption_column": (str, None, True),
+    "video_column": (str, None, True),
+    "train_resolution": (str, None, True),
+    "report_to": (str, None, False),  # there required, here not
+    "seed": (int, 42, False),
+    "train_epochs": (int, 10, False),
+    "train_steps": (int, None, False),
+    "gradient_accumulation_steps": (int, 1, False),
+    "batch_size": (int, 1, False),
+    "learning_rate": (float, 2e-5, False),
+    "optimizer": (str, "adamw", False),
+    "beta1": (float, 0.9, False),
+    "beta2": (float, 0.95, False),
+    "beta3": (float, 0.98, False),
+    "epsilon": (float, 1e-8, False),
+    "weight_decay": (float, 1e-4, False),
+    "max_grad_norm": (float, 1.0, False),
+    "lr_scheduler": (str, "constant_with_warmup", False),
+    "lr_warmup_steps": (int, 100, False),
+    "lr_num_cycles": (int, 1, False),
+    "lr_power": (float, 1.0, False),
+    "num_workers": (int, 8, False),
+    "pin_memory": (bool, True, False),
+    "image_column": (str, None, False),
+    "mixed_precision": (str, "no", False),
+    "gradient_checkpointing": (bool, True, False),
+    "enable_slicing": (bool, True, False),
+    "enable_tiling": (bool, True, False),
+    "nccl_timeout": (int, 1800, False),
+    "rank": (int, 128, False),
+    "lora_alpha": (int, 64, False),
+    "target_modules": (list, ["to_q", "to_k", "to_v", "to_out.0"], False),
+    "checkpointing_steps": (int, 200, False),
+    "checkpointing_limit": (int, 10, False),
+    "resume_from_checkpoint": (str, None, False),
+    "do_validation": (bool, False, False),
+    "validation_steps": (int, None, False),
+    "validation_dir": (str, None, False),
+    "validation_prompts": (str, None, False),
+    "validation_images": (str, None, False),
+    "validation_videos": (str, None, False),
+    "gen_fps": (int, 15, False),
+}
+# Types of the class Args of the same file, where they are not those of the table.
+PATHS = {
+    "model_path",
+    "output_dir",
+    "data_root",
+    "caption_column",
+    "video_column",
+    "image_column",
+    "resume_from_checkpoint",
+    "validation_dir",
+}
+NEEDED = {
+    "model_path": "CogVideoX-5b",
+    "model_name": "cogvideox-t2v",
+    "model_type": "t2v",
+    "training_type": "lora",
+    "output_dir": "out",
+    "data_root": "data",
+    "caption_column": "prompts.txt",
+    "video_column": "videos.txt",
+    "train_resolution": "49x480x720",
+}
+SAMPLES = {int: "3", float: "0.5", bool: "false"}
+
+
+def words(**options: object) -> list[str]:
+    return [
+        word for name, value in {**NEEDED, **options}.items() for word in (f"--{name}", str(value))
+    ]
+
+
+def test_options_without_a_value_have_upstreams_default():
+    args = Args.parse_args(words())
+    assert len(SHELL) == 48
+    for name, (_, default, is_required) in SHELL.items():
+        if not is_required:
+            assert getattr(args, name) == default, name
+    assert args.train_resolution == (49, 480, 720)
+    assert args.tracker_name == "finetrainer-cogvideo"
+
+
+@pytest.mark.parametrize("name", sorted(set(SHELL) - {"validation_videos"}))
+def test_options_have_upstreams_type(name):
+    kind = SHELL[name][0]
+    special = {
+        "lr_scheduler": "cosine",
+        "mixed_precision": "bf16",
+        "report_to": "all",
+        "target_modules": "to_q",
+    }
+    text = special.get(name, NEEDED.get(name, SAMPLES.get(kind, "word")))
+    value = getattr(Args.parse_args(words(**{name: text})), name)
+    if name == "train_resolution":
+        assert value == (49, 480, 720)
+    elif kind is list:
+        assert value == ["to_q"]
+    elif name in PATHS:
+        assert value == Path(text)
+    else:
+        assert type(value) is kind
+        assert str(value).lower() == text
+
+
+@pytest.mark.parametrize("name", [name for name, row in SHELL.items() if row[2]])
+def test_required_options_are_named(name):
+    given = words()
+    at = given.index(f"--{name}")
+    with pytest.raises(ValueError, match=rf"cogfast finetune needs --{name}; --help lists"):
+        Args.parse_args(given[:at] + given[at + 2 :])
+
+
+def test_python_gives_values_or_text():
+    args = Args(
+        **{**NEEDED, "train_resolution": (49, 480, 720), "rank": 64, "do_validation": False}
+    )
+    assert args.model_dump() == Args(**NEEDED, rank="64", do_validation="False").model_dump()
+    with pytest.raises(AttributeError):
+        args.rank = 3
+    # The class has a default for two options that the shell requires.
+    few = {k: v for k, v in NEEDED.items() if k not in ("training_type", "output_dir")}
+    assert Args(**few).training_type == "lora"
+    assert Args(**few).output_dir.parent == Path("train_results")
+
+
+@pytest.mark.parametrize("name", [name for name, row in SHELL.items() if row[0] is bool])
+def test_switches_read_their_word(name):
+    """Upstream's type=bool takes every word for true."""
+    for text, expected in (("true", True), ("True", True), ("false", False), ("False", False)):
+        given = words(
+            validation_steps=1, validation_dir="v", validation_prompts="p", **{name: text}
+        )
+        assert getattr(Args.parse_args(given), name) is expected
+    given = [*words(validation_steps=1, validation_dir="v", validation_prompts="p"), f"--{name}"]
+    assert getattr(Args.parse_args(given), name) is True
+
+
+def test_words_with_an_equals_sign_are_overrides():
+    given = ["args.log_interval=1", *words(target_modules="to_q"), "to_k", "data.params.fps=4"]
+    args = Args.parse_args(given)
+    assert args.overrides == ["args.log_interval=1", "data.params.fps=4"]
+    assert args.target_modules == ["to_q", "to_k"]
+
+
+REFUSED = {
+    "--rank 0": "--rank 0: must be a whole number from 1 to 32768",
+    "--lora_alpha 0": "--lora_alpha 0: must be a whole number from 1 to",
+    "--pin_memory maybe": "--pin_memory maybe: must be true or false",
+    "--seed 1.5": "--seed 1.5: must be a whole number",
+    "--learning_rate nan": "--learning_rate nan: must be a number from 0",
+    "--learning_rate fast": "--learning_rate fast: must be a number",
+    "--mixed_precision fp8": "--mixed_precision fp8: must be one of no, fp16, bf16",
+    "--report_to none": "--report_to none: must be one of tensorboard, wandb, all",
+    "--lr_scheduler sat": "--lr_scheduler sat: must be one of constant, constant_with_warmup,",
+    "--train_resolution 480x720": "--train_resolution 480x720: must be frames x height x width in",
+    "--train_resolution 49*480*720": "must be frames x height x width in whole numbers, such as 49x480",
+    "--train_resolution 49x480xwide": "must be frames x height x width in whole numbers",
+    "--train_resolution 49x480x-720": "must be frames x height x width in whole numbers",
+    "--model_type v2v": "--model_type v2v: must be one of i2v, t2v",
+    "--model_type i2v": "--model_type i2v with --model_name cogvideox-t2v: the name is one of a t2v",
+    "--learning-rate 1": "has no option --learning-rate; did you mean --learning_rate?",
+    "--learning_rat 1": "has no option --learning_rat; did you mean --learning_rate?",
+    "--keep-last 1": r"has no option --keep-last; args.keep_last=VALUE sets it",
+    "--batchsize 1": "has no option --batchsize; did you mean --batch_size?",
+    "--do_validation true": "--do_validation true needs --validation_steps; set it",
+    "--validation_videos v.txt": "--validation_videos v.txt: no CogVideoX model here takes a video",
+    "word": "'word' is neither an option nor key=value",
+    "--rank": "argument --rank: expected one argument",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_wrong_options_are_refused_in_one_line(given):
+    with pytest.raises(ValueError, match=REFUSED[given]) as caught:
+        Args.parse_args([*words(), *given.split()])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "kind"),
+    [
+        ("validation_steps", "t2v"),
+        ("validation_dir", "t2v"),
+        ("validation_prompts", "t2v"),
+        ("validation_images", "i2v"),
+    ],
+)
+def test_validation_needs_its_files(missing, kind):
+    given = {
+        "model_name": f"cogvideox-{kind}",
+        "model_type": kind,
+        "do_validation": "true",
+        "validation_steps": 7,  # need not be a multiple of checkpointing_steps
+        "validation_dir": "v",
+        "validation_prompts": "p",
+        "validation_images": "i",
+    }
+    assert Args.parse_args(words(**given)).validation_steps == 7
+    del given[missing]
+    with pytest.raises(ValueError, match=f"--do_validation true needs --{missing}; set it"):
+        Args.parse_args(words(**given))
+
+
+def test_200_random_command_lines_end_without_a_traceback():
+    rng = random.Random(0)
+    flags = [f"--{name}" for name in SHELL] + ["--learning-rate", "--", "-x", "--fps", "--dry-run"]
+    values = ["1", "0", "-1", "1e400", "true", "maybe", "", "a=b", "=", "\0", "ü" * 300, "9" * 5000]
+    values += ["49x480x720", "x", "None", PLACEHOLDER, "--rank", "lora", "t2v", "${a}", "[1", "\n"]
+    ends = {"parsed": 0, "refused": 0}
+    for _ in range(200):
+        given = words() if rng.random() < 0.7 else []
+        for _ in range(rng.randrange(4)):
+            given += [rng.choice(flags), rng.choice(values)][: rng.choice((1, 2, 2, 2))]
+        try:
+            Args.parse_args(given)
+            ends["parsed"] += 1
+        except ValueError as error:
+            assert "\n" not in str(error), given
+            assert len(str(error)) < 1500, given
+            ends["refused"] += 1
+    assert min(ends.values()) > 20, ends
+
+
+def test_help_is_grouped_has_each_default_and_imports_no_torch():
+    code = """
+import json, sys
+from cogfast.__main__ import main
+try:
+    main(["finetune", "--help"])
+except SystemExit:
+    pass
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    *lines, modules = done.stdout.splitlines()
+    assert not {"torch", "diffusers", "deepspeed", "numpy"} & set(json.loads(modules)), done.stderr
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    for group in ("Model:", "Output:", "Data:", "Training:", "LoRA:", "Validation:"):
+        assert group in headings
+    for name, (_, default, is_required) in SHELL.items():
+        (line,) = [text for text in lines if text.startswith(f"  --{name} ")]
+        shown = "required" if is_required else "none" if default is None else default
+        shown = " ".join(shown) if isinstance(shown, list) else shown
+        shown = str(shown).lower() if isinstance(shown, bool) else shown
+        assert line.endswith(f"[{shown}]"), line
+        assert len(line) <= 150
