@@ -53,7 +53,7 @@ from cogfast.data.video.settings import (
     checked_buckets,
     checked_size,
 )
-from cogfast.data.video.transform import FrameSelection
+from cogfast.data.video.transform import FrameSelection, Resize
 from cogfast.schema.values import cut
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class CaptionedVideos(Dataset):
             "num_padded": selection.num_padded,
         }
         if self.has_images:
-            image = self._image(index, settings.video_size, clip[0])
+            image = self._image(index, settings, clip[0])
             sample["images"] = image.to(clip.device)
         return sample
 
@@ -202,14 +202,15 @@ class CaptionedVideos(Dataset):
         places = self.clips.places
         return None if places is None or places[index, 0] < 0 else places[index]
 
-    def _image(self, index: int, size: tuple[int, int], first_frame: Tensor) -> Tensor:
+    def _image(self, index: int, settings: ClipSettings, first_frame: Tensor) -> Tensor:
         """The conditioning image, uint8 [3, rows, columns]; the first frame if there is no other."""
         clips, place = self.clips, self._place(index)
+        size, resize = settings.video_size, settings.resize
         if place is not None and place[2] >= 0:
             file = clips.files[index]
-            return read_image(read_member(file, *place[2:]), file, size)
+            return read_image(read_member(file, *place[2:]), file, size, resize)
         image = "" if clips.images is None else clips.images[index]
-        return read_image(image, image, size) if image else first_frame.clone()
+        return read_image(image, image, size, resize) if image else first_frame.clone()
 
 
 @dataclass(eq=False, repr=False)
@@ -225,7 +226,7 @@ class ListedVideos(CaptionedVideos, ABC):
 
     # the sources; set by the trainer to args.train_data or args.valid_data
     data_dir: DataDir
-    # rows and columns in pixels that a clip is scaled and cropped to, such as [480, 720]
+    # rows and columns in pixels that a clip is resized to, such as [480, 720]
     video_size: Sequence[Side]
     # frames per second that clips are read at
     fps: FramesPerSecond
@@ -239,6 +240,9 @@ class ListedVideos(CaptionedVideos, ABC):
     # skip: report a video that is too short as bad; pad: repeat its last frame. null: skip with
     # timestamp (a frozen end teaches the model to stop moving), pad with sat and uniform
     short_clips: ShortClips | None = None
+    # crop: scale to cover video_size and crop the centre, as SAT does; stretch: squeeze the picture to
+    # video_size, as CogVideo's diffusers trainer does
+    resize: Resize = "crop"
     # accept samples without a caption
     allow_empty_captions: bool = False
     # dali: decode in the training process, on its GPU, and use PyAV for files that DALI cannot read;
@@ -260,6 +264,7 @@ class ListedVideos(CaptionedVideos, ABC):
             skip_frms_num=self.skip_frms_num,
             frame_selection=self.frame_selection,
             short_clips=self.short_clips,
+            resize=self.resize,
             video_backend=self.video_backend,
             keep_decoded_mib=self.keep_decoded_mib,
             buckets=checked_buckets(self.buckets),

@@ -42,6 +42,9 @@ def cache_specs(
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
     for name in ("keep_decoded_mib", "buckets", *of_buckets):
         del clip[f"data.params.{name}"]
+    # Left out by default: caches of versions without this key stay valid.
+    if settings.resize == "crop":
+        del clip["data.params.resize"]
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"

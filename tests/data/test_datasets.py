@@ -250,6 +250,7 @@ def test_unread_files_of_a_folder_are_logged(tmp_path, caplog):
         ({"skip_frms_num": -1}, "skip_frms_num=-1 must be 0 or more"),
         ({"frame_selection": "clock"}, "'clock' is not known; use one of timestamp, sat, uniform"),
         ({"short_clips": "loop"}, "'loop' is not known; use one of skip, pad"),
+        ({"resize": "squeeze"}, "'squeeze' is not known; use one of crop, stretch"),
         ({"video_backend": "nvdec"}, "'nvdec' is not known; use one of auto, dali, decord, pyav"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

@@ -1,4 +1,4 @@
-"""Reads one clip: selects, decodes, scales and crops its frames. Also reads conditioning images."""
+"""Reads one clip: selects, decodes and resizes its frames. Also reads conditioning images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from cogfast.data.video.dali import DaliRefusal, DaliVideo, dali_of_this_process
 from cogfast.data.video.file import check_file, one_line
 from cogfast.data.video.reader import VideoReader, open_video
 from cogfast.data.video.settings import ClipSettings
+from cogfast.data.video.stretch import stretch_picture
 from cogfast.data.video.transform import (
+    Resize,
     Selection,
     resize_and_center_crop,
     select_frames_sat,
@@ -86,7 +88,8 @@ def read_clip(
         return (clip if dali is None else clip.to(dali.device)), selection
     chosen, selection = _choose(video, settings, span)
     try:
-        return _padded(dali.read(video, chosen, settings.video_size), selection), selection
+        clip = dali.read(video, chosen, settings.video_size, settings.resize)
+        return _padded(clip, selection), selection
     except DaliRefusal as refusal:
         # If PyAV cannot read the file either, this raises, and the refusal does not count.
         clip, selection = _read_on_cpu(path, settings, span)
@@ -95,13 +98,18 @@ def read_clip(
 
 
 def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:
-    video = open_video(path, settings.cpu_reader)
+    is_stretched = settings.resize == "stretch"
+    # FFmpeg squeezes frames in the step that converts them to RGB.
+    size = settings.video_size if is_stretched else None
+    video = open_video(path, settings.cpu_reader, size)
     # Closed here and not by the garbage collector: see VideoReader.close.
     try:
         chosen, selection = _choose(video, settings, span)
         # Scale each part before the next is decoded: full-size frames of a clip take much memory.
         parts = [
-            resize_and_center_crop(part, settings.video_size)
+            part.permute(0, 3, 1, 2).contiguous()
+            if is_stretched
+            else resize_and_center_crop(part, settings.video_size)
             for part in video.parts(chosen.tolist())
         ]
     finally:
@@ -131,8 +139,10 @@ def _padded(clip: Tensor, selection: Selection) -> Tensor:
     return torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
 
 
-def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:
-    """Read a picture [3, rows, columns] uint8, scaled and cropped as clips are.
+def read_image(
+    source: str | bytes, name: str, size: tuple[int, int], resize: Resize = "crop"
+) -> Tensor:
+    """Read a picture [3, rows, columns] uint8, resized as clips are.
 
     source: a path, or the content of the file. name: the sample's, for errors.
     """
@@ -142,6 +152,8 @@ def read_image(source: str | bytes, name: str, size: tuple[int, int]) -> Tensor:
         pixels = read_pixels(source)
     except ValueError as error:
         raise BadSample(name, str(error)) from None
+    if resize == "stretch":
+        return stretch_picture(pixels, size)
     return resize_and_center_crop(pixels[None], size)[0]
 
 

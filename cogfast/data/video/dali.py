@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.file import first_frame, read_header
-from cogfast.data.video.transform import cover_size
+from cogfast.data.video.transform import Resize, cover_size
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,11 @@ class DaliReader:
         self.device = device
         # One stream for all threads, so that the allocator can reuse freed memory in stream order.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._idle: deque[Callable[..., Tensor]] = deque()  # pipelines that no thread is using
+        # Pipelines that no thread is using.
+        self._idle: dict[Resize, deque[Callable[..., Tensor]]] = {
+            "crop": deque(),
+            "stretch": deque(),
+        }
         self._refusals: dict[str, int] = {}  # {kind: number of valid files that DALI refused}
         self._known: set[str] = set()  # kinds of which DALI has decoded a file
 
@@ -179,8 +183,14 @@ class DaliReader:
             colour_matrix=int(first.colorspace),
         )
 
-    def read(self, video: DaliVideo, indices: np.ndarray, target: tuple[int, int]) -> Tensor:
-        """Read the frames at `indices`, scaled to cover the target and cropped at the centre.
+    def read(
+        self,
+        video: DaliVideo,
+        indices: np.ndarray,
+        target: tuple[int, int],
+        resize: Resize = "crop",
+    ) -> Tensor:
+        """Read the frames at `indices`, resized to the target as `resize` says.
 
         Returns uint8 [F, 3, rows, columns]. Raises DaliRefusal if DALI cannot decode the file.
         """
@@ -190,10 +200,10 @@ class DaliReader:
             raise DaliRefusal(str(error)) from None
         # deque's methods are atomic, so threads share the list without a lock.
         try:
-            run = self._idle.pop()
+            run = self._idle[resize].pop()
         except IndexError:
-            run = _pipeline(self.device)
-        size = cover_size(video.height, video.width, target)
+            run = _pipeline(self.device, resize)
+        size = target if resize == "stretch" else cover_size(video.height, video.width, target)
         try:
             with self.on_device():
                 clip = run(encoded, indices, size, target)
@@ -201,7 +211,7 @@ class DaliReader:
                     clip = _recolour(clip, video.colour_matrix)
         except RuntimeError as error:  # a pipeline cannot be used after an error, so it is dropped
             raise DaliRefusal(_reason(error)) from None
-        self._idle.append(run)
+        self._idle[resize].append(run)
         self._known.add(video.kind)
         return clip
 
@@ -218,7 +228,7 @@ class DaliReader:
             )
 
 
-def _pipeline(device: torch.device) -> Callable[..., Tensor]:
+def _pipeline(device: torch.device, resize: Resize) -> Callable[..., Tensor]:
     """Build a DALI pipeline: a function of (file's bytes, indices, scaled size, cropped size)."""
     # DALI is optional: `make test-dali` installs it.
     from nvidia.dali import fn, pipeline_def, types  # pyright: ignore[reportMissingImports]
@@ -249,8 +259,10 @@ def _pipeline(device: torch.device) -> Callable[..., Tensor]:
             pad_mode="none",
             affine=False,
         )
-        # The filter of resize_and_center_crop, which PyAV's frames go through.
-        video = fn.resize(video, size=size, interp_type=types.INTERP_CUBIC, antialias=True)
+        # The filters of resize_and_center_crop and of FFmpeg's `scale`, which PyAV's frames go
+        # through. FFmpeg's has a wider support if it scales down, as with antialiasing here.
+        kind = types.INTERP_CUBIC if resize == "crop" else types.INTERP_LINEAR
+        video = fn.resize(video, size=size, interp_type=kind, antialias=True)
         return fn.crop_mirror_normalize(
             video,
             crop_h=rows,

@@ -27,6 +27,7 @@ from cogfast.data.video.file import (
     one_line,
     open_video_file,
 )
+from cogfast.data.video.stretch import FrameStretcher
 
 if TYPE_CHECKING:
     import av
@@ -51,7 +52,8 @@ class VideoReader(ABC):
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
         """Yield the frames at `indices`, a few at a time: [f, H, W, 3] uint8 RGB.
 
-        `indices` must not decrease. Few frames at a time, so that they stay in the CPU caches until
+        Frames have the video's size, or the one that the reader was opened with. `indices` must not
+        decrease. Few frames at a time, so that they stay in the CPU caches until
         they are scaled down.
         """
 
@@ -68,18 +70,23 @@ class VideoReader(ABC):
         """
 
 
-def open_video(path: str, reader: ReaderName = "pyav") -> VideoReader:
-    """Open a video file with the library `reader`."""
+def open_video(
+    path: str, reader: ReaderName = "pyav", size: tuple[int, int] | None = None
+) -> VideoReader:
+    """Open a video file with the library `reader`.
+
+    size: rows and columns to which frames are squeezed; None leaves them as they are.
+    """
     if reader not in ("pyav", "decord"):
         raise ValueError(f"reader={reader!r} is not known; use pyav or decord")
     if reader == "decord" and importlib.util.find_spec("decord") is None:
         raise ValueError("reader=decord: decord is not installed; install it, or use reader=pyav")
     check_file(path)
     if reader == "pyav":
-        return PyAVReader(path)
+        return PyAVReader(path, size)
     # decord would open other files that a playlist names; open_video_file refuses such formats.
     open_video_file(path).close()
-    return DecordReader(path)
+    return DecordReader(path, size)
 
 
 class DecordReader(VideoReader):
@@ -89,7 +96,7 @@ class DecordReader(VideoReader):
     fourth channel (dmlc/decord issue 336).
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, size: tuple[int, int] | None = None) -> None:
         import decord
 
         decord.logging.set_level(decord.logging.QUIET)  # the exceptions hold the same messages
@@ -102,8 +109,11 @@ class DecordReader(VideoReader):
             AssertionError,
             UnicodeEncodeError,  # for a path that is not valid UTF-8
         )
+        rows, columns = size or (-1, -1)  # -1: the video's own
         try:
-            self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
+            self._reader = decord.VideoReader(
+                path, ctx=decord.cpu(0), width=columns, height=rows, num_threads=1
+            )
             shown = self._reader.get_frame_timestamp(range(len(self._reader)))  # [n, 2] start, end
             self.fps = float(self._reader.get_avg_fps())
         except self._errors as error:
@@ -139,11 +149,12 @@ class PyAVReader(VideoReader):
     file from the start and counts frames.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, size: tuple[int, int] | None = None) -> None:
         from av.video.reformatter import VideoReformatter
 
         self.path = path
         self._reformatter = VideoReformatter()  # for all frames: each builds its own tables
+        self._stretch = None if size is None else FrameStretcher(size)
         self._container: InputContainer | None = open_video_file(path)
         try:
             self._header = header_of(path, self._container)
@@ -230,10 +241,13 @@ class PyAVReader(VideoReader):
 
         The frame is rotated for display, as decord does.
         """
-        # Frames of one video may differ in size, for instance in recordings of video calls.
-        self._size = self._size or (frame.width, frame.height)
-        rgb = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
-        pixels = np.ascontiguousarray(np.rot90(rgb.to_ndarray(), frame.rotation // 90))
+        if self._stretch is not None:
+            pixels = self._stretch(frame)
+        else:
+            # Frames of one video may differ in size, for instance in recordings of video calls.
+            self._size = self._size or (frame.width, frame.height)
+            rgb = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
+            pixels = np.ascontiguousarray(np.rot90(rgb.to_ndarray(), frame.rotation // 90))
         index = left[-1]
         while left and left[-1] == index:
             yield torch.from_numpy(pixels)[None]

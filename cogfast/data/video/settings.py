@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import ReaderName
-from cogfast.data.video.transform import FrameSelection
+from cogfast.data.video.transform import FrameSelection, Resize
 from cogfast.schema.json_files import Range
 
 ShortClips = Literal["skip", "pad"]
@@ -44,6 +44,7 @@ class ClipSettings:
     skip_frms_num: float = 0.0
     frame_selection: FrameSelection = "timestamp"
     short_clips: ShortClips | None = None
+    resize: Resize = "crop"
     video_backend: VideoBackend = "auto"
     keep_decoded_mib: int = 0
     buckets: tuple[Bucket, ...] | None = None
@@ -64,6 +65,7 @@ class ClipSettings:
         for key, value, choices in (
             ("frame_selection", self.frame_selection, get_args(FrameSelection)),
             ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
+            ("resize", self.resize, get_args(Resize)),
             ("video_backend", self.video_backend, get_args(VideoBackend)),
         ):
             if value not in choices:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cogfast.shapes import TEMPORAL_COMPRESSION
 
 FrameSelection = Literal["timestamp", "sat", "uniform"]
+Resize = Literal["crop", "stretch"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from cogfast.config import Config, load_config
 from cogfast.data.cache import source_hashes
 from cogfast.data.cache.shards import CacheIndex
-from cogfast.data.cache.source_hashes import hash_file
+from cogfast.data.cache.source_hashes import Sources, hash_file
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.video.settings import ClipSettings
@@ -31,6 +31,7 @@ from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.schema.arguments import TrainArguments
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import assemble_datasets
+from cogfast.train.cache_key import cache_specs
 from cogfast.train.caching import command as cache_module
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
@@ -190,6 +191,19 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
     assert all(after[name] == before[name] for name in before if name.endswith(".safetensors"))
     for both in (config, plain):
         assemble_datasets(both, TrainArguments.from_config(both))
+
+
+def test_resize_is_part_of_the_key_unless_it_is_the_default(tmp_path: Path) -> None:
+    """Caches of versions without data.params.resize stay valid."""
+    config = load_config([str(write_config(tmp_path / "c.yaml", tmp_path))])
+    args = TrainArguments.from_config(config)
+    size = {"video_size": (32, 32), "fps": 8, "max_num_frames": 9}
+    videos = [
+        cache_specs(config, args, ClipSettings(**size, **resize), None, Sources(tmp_path))["video"]
+        for resize in ({}, {"resize": "crop"}, {"resize": "stretch"})
+    ]
+    assert videos[0] == videos[1] and "data.params.resize" not in videos[0]
+    assert videos[2] == videos[0] | {"data.params.resize": "stretch"}
 
 
 @pytest.mark.parametrize("global_batch", [1, 6])
