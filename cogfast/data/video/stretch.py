@@ -48,19 +48,12 @@ class FrameStretcher:
 
         graph = Graph()
         graph.threads = 1  # workers are the parallelism
-        nodes = [
-            graph.add_buffer(
-                width=frame.width,
-                height=frame.height,
-                format=frame.format,
-                time_base=Fraction(1),
-            ),
-            *(graph.add("transpose", direction) for direction in _TURNS[turns]),
-            graph.add("scale", f"{self._columns}:{self._rows}:flags=bilinear"),
-            graph.add("format", "rgb24"),
-            graph.add("buffersink"),
-        ]
-        graph.link_nodes(*nodes).configure()
+        size = {"width": frame.width, "height": frame.height}
+        first = graph.add_buffer(**size, format=frame.format, time_base=Fraction(1))
+        chain = [("transpose", direction) for direction in _TURNS[turns]]
+        chain.append(("scale", f"{self._columns}:{self._rows}:flags=bilinear"))
+        chain += [("format", "rgb24"), ("buffersink", None)]
+        graph.link_nodes(first, *(graph.add(*step) for step in chain)).configure()
         return graph
 
 

@@ -129,9 +129,9 @@ def test_stretched_pixels_are_near_pyavs(target, dali, tmp_path):
     video, frames = dali.open(str(path)), np.array([0, 3])
     own = open_video(str(path), "pyav", target).read([0, 3]).permute(0, 3, 1, 2)
     # FFmpeg's scaler makes flat colours up to two levels darker than its conversion alone.
-    _assert_near(dali.read(video, frames, target, "stretch"), own, MOST_OFF, 3.5)
+    _assert_near(dali.read(video, frames, target, "stretch"), own, 90, 4.0)
     cropped = dali.read(video, frames, target, "crop")
-    assert (cropped.float() - own.float()).abs().mean() > 2 * MOST_OFF_ON_AVERAGE  # a control
+    assert (cropped.float() - own.float()).abs().mean() > 5  # a control
 
 
 @WITH_DALI

@@ -63,7 +63,9 @@ def test_frames_are_decords_bit_for_bit(clip, size):
         {"pixels": "yuv444p"},
         {"pixels": "yuv420p10le"},
         {"matrix": 1},
-        *({"degrees": degrees} for degrees in (90, 180, -90)),
+        {"degrees": 90},
+        {"degrees": 180},
+        {"degrees": -90},
     ],
     ids=str,
 )
