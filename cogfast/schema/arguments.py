@@ -179,6 +179,8 @@ class TrainArguments:
     # --- evaluation ---
     # steps between evaluations; None: no evaluation
     eval_interval: Count | None = None
+    # evaluate once more after the last step
+    eval_at_end: bool = False
     # batches per evaluation
     eval_iters: Count = 1
     # samples per rank when evaluating; None: batch_size
@@ -200,6 +202,8 @@ class TrainArguments:
     eval_sampling_steps: Count | None = None
     # evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them
     eval_with_ema: bool = True
+    # copy sampled videos to TensorBoard (as small GIFs) and, with args.wandb, to W&B
+    log_videos: bool = True
     # number of timestep bands with a separate held-out loss
     eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
 
@@ -254,6 +258,11 @@ class TrainArguments:
         if values.get("train_iters") is None and values.get("epochs") is None:
             values["train_iters"] = 10000  # SAT's default
         return cls(**values)
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether training evaluates at all."""
+        return self.eval_interval is not None or self.eval_at_end
 
     @property
     def precision(self) -> Precision:

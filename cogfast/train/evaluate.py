@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,13 @@ from cogfast.train.distributed.process_groups import OtherRankError, ProcessGrou
 from cogfast.train.distributed.process_watch import is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder
-from cogfast.train.sampling.generate import EvaluationStopped, Prompt, VideoMaker, write_samples
+from cogfast.train.sampling.generate import (
+    EvaluationStopped,
+    Prompt,
+    SampledVideo,
+    VideoMaker,
+    write_samples,
+)
 from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
 from cogfast.train.sampling.sizes import read_image
 from cogfast.train.video_size import LatentSize
@@ -64,27 +71,36 @@ class Evaluator:
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
         self.batch_size = args.eval_batch_size or args.batch_size
-        self.given = given_prompts(args) if args.eval_interval else []
+        self.given = given_prompts(args) if args.has_evaluation else []
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
-        if args.eval_interval and dataset is None and not self._has_prompts():
+        self.report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None
+        if args.has_evaluation and dataset is None and not self._has_prompts():
+            key = "eval_at_end=true"
+            if args.eval_interval is not None:
+                key = f"eval_interval={args.eval_interval}"
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
             logger.warning(
-                "args.eval_interval=%d, but there is nothing to evaluate with; set args.valid_data or %s",
-                args.eval_interval,
+                "args.%s, but there is nothing to evaluate with; set args.valid_data or %s",
+                key,
                 prompts,
             )
 
     def __call__(
-        self, step: int, size: LatentSize, stop: StopRequest | None = None
+        self,
+        step: int,
+        size: LatentSize,
+        stop: StopRequest | None = None,
+        report_videos: Callable[[int, Sequence[SampledVideo]], None] = lambda *_: None,
     ) -> dict[str, float]:
         """Evaluate after `step` and return the held-out losses.
 
         size: size of the sampled videos. stop: a request ends the evaluation after the current batch
-        or video.
+        or video. report_videos: called on rank 0 with `step` and the videos that were written.
         """
         self.is_asked_to_stop = lambda: stop is not None and stop.is_asked
+        self.report_videos = partial(report_videos, step)
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
         # Also switches the blocks back to their calls without checkpointing.
@@ -232,6 +248,7 @@ class Evaluator:
             latents_only=self.args.only_log_video_latents,
             is_in_step=self.engine.stage == 3,
             is_asked_to_stop=self.is_asked_to_stop,
+            report_videos=self.report_videos,
         )
 
     def _has_prompts(self) -> bool:

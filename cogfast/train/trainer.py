@@ -219,8 +219,7 @@ class Trainer:
                     if profiler.end_step(self.step):
                         metrics.restart_clock()
                     if self._is_due(args.eval_interval):
-                        found = self.evaluator(self.step, self.latent_size, stop)
-                        metrics.add_evaluation(self.step, found)
+                        self._evaluate(metrics, stop)
                     if self._is_due(args.save_interval):
                         self._save(metrics)
                     # SAT's key: end here, after the save below, and let the user resume.
@@ -231,6 +230,9 @@ class Trainer:
                 # A last save may have failed, or the run ended between two of them.
                 if self.step > self.writer.saved_step:
                     self._save(metrics)
+                # After the save: a run that is killed meanwhile keeps its last step.
+                if self._is_end_evaluated() and not stop.is_stopping:
+                    self._evaluate(metrics, stop)
                 metrics.draw_loss()
             # No rank may leave while another waits for its part of a collective.
             stop.finish()
@@ -310,6 +312,16 @@ class Trainer:
             channels, frames, height, width = latents.shape[1:]
             self.latent_size = LatentSize(channels, frames, height, width, num_frames, fps)
             self.is_size_known = True
+
+    def _evaluate(self, metrics: Metrics, stop: StopRequest) -> None:
+        given = (self.step, self.latent_size, stop)
+        report = [metrics.add_videos] if self.args.log_videos else []
+        metrics.add_evaluation(self.step, self.evaluator(*given, *report))
+
+    def _is_end_evaluated(self) -> bool:
+        """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""
+        is_last = self.step >= self.num_steps and not self._is_due(self.args.eval_interval)
+        return self.args.eval_at_end and is_last
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.step % interval == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 
 from cogfast.config import load_config
@@ -253,6 +256,83 @@ def test_encoded_data_is_sampled_from_its_embeddings(
     video = open_video(str(samples(tmp_path) / name))
     assert len(video) == 5
     video.close()
+
+
+def test_the_last_step_is_evaluated_once(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed at its end evaluates it: a kill may have ended that evaluation."""
+    evaluated = []
+    monkeypatch.setattr(Evaluator, "__call__", lambda self, step, *_: evaluated.append(step) or {})
+    make(tmp_path, data, train_iters=2, eval_at_end=True).train()
+    assert evaluated == [2]
+    resumed = {"resume": "latest", "eval_interval": 3}
+    make(tmp_path, data, train_iters=2, eval_at_end=True, **resumed).train()
+    assert evaluated == [2, 2]
+
+
+WANDB = """
+from pathlib import Path
+received = []
+class Video:
+    def __init__(self, path, caption, format):
+        self.given = (Path(path).read_bytes()[4:8], caption, format)
+class Run:
+    def log(self, values, step):
+        if "samples" in values:
+            received.append((step, [video.given for video in values["samples"]]))
+    def finish(self, exit_code):
+        received.append(exit_code)
+def init(**named):
+    return Run()
+"""
+
+
+def test_videos_reach_tensorboard_and_wandb(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt fails; those that were written are logged. wandb is a stand-in that records."""
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "stub")
+    condition = VideoMaker.condition
+
+    def fail_once(self: VideoMaker, prompts: list) -> Conditioning:
+        if prompts[0].text == "no":
+            raise torch.OutOfMemoryError("out of memory")
+        return condition(self, prompts)
+
+    monkeypatch.setattr(VideoMaker, "condition", fail_once)
+    prompts = ["a bar moves", "no", "another one"]
+    args = {"eval_interval": None, "eval_at_end": True, "eval_batch_size": 1, "wandb": True}
+    more = {"eval_sampling_steps": 1, "eval_iters": 1, "train_iters": 1}
+    make(tmp_path, data, valid_data=[], eval_prompts=prompts, **args, **more).train()
+    received = sys.modules.pop("wandb").received
+    wanted = [(b"ftyp", "a bar moves", "mp4"), (b"ftyp", "another one", "mp4")]
+    assert received == [(1, wanted), 0]
+
+    events = EventAccumulator(str(run_folder(tmp_path / "runs") / "tensorboard")).Reload()
+    first, last = sorted(events.Tags()["images"])
+    assert first.startswith("samples/000-a-bar-moves-")
+    assert last.startswith("samples/002-another-one-")
+    (event,) = events.Images(last)
+    assert (event.step, event.height, event.width) == (1, 32, 32)
+    written = open_video(str(next(samples(tmp_path, 1).glob("002-*.mp4"))))
+    picture = Image.open(io.BytesIO(event.encoded_image_string))
+    shown = np.asarray(picture.convert("RGB")).astype(float)
+    assert np.abs(shown - written.read([0])[0].numpy()).mean() < 8  # a palette of 256 colors
+    written.close()
+    # Equal frames in a row are one frame that is shown for longer.
+    seconds = sum(f.info["duration"] for f in ImageSequence.Iterator(picture)) / 1000
+    assert (picture.format, round(seconds * 8)) == ("GIF", 9)
+
+
+def test_logging_no_videos_leaves_the_files(tmp_path: Path, data: Path) -> None:
+    args = {"eval_prompts": ["a bar"], "eval_sampling_steps": 1, "log_videos": False}
+    make(tmp_path, data, valid_data=[], **args).train()
+    assert len(list(samples(tmp_path).glob("*.mp4"))) == 1
+    events = EventAccumulator(str(run_folder(tmp_path / "runs") / "tensorboard")).Reload()
+    assert not events.Tags()["images"]
 
 
 def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(

@@ -202,7 +202,7 @@ def _check_paths(config: Config, args: TrainArguments) -> None:
     videos = _video_data(config)
     if videos is not None:
         # Without evaluation, valid_data is not read and need not exist.
-        used = ["train_data", *(["valid_data"] if args.eval_interval is not None else [])]
+        used = ["train_data", *(["valid_data"] if args.has_evaluation else [])]
         for name in used:
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)

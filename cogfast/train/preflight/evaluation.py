@@ -18,7 +18,7 @@ def check_evaluation(config: Config, args: TrainArguments, takes_image: bool) ->
 
     takes_image: whether the model is an image-to-video model.
     """
-    if args.eval_interval is None:
+    if not args.has_evaluation:
         return
     if args.eval_prompt_file is not None and args.eval_prompts:
         key = "args.eval_prompt_file"

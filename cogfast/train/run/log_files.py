@@ -64,7 +64,7 @@ class LogFile:
 
 
 class TensorBoardFile:
-    """Writes scalars in TensorBoard's format, without a thread."""
+    """Writes scalars and GIFs in TensorBoard's format, without a thread."""
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         """purge_step: TensorBoard ignores this and later steps of earlier files in the folder."""
@@ -84,6 +84,21 @@ class TensorBoardFile:
         values = [summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
         event = _messages("event").Event
         self._add(event(wall_time=time.time(), step=step, summary=summary(value=values)))
+
+    def add_gif(
+        self, step: int, name: str, gif: bytes, size: tuple[int, int], caption: str
+    ) -> None:
+        """Add a GIF of size (rows, columns), which TensorBoard's image page plays."""
+        rows, columns = size
+        summary = _messages("summary")
+        image = summary.Summary.Image(
+            height=rows, width=columns, colorspace=3, encoded_image_string=gif
+        )
+        metadata = summary.SummaryMetadata(summary_description=caption)
+        metadata.plugin_data.plugin_name = "images"
+        value = summary.Summary.Value(tag=name, image=image, metadata=metadata)
+        event, values = _messages("event").Event, summary.Summary(value=[value])
+        self._add(event(wall_time=time.time(), step=step, summary=values))
 
     def _add(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -7,7 +7,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import NotRequired
 import torch
 from torch import Tensor
 
+from cogfast.data.video.reader import open_video
+from cogfast.data.video.writer import preview_gif
 from cogfast.files import WriteError, set_aside, write_text, write_whole
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.json_files import parse_json, read_limited
@@ -24,6 +26,8 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.progress_bar import open_bar
+from cogfast.train.run.wandb_run import WandbRun
+from cogfast.train.sampling.generate import SampledVideo
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The first
 # match counts, so "H100 PCIe" comes before "H100".
@@ -138,15 +142,7 @@ class Metrics:
         purge_step = start_step + 1 if start_step else None
         self.tensorboard = TensorBoardFile(tensorboard_folder, purge_step)
         if wandb_project is not None:
-            import wandb  # pyright: ignore[reportMissingImports] - optional
-
-            self.wandb = wandb.init(
-                project=wandb_project,
-                name=self.folder.name,
-                id=self.folder.name,  # a resumed run continues the same W&B run
-                resume="allow",
-                dir=str(self.folder),
-            )
+            self.wandb = WandbRun(self.folder, wandb_project)
         self.progress = open_bar("training", self.num_steps)
 
     def __enter__(self) -> Metrics:
@@ -161,7 +157,7 @@ class Metrics:
         if self.progress is not None:
             self.progress.stop()
         if self.wandb is not None:
-            self.wandb.finish(exit_code=int(error is not None))
+            self.wandb.finish(has_failed=error is not None)
 
     def restart_clock(self) -> None:
         """Restart the step timer, so that evaluations and saves do not count as training time."""
@@ -264,7 +260,21 @@ class Metrics:
         assert self.tensorboard is not None, "rank 0 opens the writers"
         self.tensorboard.add(step, numbers)
         if self.wandb is not None:
-            self.wandb.log(numbers, step=step)
+            self.wandb.log(step, numbers)
+
+    def add_videos(self, step: int, videos: Sequence[SampledVideo]) -> None:
+        """Copy sampled videos to TensorBoard, as small GIFs, and to W&B. A failure is logged."""
+        assert self.tensorboard is not None, "rank 0 opens the writers"
+        try:
+            for video in videos:
+                gif, size = _preview(video.path)
+                self.tensorboard.add_gif(step, f"samples/{video.name}", gif, size, video.text)
+        except Exception as error:
+            logger.warning(
+                "step %d: the samples are not in TensorBoard (%s); training continues", step, error
+            )
+        if self.wandb is not None:
+            self.wandb.log_videos(step, [(video.path, video.text) for video in videos])
 
     def _log_line(self, step: int, line: dict) -> None:
         parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
@@ -328,6 +338,15 @@ class Metrics:
             self.is_drawn = False
         else:
             self.is_drawn = True
+
+
+def _preview(path: Path) -> tuple[bytes, tuple[int, int]]:
+    """Return a small GIF of a video file, and its rows and columns."""
+    reader = open_video(str(path))
+    try:
+        return preview_gif(reader.read(range(len(reader))), reader.fps)
+    finally:
+        reader.close()
 
 
 def _plain(value: object) -> object:

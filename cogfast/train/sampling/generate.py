@@ -165,6 +165,15 @@ def file_name(prompt: Prompt) -> str:
     return f"{prompt.index:03d}-{words or 'empty'}-{digest}"
 
 
+@dataclass(frozen=True, slots=True)
+class SampledVideo:
+    """A video that was written. name: the same for one prompt in every evaluation."""
+
+    name: str
+    path: Path
+    text: str
+
+
 class EvaluationStopped(Exception):
     """Raised when the run is asked to stop during an evaluation."""
 
@@ -179,6 +188,7 @@ def write_samples(
     latents_only: bool = False,
     is_in_step: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
+    report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None,
 ) -> list[Path]:
     """Sample this rank's prompts and write the files; return all ranks' files on every rank.
 
@@ -186,7 +196,8 @@ def write_samples(
     each group decodes and writes. A prompt that fails is logged and the others continue; the first
     error is raised at the end on every rank. is_in_step: all ranks call the network together (ZeRO-3;
     always so with tensor parallelism). is_asked_to_stop: checked before each video; if true, the
-    rest are skipped and EvaluationStopped is raised.
+    rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
+    that were written, also if others failed.
     """
     done: dict[int, _Row] = {}
     errors: list[Exception] = []
@@ -230,6 +241,14 @@ def write_samples(
             _write_overview(folder, rows)
         except Exception as error:
             errors.append(error)
+        if not latents_only:
+            names = {prompt.index: file_name(prompt) for prompt in prompts}
+            report_videos(
+                [
+                    SampledVideo(names[index], folder / merged[index].file, merged[index].text)
+                    for index in sorted(merged)
+                ]
+            )
     groups.agree(errors[0] if errors else None)
     return [folder / row.file for row in rows]
 

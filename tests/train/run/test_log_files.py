@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
+from cogfast.train.run.wandb_run import WandbRun
 
 
 def test_lines_follow_when_there_is_space(
@@ -44,3 +46,45 @@ def test_tensorboard_reads_what_a_full_disk_held_up(tmp_path: Path, file_limit) 
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [s.step for s in found.Scalars("loss")] == [1, 2, 3]
     assert found.Scalars("loss")[-1].value == 7.0
+
+
+WANDB = """
+is_down = False
+def init(**named):
+    if named["project"] == "no key":
+        raise OSError("api_key not configured\\nuse wandb login")
+    return Run()
+class Run:
+    def log(self, values, step):
+        if is_down:
+            raise BrokenPipeError("the service is gone")
+    finish = lambda self, exit_code: self.log({}, 0)
+class Video:
+    def __init__(self, path, **named):
+        raise ValueError(f"no file {path}")
+"""
+
+
+def test_losing_wandb_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = (
+        r"args.wandb=true, but W&B does not start \(api_key.*\); run `wandb login`, set WANDB_MODE"
+    )
+    with pytest.raises(RuntimeError, match=wanted) as caught:
+        WandbRun(tmp_path, "no key")
+    assert "\n" not in str(caught.value)
+    run = WandbRun(tmp_path, "clips")
+    wandb = sys.modules.pop("wandb")
+    run.log_videos(1, [(tmp_path / "a.mp4", "a bar")])
+    assert "W&B does not take the videos of step 1 (no file " in caplog.text
+    run.log(1, {"loss": 1.0})
+    wandb.is_down = True
+    for step in range(2, 5):
+        run.log(step, {"loss": 1.0})
+    run.finish(has_failed=False)
+    assert caplog.text.count("W&B does not take step ") == 1
+    assert "step 2 (the service is gone); training continues" in caplog.text
+    assert len(caplog.records) == 2
