@@ -104,7 +104,7 @@ def sample(argv: Sequence[str]) -> None:
 
     is_of_run = request.weights is not None
     config = load_config(request.base, request.overrides, request.allow_import, is_of_run)
-    config = fill_from_pipeline(config)
+    config = request.sampling.apply(fill_from_pipeline(config))
     start_logging()
     infer_precision(config)
     if request.dry_run:
@@ -123,7 +123,7 @@ def sample(argv: Sequence[str]) -> None:
         prompts,
         images,
         Path(request.out or config.args.output_dir),
-        config.args.seed,
+        request.seeds or (config.args.seed,),
         request.weights,
         request.ema,
         loras=[LoraOverlay.parse(argument) for argument in request.lora],

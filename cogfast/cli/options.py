@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +19,7 @@ from cogfast.cli.help_all import HelpAll
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import nearest
+from cogfast.train.sampling.flags import SamplingFlags
 from cogfast.train.sampling.prompt_files import split_prompts, utf8_lines
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
@@ -54,6 +57,8 @@ class Request:
     weights: str | None = None  # run folder to sample from; None: use args.load
     lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
     ema: bool = False
+    seeds: tuple[int, ...] = ()  # more than one; else args.seed
+    sampling: SamplingFlags = SamplingFlags()
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,8 +141,10 @@ def parse_sample(argv: Sequence[str]) -> Request:
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
     parser.add_argument("--out", metavar="DIR", help="output folder; default: args.output_dir")
+    _add_sampling_flags(parser)
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value")
-    found = _parse(parser, argv, visible=("seed",))
+    found = _parse(parser, argv, visible=("seed", "negative_prompt"))
+    seeds = _seeds(found)
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
     if len(sources) + bool(base) != 1:
@@ -165,7 +172,72 @@ def parse_sample(argv: Sequence[str]) -> Request:
         # A run is sampled with its averaged weights by default, a model folder has none.
         ema=bool(sources) if found.ema is None else found.ema,
         lora=tuple(found.lora or ()),
+        seeds=seeds,
+        sampling=SamplingFlags(
+            **{one.name: getattr(found, one.name) for one in fields(SamplingFlags)}
+        ),
     )
+
+
+def _add_sampling_flags(parser: Parser) -> None:
+    """Add the options that stand for keys of the configuration."""
+    own = "; default: the configuration's"
+    for flag, metavar, kind, text in (
+        ("--steps", "N", _number(int, 1000), "sampling steps" + own),
+        ("--guidance", "X", _number(float, 1000), "guidance scale; 1: no guidance" + own),
+        ("--negative-prompt", "TEXT", str, "text that guidance leads away from; default: none"),
+        ("--frames", "N", _number(int, 10**5), "frames: 8N+1, of CogVideoX1.5 16N+1" + own),
+        ("--size", "HxW", _size, "rows and columns in pixels, such as 480x720" + own),
+        ("--fps", "N", _number(int, 1000), "frames per second of the files" + own),
+        (
+            "--num-videos",
+            "N",
+            _number(int, 10**5),
+            "videos per prompt, each of another seed; default: 1",
+        ),
+    ):
+        parser.add_argument(flag, metavar=metavar, type=kind, help=text)
+
+
+def _number(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
+    """Return a function that reads a number from 1 to `most`."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not 1 <= value <= most:  # true for nan
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {what} from 1 to {most}")
+        return value
+
+    return read
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} must be rows x columns in pixels, such as 480x720"
+        )
+    return int(match[1]), int(match[2])
+
+
+def _seeds(found: argparse.Namespace) -> tuple[int, ...]:
+    """Return the seeds of --seed 1,2,3 or of several --seed; () if it is one seed or none.
+
+    found.seed becomes the first, which sets args.seed.
+    """
+    words = [word.strip() for text in found.seed or () for word in text.split(",")]
+    found.seed = words[0] if words else None
+    if len(words) < 2:
+        return ()
+    wrong = [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]
+    if wrong or len(set(words)) < len(words):
+        given = ",".join(words)[:80]
+        raise ValueError(f"--seed {given} must be whole numbers, each once, such as 1,2,3")
+    return tuple(map(int, words))
 
 
 def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Path | None]]:
@@ -210,7 +282,11 @@ def _parser(command: str, what: str) -> Parser:
         metavar="YAML",
         help="configuration files; a later one overrides",
     )
-    parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
+    if command == "sample":
+        text = "seed of the first video's noise, or a list of seeds: a video per prompt and seed"
+        parser.add_argument("--seed", action="append", metavar="N[,N ...]", help=text)
+    else:
+        parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
     parser.add_argument(
         "--allow-import",
         action="append",

@@ -210,6 +210,9 @@ class TrainArguments:
     # --- sampling ---
     # sample even if the weights are incomplete or missing
     force_inference: bool = False
+    # text of guidance's unconditional half, as --negative-prompt; None: zeros, as dropped captions in
+    # training; "": the empty caption, as in diffusers' pipelines
+    negative_prompt: str | None = None
     # source of prompts without --prompt: standard input (cli) or input_file (txt)
     input_type: Literal["cli", "txt"] = "cli"
     # file with one prompt or prompt@@image per line

@@ -27,6 +27,7 @@ from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.run.folder import git
+from cogfast.train.sampling.flags import check_negative_prompt
 from cogfast.train.sampling.generate import Prompt, VideoMaker, write_samples
 from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.train.sampling.sizes import read_image, sampled_sizes
@@ -42,15 +43,16 @@ def sample(
     prompts: Sequence[str],
     images: Sequence[Path | None],
     out: Path,
-    seed: int,
+    seeds: Sequence[int],
     weights: str | None,
     ema: bool,
     loras: Sequence[LoraOverlay] = (),
 ) -> list[Path]:
     """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
 
-    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
-    `seed` + n, which reproduces it from its prompt alone.
+    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. With one seed, video n (from
+    0) has that seed + n, which reproduces it from its prompt alone; with several, each prompt gets a
+    video of each seed, and the file names say it.
     weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
     those of args.load. loras: adapters to merge.
     """
@@ -58,6 +60,7 @@ def sample(
     if not args.compile:
         run_without_dynamo()
     check_sample(config, weights, has_images=any(image is not None for image in images))
+    check_negative_prompt(config)
     sizes = sampled_sizes(config, args, images)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
@@ -85,21 +88,33 @@ def sample(
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
+    if len(seeds) > 1:
+        if num_copies > 1:
+            raise ValueError(
+                f"args.batch_size={num_copies} videos per prompt (--num-videos) and {len(seeds)} seeds "
+                "(--seed); give one of them"
+            )
+        num_copies = len(seeds)
     given = list(zip(prompts, images, sizes, strict=True))
     wanted = []
     for i in range(len(given) * num_copies):
         text, image, size = given[i // num_copies]
         pixels = None if image is None else read_image(image, _pixels(size))
-        wanted.append(Prompt(i, text, seed + i, pixels, size=size))
+        is_named = len(seeds) > 1
+        seed = seeds[i % num_copies] if is_named else seeds[0] + i
+        wanted.append(Prompt(i, text, seed, pixels, size=size, is_named_by_seed=is_named))
     maker = VideoMaker(
         transformer,
         diffusion,
         encoder,
         sizes[0],
         device=groups.device,
+        negative_prompt=args.negative_prompt,
     )
     settings = {"weights": weights or args.load, "ema": ema}
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
+    if args.negative_prompt is not None:
+        settings["negative_prompt"] = args.negative_prompt
     settings |= _settings(config, args, maker, plan)
     rows = [_prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)]
     try:

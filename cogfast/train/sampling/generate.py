@@ -35,6 +35,7 @@ class Prompt:
 
     For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled.
     embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
+    is_named_by_seed: the file's name says the seed, where a prompt has several.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Prompt:
     image_latents: Tensor | None = None
     embedding: Tensor | None = None
     size: LatentSize | None = None
+    is_named_by_seed: bool = False
 
 
 class VideoMaker:
@@ -61,8 +63,13 @@ class VideoMaker:
         *,
         device: torch.device,
         num_steps: int | None = None,
+        negative_prompt: str | None = None,
     ) -> None:
-        """size: for prompts without a size. num_steps: replaces the sampler's number of steps."""
+        """size: for prompts without a size. num_steps: replaces the sampler's number of steps.
+
+        negative_prompt: text of guidance's unconditional half; None: zeros, as dropped captions are
+        in training.
+        """
         if diffusion.sampler is None:
             raise ValueError("model.sampler_config is missing; sampling needs one")
         self.sampler = diffusion.sampler
@@ -70,6 +77,8 @@ class VideoMaker:
             self.sampler = self.sampler.with_num_steps(num_steps)
         self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
         self.size, self.device = size, device
+        self.negative_prompt = negative_prompt
+        self._negative: Tensor | None = None  # its embedding [1, L, E], once it is encoded
 
     def size_of(self, prompt: Prompt) -> LatentSize:
         return prompt.size or self.size
@@ -85,15 +94,12 @@ class VideoMaker:
         return Conditioning(text=text, image_latents=image)
 
     def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
-        """Sample scaled latents [B, C, T, h, w] in float32, one per prompt.
-
-        The unconditional half of guidance uses zeros as text, as dropped captions do in training.
-        """
+        """Sample scaled latents [B, C, T, h, w] in float32, one per prompt."""
         size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
-        empty = torch.zeros_like(conditioning.text)
+        text = self._unconditional_text(conditioning.text)
         # Guidance is for the text alone: both halves see the image.
-        unconditional = Conditioning(text=empty, image_latents=conditioning.image_latents)
+        unconditional = Conditioning(text=text, image_latents=conditioning.image_latents)
         return self.sampler(
             self.denoiser,
             self.network,
@@ -106,6 +112,14 @@ class VideoMaker:
     def frames(self, latents: Tensor, num_frames: int) -> np.ndarray:
         """Decode one video's latents [C, T, h, w] to uint8 frames [F, H, W, 3]."""
         return to_frames(self.encoder.decode(latents[None], num_frames)[0])
+
+    def _unconditional_text(self, like: Tensor) -> Tensor:
+        """Return the text [B, L, E] of guidance's unconditional half."""
+        if self.negative_prompt is None:
+            return torch.zeros_like(like)
+        if self._negative is None:
+            self._negative = self.encoder.encode_text([self.negative_prompt])
+        return self._negative.to(like).expand_as(like)
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
         # The seed is in the place of the slot, so a video does not depend on its batch.
@@ -162,7 +176,8 @@ def file_name(prompt: Prompt) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
     encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML escapes can make lone surrogates
     digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
-    return f"{prompt.index:03d}-{words or 'empty'}-{digest}"
+    seed = f"-seed-{prompt.seed}" if prompt.is_named_by_seed else ""
+    return f"{prompt.index:03d}-{words or 'empty'}-{digest}{seed}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,39 @@ def test_a_seed_gives_its_videos(tmp_path: Path, runs: dict[str, Path]) -> None:
     assert not torch.allclose(one[0], one[1], rtol=0, atol=1e-2)  # one prompt, noise of its own
 
 
+def test_each_prompt_gets_a_video_of_each_seed(
+    tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    prompts = ["--prompt", "a", "--prompt", "b"]
+    found = sample(runs["5b"], tmp_path / "all", *prompts, LATENTS, "--seed", "5,9")
+    assert list(found.values()) == ["a", "a", "b", "b"]
+    assert [name.split("-seed-")[1] for name in found] == [
+        f"{seed}.safetensors" for seed in (5, 9, 5, 9)
+    ]
+    rows = json.loads((tmp_path / "all" / "settings.json").read_text())["prompts"]
+    assert [(row["text"], row["seed"]) for row in rows] == [("a", 5), ("a", 9), ("b", 5), ("b", 9)]
+    four = latents(tmp_path / "all")
+    for i, (prompt, seed) in enumerate((("a", 5), ("a", 9), ("b", 5), ("b", 9))):
+        out = tmp_path / str(i)
+        (name,) = sample(runs["5b"], out, "--prompt", prompt, LATENTS, "--seed", str(seed))
+        assert "seed" not in name
+        torch.testing.assert_close(latents(out)[0], four[i], rtol=0, atol=1e-5)
+    out = str(tmp_path / "none")
+    words = [
+        "sample",
+        str(runs["5b"]),
+        *prompts,
+        "--out",
+        out,
+        "--seed",
+        "5,9",
+        "--num-videos",
+        "2",
+    ]
+    assert main(words) == 2
+    assert "(--num-videos) and 2 seeds (--seed); give one of them" in capsys.readouterr().err
+
+
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
     arguments = ["--prompt", "a", LATENTS]
     sample(runs["5b"], tmp_path / "ema", *arguments, "--ema")

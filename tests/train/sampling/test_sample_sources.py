@@ -90,21 +90,27 @@ class Pipelines:
         return pipeline
 
     def latents(
-        self, pipeline: CogVideoXPipeline, num_frames: int, size: tuple[int, int] = SIZE
+        self,
+        pipeline: CogVideoXPipeline,
+        num_frames: int,
+        size: tuple[int, int] = SIZE,
+        negative: str | None = None,
+        **options: object,
     ) -> Tensor:
-        """[C, T, h, w] from diffusers, of our noise and an empty caption of zeros."""
+        """[C, T, h, w] from diffusers, of our noise. negative: None is an empty caption of zeros."""
         patch_t = pipeline.transformer.config.patch_size_t or 1
         frames = (num_frames - 1) // 4 + 1
         frames += -frames % patch_t
         shape = (1, 16, frames, size[0] // 8, size[1] // 8)
         noise = SlotRandom(0, 0, [SEED], 0).normal("sample", shape)
         length = pipeline.transformer.config.max_text_seq_length
-        text, _ = pipeline.encode_prompt(
-            PROMPT, do_classifier_free_guidance=False, max_sequence_length=length
-        )
+        encode = lambda prompt: pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=length
+        )[0]
+        text = encode(PROMPT)
         found = pipeline(
             prompt_embeds=text,
-            negative_prompt_embeds=torch.zeros_like(text),
+            negative_prompt_embeds=torch.zeros_like(text) if negative is None else encode(negative),
             height=size[0],
             width=size[1],
             num_frames=num_frames,
@@ -112,6 +118,7 @@ class Pipelines:
             guidance_scale=SCALE,
             latents=noise.transpose(1, 2),
             output_type="latent",
+            **options,
         ).frames
         return found[0].transpose(0, 1)
 
@@ -180,6 +187,21 @@ def test_a_pipeline_alone_gives_diffusers_latents(
     assert settings["prompts"][0] == {"text": PROMPT, "seed": SEED, "height": 32, "width": 48}
     assert settings["sampler"]["target"].endswith("VideoDDIMSampler")
     assert set(settings["versions"]) == {"torch", "diffusers", "transformers", "commit"}
+
+
+@pytest.mark.parametrize("negative", ["grey, without motion", ""])
+def test_a_negative_prompt_is_diffusers(
+    negative: str, pipelines: Pipelines, tmp_path: Path
+) -> None:
+    """The plain options alone; configs/ guide by a scale that varies, as diffusers' option does."""
+    words = ["--steps", STEPS, "--guidance", SCALE, "--frames", 9, "--negative-prompt", negative]
+    given = [pipelines.path("5b"), "--prompt", PROMPT, "--seed", SEED, "--out", tmp_path, *words]
+    assert main(["sample", *map(str, given), "args.only_save_latents=true"]) == 0
+    expected = pipelines.latents(pipelines.load("5b"), 9, negative=negative, use_dynamic_cfg=True)
+    assert_close(latents(tmp_path), expected)
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["negative_prompt"] == negative
+    assert (settings["num_steps"], settings["num_frames"]) == (STEPS, 9)
 
 
 def test_a_pipeline_at_another_size_gives_diffusers_latents(
