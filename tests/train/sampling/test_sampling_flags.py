@@ -25,7 +25,7 @@ def load(model: str = "cogvideox_5b", *overrides: str) -> Config:
 
 
 def test_options_are_the_keys_that_they_name():
-    """As one configuration whose keys are set by hand."""
+    """They give the configuration that the same keys, set by hand, give."""
     flags = SamplingFlags(steps=20, guidance=4.5, frames=17, size=(256, 384), fps=12, num_videos=3)
     by_hand = load(
         "cogvideox_5b",
