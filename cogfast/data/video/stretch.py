@@ -48,8 +48,9 @@ class FrameStretcher:
 
         graph = Graph()
         graph.threads = 1  # workers are the parallelism
-        size = {"width": frame.width, "height": frame.height}
-        first = graph.add_buffer(**size, format=frame.format, time_base=Fraction(1))
+        first = graph.add_buffer(
+            width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1)
+        )
         chain = [("transpose", direction) for direction in _TURNS[turns]]
         chain.append(("scale", f"{self._columns}:{self._rows}:flags=bilinear"))
         chain += [("format", "rgb24"), ("buffersink", None)]
