@@ -1,0 +1,499 @@
+"""Arguments become an ordinary configuration: origins, DeepSpeed files, CogKit's YAML, wrong input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import cogfast.train.trainer
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
+from cogfast.finetune.schemas import PLACEHOLDER, Args
+from cogfast.finetune.trainer import Trainer
+from cogfast.finetune.translate import notices, translate
+from cogfast.schema.config import find_origin, to_dict
+from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
+
+KINDS = {
+    "2b": ("cogvideox-t2v", "t2v"),
+    "5b": ("cogvideox-t2v", "t2v"),
+    "5b_i2v": ("cogvideox-i2v", "i2v"),
+    "1.5_5b": ("cogvideox1.5-t2v", "t2v"),
+    "1.5_5b_i2v": ("cogvideox1.5-i2v", "i2v"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """The command line takes the log for itself."""
+    yield
+    logger = logging.getLogger("cogfast")
+    logger.handlers, logger.propagate = [], True
+
+
+@pytest.fixture
+def options(pipelines: Pipelines, tmp_path: Path):  # noqa: F811
+    """Build the options of a run, with changes; None leaves an option out."""
+
+    def build(family: str = "5b", **changes: object) -> dict[str, object]:
+        name, kind = KINDS[family]
+        found = {
+            "model_path": pipelines.path(family),
+            "model_name": name,
+            "model_type": kind,
+            "training_type": "lora",
+            "output_dir": tmp_path / "out",
+            "data_root": tmp_path / "data",
+            "caption_column": "prompts.txt",
+            "video_column": "videos.txt",
+            "train_resolution": f"{17 if family.startswith('1.5') else 9}x32x48",
+        }
+        return {k: v for k, v in (found | changes).items() if v is not None}
+
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "prompts.txt").write_text("one\ntwo\n")
+    (data / "videos.txt").write_text("1.mp4\n2.mp4\n")
+    return build
+
+
+def words(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("training_type", ["lora", "sft"])
+def test_every_family_gives_a_configuration(options, family, training_type):
+    config = translate(Args(**options(family, training_type=training_type, rank=8)))
+    model, network = to_dict(config.model), config.model.network_config.params
+    assert model["noised_image_input"] is family.endswith("i2v")
+    assert model["noised_image_dropout"] == 0
+    assert model["conditioner_config"]["params"]["emb_models"][0]["ucg_rate"] == 0
+    assert model["scale_factor"] == 0.7
+    assert network.modules.pos_embed_config.params.get("positions", "integer") == "integer"
+    sampler = model["sampler_config"]
+    assert sampler["target"].endswith("VPSDEDPMPP2MSampler")
+    assert sampler["params"]["num_steps"] == 50
+    guider = sampler["params"]["guider_config"]
+    assert guider["target"].endswith("VanillaCFG")
+    assert guider["params"] == {"scale": 6.0}
+    lora = network.modules.get("lora_config")
+    if training_type == "lora":
+        assert (lora.params.r, lora.params.lora_alpha) == (8, 64)
+    else:
+        assert lora is None
+
+
+def test_each_value_names_its_option(options, capsys):
+    given = words(options(rank=8, learning_rate=3e-4, train_steps=7, mixed_precision="bf16"))
+    assert main(["finetune", *given, "args.log_interval=3", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for value, origin in {
+        "r: 8": "--rank",
+        "lr: 0.0003": "--learning_rate",
+        "train_iters: 7": "--train_steps",
+        "max_num_frames: 9": "--train_resolution",
+        r"video_size: \[32, 48\]": "--train_resolution",
+        "weight_decay: 0.0001": "--weight_decay",
+        r"betas: \[0.9, 0.95\]": "--beta1",
+        "log_interval: 3": "command line",
+        "num_steps: 50": "CogVideo's trainer",
+    }.items():
+        assert re.search(rf"{value} +# {origin}\n", shown), value
+
+
+def test_the_printed_configuration_is_the_one_of_cogfast_train(options, capsys, tmp_path):
+    given = words(options(train_steps=7))
+    assert main(["finetune", *given, "--dry-run"]) == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    expected = translate(Args(**options(train_steps=7)))
+    assert load_config([file]).to_yaml() == expected.to_yaml()
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_come_before_epochs_and_clips_by_time(options):
+    both = translate(Args(**options(train_steps=7, train_epochs=3)))
+    assert (both.args.train_iters, both.args.epochs) == (7, None)
+    epochs = translate(Args(**options(train_epochs=3)))
+    assert (epochs.args.train_iters, epochs.args.epochs) == (None, 3)
+    params = both.data.params
+    assert (params.frame_selection, params.short_clips, params.fps) == ("uniform", "pad", 8)
+    params = translate(Args(**options(fps=4))).data.params
+    assert (params.frame_selection, params.short_clips, params.fps) == ("timestamp", "skip", 4)
+
+
+# --- DeepSpeed files ---
+
+UPSTREAM_ZERO2 = {
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {
+            "lr": "auto",
+            "weight_decay": "auto",
+            "torch_adam": True,
+            "adam_w_mode": True,
+        },
+    },
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8},
+    "gradient_accumulation_steps": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.mark.parametrize("by", ["option", "accelerate"])
+def test_a_deepspeed_file_sets_what_is_not_auto(options, tmp_path, monkeypatch, by):
+    file = tmp_path / "zero2.yaml"
+    # A key twice, as in two of upstream's files: JSON takes the last.
+    text = json.dumps(UPSTREAM_ZERO2).replace('"stage": 2', '"stage": 3, "stage": 2')
+    file.write_text(text)
+    given = options(mixed_precision="bf16", beta2=0.99, max_grad_norm=0.5, deepspeed_config=file)
+    if by == "accelerate":
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(given.pop("deepspeed_config")))
+    config = translate(Args(**given))
+    section = to_dict(config.deepspeed)
+    assert section["zero_optimization"] == UPSTREAM_ZERO2["zero_optimization"]
+    assert section["optimizer"]["type"] == "AdamW"
+    # Under DeepSpeed upstream's betas are 0.9 and 0.999, and its clipping is 1.
+    assert section["optimizer"]["params"]["betas"] == [0.9, 0.99]
+    assert section["gradient_clipping"] == 0.5
+    assert "scheduler" not in section
+    assert "auto" not in json.dumps(section)
+    assert find_origin(config.origins, "deepspeed.zero_optimization.stage") == "zero2.yaml"
+    assert find_origin(config.origins, "deepspeed.gradient_clipping") == "--max_grad_norm"
+
+
+@pytest.mark.parametrize(
+    ("option", "change", "message"),
+    [
+        ({"batch_size": 2}, {}, "--batch_size 2, but .* has train_micro_batch_size_per_gpu=1"),
+        ({"gradient_accumulation_steps": 2}, {}, "has gradient_accumulation_steps=1; change one"),
+        ({"mixed_precision": "no"}, {}, "--mixed_precision no, but .* has bf16.enabled=true"),
+        ({"mixed_precision": "bf16"}, {"bf16": {"enabled": False}}, "has bf16.enabled=false"),
+        ({}, {"gradient_clipping": 0.1}, "--max_grad_norm 1.0, but .* has gradient_clipping=0.1"),
+        ({"optimizer": "adam"}, {}, "--optimizer adam, but .* has optimizer.type='AdamW'"),
+        (
+            {"learning_rate": 1e-3},
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+            "--learning_rate 0.001, but .* has optimizer.params.lr=0.0001; change one of them, or set",
+        ),
+    ],
+)
+def test_a_deepspeed_file_that_contradicts_an_option_is_refused(
+    options, tmp_path, option, change, message
+):
+    file = tmp_path / "zero2.json"
+    file.write_text(json.dumps(UPSTREAM_ZERO2 | change))
+    args = Args(**options(deepspeed_config=file, **{"mixed_precision": "bf16", **option}))
+    with pytest.raises(ValueError, match=message):
+        translate(args)
+
+
+# --- CogKit's YAML ---
+
+
+def test_cogkits_yaml_gives_the_options(options, tmp_path, pipelines):  # noqa: F811
+    file = tmp_path / "config.yaml"
+    content = {
+        "name4train": "t2v-train",
+        "log_level": "INFO",
+        "model_name": "cogvideox-t2v",
+        "model_path": str(pipelines.path("5b")),
+        "output_dir": str(tmp_path / "out"),
+        "report_to": None,
+        "data_root": str(tmp_path / "data"),
+        "seed": 42,
+        "training_type": "lora",
+        "strategy": "FULL_SHARD",
+        "offload_params_grads": False,
+        "no_grad_sync_when_accumulating": False,
+        "enable_packing": False,
+        "train_resolution": [9, 32, 48],
+        "train_epochs": 1,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "mixed_precision": "fp32",
+        "learning_rate": 2.0e-5,
+        "num_workers": 8,
+        "pin_memory": True,
+        "checkpointing_steps": 10,
+        "checkpointing_limit": 2,
+        "resume_from_checkpoint": None,
+        "do_validation": False,
+        "validation_steps": 10,
+        "gen_fps": 16,
+    }
+    file.write_text(yaml.safe_dump(content))
+    args = Args.parse_args(["--yaml", str(file), "--learning_rate", "1e-3"])
+    assert (args.model_type, args.learning_rate, args.mixed_precision) == ("t2v", 1e-3, "no")
+    config = translate(args)
+    assert config.deepspeed.zero_optimization.stage == 3
+    assert config.args.experiment_name == "t2v-train"
+    assert config.data.target == "cogfast.data.datasets.VideoManifest"
+    assert config.args.train_data == [str(tmp_path / "data" / "train" / "metadata.jsonl")]
+    for change, message in (
+        ({"strategy": "ddp"}, "strategy='ddp' must be one of DDP, SHARD_GRAD_OP"),
+        (
+            {"enable_packing": True},
+            "enable_packing=true is not in cogfast; use data.params.buckets",
+        ),
+        ({"learning_rat": 1}, "unknown key learning_rat; did you mean learning_rate?"),
+    ):
+        file.write_text(yaml.safe_dump(content | change))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Args.parse_args(["--yaml", str(file)])
+
+
+# --- wrong input: one line, status 2, before weights load ---
+
+WRONG = {
+    "a name that is none": (
+        "5b",
+        {"model_name": "cogvideox-5b"},
+        "--model_name cogvideox-5b: must be one of cogvideox-t2v, cogvideox-i2v, cogvideox1.5-t2v, "
+        "cogvideox1.5-i2v; did you mean cogvideox-",
+    ),
+    "a name of 1.5 for a model of 1.0": (
+        "5b",
+        {"model_name": "cogvideox1.5-t2v"},
+        "has in_channels=16, CogVideoX-5B; use --model_name cogvideox-t2v --model_type t2v",
+    ),
+    "an image-to-video name for a text-to-video model": (
+        "5b",
+        {"model_name": "cogvideox-i2v", "model_type": "i2v"},
+        "has in_channels=16, CogVideoX-5B; use --model_name cogvideox-t2v --model_type t2v",
+    ),
+    "a text-to-video name for an image-to-video model": (
+        "1.5_5b_i2v",
+        {"model_name": "cogvideox1.5-t2v", "model_type": "t2v"},
+        "has in_channels=32, CogVideoX1.5-5B-I2V; use --model_name cogvideox1.5-i2v --model_type i2v",
+    ),
+    "a folder without a model": (
+        "5b",
+        {"model_path": "/nowhere/to/be/found"},
+        "--model_path /nowhere/to/be/found: has no transformer/config.json",
+    ),
+    "fp16 for a model of bf16": (
+        "5b",
+        {"mixed_precision": "fp16"},
+        "--mixed_precision fp16: only CogVideoX-2B was trained in fp16, CogVideoX-5B overflows",
+    ),
+    "50 frames": (
+        "5b",
+        {"train_resolution": "50x32x48"},
+        "--train_resolution: data.params.max_num_frames=50: CogVideoX 1.0 supports 8N\\+1 frames, at most 9; use 9",
+    ),
+    "57 frames of 1.5": (
+        "1.5_5b",
+        {"train_resolution": "57x32x48"},
+        "data.params.max_num_frames=57: CogVideoX 1.5 supports 16N\\+1 frames, at most 33; use 33",
+    ),
+    "more frames than the model has": (
+        "5b",
+        {"train_resolution": "81x32x48"},
+        "--train_resolution: data.params.max_num_frames=81: CogVideoX 1.0 supports 8N\\+1 frames, at",
+    ),
+    "a size that patches do not divide": (
+        "5b",
+        {"train_resolution": "9x32x50"},
+        r"data.params.video_size=\[32, 50\]: rows must be a multiple of 16 .*; use \[32, 48\]",
+    ),
+    "2B at another size than its table": (
+        "2b",
+        {"train_resolution": "9x32x32"},
+        "--train_resolution: data.params.video_size=.*32.*32",
+    ),
+    "5B-I2V at another size than its table": (
+        "5b_i2v",
+        {"train_resolution": "9x32x32"},
+        "--train_resolution: data.params.video_size=.*32.*32",
+    ),
+    "a linear that is none": (
+        "5b",
+        {"target_modules": "to_x"},
+        r"--target_modules: .*target_modules=\['to_x'\]: use one or more of",
+    ),
+    "prodigy": (
+        "5b",
+        {"optimizer": "prodigy"},
+        "--optimizer prodigy: must be adamw or adam; its one step size over all weights",
+    ),
+    "an optimizer that is none": (
+        "5b",
+        {"optimizer": "adamx"},
+        "--optimizer adamx: must be adamw or adam; did you mean adam",
+    ),
+    "a checkpoint that is not there": (
+        "5b",
+        {"resume_from_checkpoint": "/nowhere/checkpoint-10"},
+        "--resume_from_checkpoint: args.resume=/nowhere/checkpoint-10 not found: refusing to start",
+    ),
+    "data that is not there": (
+        "5b",
+        {"data_root": "/nowhere"},
+        "--data_root: args.train_data: folder /nowhere does not exist",
+    ),
+    "Weights & Biases that is not installed": (
+        "5b",
+        {"report_to": "wandb"},
+        "--report_to: args.wandb=true, but wandb is not installed; pip install wandb",
+    ),
+    "an override of a key that is none": (
+        "5b",
+        {"beta1": 0.8, "seed": "1"},
+        "unknown key args.log_intervall; did you mean log_interval",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_input_ends_in_one_line(options, capsys, monkeypatch, what):
+    family, changes, message = WRONG[what]
+    monkeypatch.setattr("cogfast.train.trainer.start_processes", None)  # checks come before
+    if "wandb" in message:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    given = words(options(family, num_workers=0, **changes))
+    if "log_intervall" in message:
+        given.append("args.log_intervall=3")
+    assert main(["finetune", *given]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert re.search(message, lines[-1]), lines
+    assert sum(line.startswith("cogfast:") for line in lines) == 1
+    assert len(lines[-1]) < 400
+
+
+def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    file = tmp_path / "zero2.json"
+    file.write_text(json.dumps(UPSTREAM_ZERO2 | {"train_batch_size": 4}))
+    given = words(options(deepspeed_config=file, mixed_precision="bf16"))
+    assert main(["finetune", *given]) == 2
+    message = r"zero2.json: deepspeed.train_batch_size=4 does not fit 8 data-parallel ranks"
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_options_without_an_effect_are_named_once(options):
+    assert notices(Args(**options())) == []
+    found = notices(
+        Args(
+            **options(
+                training_type="sft",
+                rank=64,
+                image_column="images.txt",
+                pin_memory="false",
+                nccl_timeout=60,
+                resume_from_checkpoint=PLACEHOLDER,
+            )
+        )
+    )
+    text = "\n".join(found)
+    for part in (
+        "is the placeholder of CogVideo's scripts: a new run starts",
+        "--rank 64 has no effect with --training_type sft",
+        "--image_column images.txt: a text-to-video model takes no images",
+        "--pin_memory false has no effect",
+        "--nccl_timeout 60 has no effect",
+    ):
+        assert text.count(part) == 1, part
+    assert len(found) == 5
+    resume = options(resume_from_checkpoint=PLACEHOLDER)
+    assert translate(Args(**resume)).args.resume is None
+
+
+def test_random_options_end_in_a_configuration_or_one_line(options):
+    rng = random.Random(1)
+    pools = {
+        "train_resolution": ["9x32x48", "1x32x48", "9x16x16", "65535x65535x65535"],
+        "rank": ["1", "32768"],
+        "target_modules": ["to_q", "${a}", "[", ""],
+        "caption_column": ["", ".", "a=b", "${oc.env:HOME}", "ü", "m.jsonl"],
+        "video_column": ["m.jsonl", "x" * 999],
+        "data_root": ["", "${nothing}", "\n"],
+        "output_dir": ["${model}", "x" * 5000],
+        "learning_rate": ["0", "1e5"],
+        "optimizer": ["", "AdamW", "ADAM", "came"],
+        "fps": ["0.01", "1000"],
+        "overrides": [["args=1"], ["x=1"], ["data=null"], ["model.network_config=1"], ["=2"]],
+        "deepspeed_config": ["", "/dev/null", "prompts.txt"],
+        "tracker_name": ["#", "${model.scale_factor}"],
+        "lr_warmup_steps": ["0", "1000000000"],
+    }
+    ends = {"configuration": 0, "refused": 0}
+    for _ in range(16):
+        chosen = rng.sample(sorted(pools), rng.randrange(1, 4))
+        changes = {name: rng.choice(pools[name]) for name in chosen}
+        try:
+            translate(Args(**options("5b", **changes)))
+            ends["configuration"] += 1
+        except ValueError as error:
+            assert str(error), changes
+            ends["refused"] += 1
+    assert min(ends.values()) > 2, ends
+
+
+# --- the classes ---
+
+
+def test_upstreams_classes_stand_at_upstreams_names():
+    for name, folder in BUILT_IN.items():
+        for training_type in ("lora", "sft"):
+            cls = get_model_cls(name, training_type)
+            version, kind = re.fullmatch(r"cogvideox(1_5)?_(\w+)", folder).groups()
+            expected = f"CogVideoX{version or ''}{kind.upper()}{training_type.title()}Trainer"
+            assert cls.__name__ == expected
+            assert cls.__module__ == f"cogfast.finetune.models.{folder}.{training_type}_trainer"
+            assert issubclass(cls, Trainer)
+            package = __import__("cogfast.finetune", fromlist=[expected])
+            assert getattr(package, expected) is cls
+    with pytest.raises(
+        ValueError, match="--model_name x: must be one of cogvideox-t2v, cogvideox-i"
+    ):
+        get_model_cls("x", "lora")
+    with pytest.raises(ValueError, match="cogvideox-t2v has lora and sft; use one of them"):
+        get_model_cls("cogvideox-t2v", "dora")
+
+
+def test_a_class_of_ones_own_is_registered_once(monkeypatch):
+    monkeypatch.setitem(SUPPORTED_MODELS, "mine", {})
+
+    class Mine(Trainer):
+        def compute_loss(self, batch):
+            return 2 * super().compute_loss(batch)
+
+    register("mine", "lora", Mine)
+    assert get_model_cls("mine", "lora") is Mine
+    with pytest.raises(ValueError, match="'mine' has a lora trainer, Mine; register Mine under an"):
+        register("mine", "lora", Mine)
+    get_model_cls("cogvideox-t2v", "lora")
+    with pytest.raises(ValueError, match="'cogvideox-t2v' has a lora trainer, CogVideoXT2VLora"):
+        register("cogvideox-t2v", "lora", Mine)
+
+
+@pytest.mark.parametrize("name", ["validation_step", "encode_video", "collate_fn", "UNLOAD_LIST"])
+def test_a_hook_that_nothing_calls_is_a_type_error(name):
+    with pytest.raises(TypeError, match=rf"Mine.{name} would never be called: \w+"):
+        type("Mine", (Trainer,), {name: None})
+
+
+def test_a_trainer_knows_its_state_before_it_trains(options):
+    trainer = Trainer(Args(**options("1.5_5b", mixed_precision="bf16")))
+    state = trainer.state
+    assert (state.train_frames, state.train_height, state.train_width) == (17, 32, 48)
+    assert str(state.weight_dtype) == "torch.bfloat16"
+    assert state.transformer_config["patch_size_t"] == 2
+    assert trainer.optimizer is trainer.lr_scheduler is trainer.dataset is None
+    assert isinstance(trainer.config, cogfast.train.trainer.Config)
