@@ -6,7 +6,8 @@ import logging
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -154,17 +155,19 @@ class T5TextEncoder(_PaddedT5):
         return self
 
     def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
-        batch = self.tokenizer(
-            list(captions),
-            truncation=True,
-            max_length=self.max_length,
-            padding="max_length",
-            return_tensors="np",
-        )
+        with _panics_as_errors(self.folder):
+            batch = self.tokenizer(
+                list(captions),
+                truncation=True,
+                max_length=self.max_length,
+                padding="max_length",
+                return_tensors="np",
+            )
         return batch["input_ids"].astype(np.int64, copy=False)
 
     def _count_tokens(self, caption: str) -> int:
-        return len(self.tokenizer(caption)["input_ids"])
+        with _panics_as_errors(self.folder):
+            return len(self.tokenizer(caption)["input_ids"])
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.transformer(input_ids=ids).last_hidden_state
@@ -443,20 +446,36 @@ def _check_settings(weights: Path, vocabulary: Path) -> None:
         read_json(vocabulary / "tokenizer_config.json", _TokenizerConfig)
 
 
+@contextmanager
+def _panics_as_errors(folder: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(
+            f"model_dir={folder}: the tokenizer's vocabulary is damaged ({brief(str(error))}); "
+            "copy the folder again"
+        ) from None
+
+
 def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
     """Call transformers' loader and turn its errors about damaged files into one ValueError."""
-    try:
-        return load(folder, **given)
-    except Exception as error:  # the loaders of its file formats raise errors of many types
-        reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
-        raise ValueError(
-            f"model_dir={folder}: transformers cannot read it ({reason}); copy the folder again"
-        ) from None
+    with _panics_as_errors(folder):
+        try:
+            return load(folder, **given)
+        except Exception as error:  # the loaders of its file formats raise errors of many types
+            reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
+            raise ValueError(
+                f"model_dir={folder}: transformers cannot read it ({reason}); copy the folder again"
+            ) from None
 
 
 def _check_vocabulary(tokenizer, folder: str) -> None:
     """Raise ValueError for a vocabulary in which plain words are unknown."""
-    ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
+    with _panics_as_errors(folder):
+        ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
     if not ids or tokenizer.unk_token_id in ids:
         raise ValueError(
             f"model_dir={folder}: its vocabulary lacks plain English words, which become "
