@@ -32,12 +32,11 @@ from cogfast.data.sources.folders import (
     first_line,
     label_of,
     named,
-    refuse_gaps,
     refuse_samples,
     sat_label,
-    text_lines,
     unread_files,
 )
+from cogfast.data.sources.lists import read_lists
 from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.sources.tar_shards import list_shard, read_member, shards_of
 from cogfast.data.video.clip import named_bytes, read_clip, read_image
@@ -391,37 +390,7 @@ class VideoList(ListedVideos):
         if self.image_column is not None:
             columns["image_column"] = self.image_column
         files = {key: folder / name for key, name in columns.items()}
-        lines = {}
-        for key, file in files.items():
-            if not file.is_file():
-                raise ValueError(
-                    f"data.params.{key}={file.name}: {file} does not exist; set it to the file that has "
-                    "one line per sample (for folders videos/ and labels/ use VideoFolder)"
-                )
-            lines[key] = text_lines(file)
-        if not allow_empty_captions:
-            refuse_gaps(files, lines)
-        for key in lines:
-            if not (key == "caption_column" and allow_empty_captions):
-                lines[key] = [line for line in lines[key] if line]
-        videos, captions = lines["video_column"], lines["caption_column"]
-        if not videos:
-            raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
-        # text_lines drops blank lines at the end, which may be empty captions.
-        if allow_empty_captions:
-            captions += [""] * (len(videos) - len(captions))
-        for key, what in (("caption_column", "caption"), ("image_column", "image")):
-            if key in lines and len(lines[key]) != len(videos):
-                raise ValueError(
-                    f"{files['video_column']} has {len(videos)} lines and {files[key]} "
-                    f"{len(lines[key])}; give each video one line with its {what}"
-                )
-        beside = lambda key: PackedStrings(str(files[key].parent / line) for line in lines[key])
-        return ClipList(
-            files=beside("video_column"),
-            captions=PackedStrings(captions),
-            images=beside("image_column") if "image_column" in lines else None,
-        )
+        return read_lists(files, allow_empty_captions)
 
 
 @dataclass(eq=False, repr=False)

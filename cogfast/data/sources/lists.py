@@ -1,0 +1,93 @@
+"""Reads the lists of CogVideo's diffusers trainer: line i of each file belongs to sample i."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.folders import refuse_gaps, text_lines
+from cogfast.schema.values import nearest
+
+_WHAT = {"caption_column": "caption", "image_column": "image"}
+
+
+def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipList:
+    """Read the samples of a folder; ValueError that names file and line of a fault.
+
+    files: the list of `video_column`, of `caption_column` and, where there is one, of
+    `image_column`. Paths are relative to the list that names them.
+    """
+    raw = {key: _read(key, file) for key, file in files.items()}
+    if not allow_empty_captions:
+        refuse_gaps(files, raw)
+    lines = {
+        key: texts
+        if key == "caption_column" and allow_empty_captions
+        else [line for line in texts if line]
+        for key, texts in raw.items()
+    }
+    videos, captions = lines["video_column"], lines["caption_column"]
+    if not videos:
+        raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
+    # text_lines drops blank lines at the end, which may be empty captions.
+    if allow_empty_captions:
+        captions += [""] * (len(videos) - len(captions))
+    for key, what in _WHAT.items():
+        if key in lines and len(lines[key]) != len(videos):
+            blank = _blank_line(files, raw, {"video_column", key} - _kept(allow_empty_captions))
+            raise ValueError(
+                f"{files['video_column']} has {len(videos)} lines and {files[key]} "
+                f"{len(lines[key])}{blank}; give each video one line with its {what}"
+            )
+    columns = {}
+    for key in ("video_column", "image_column"):
+        if key in lines:
+            paths = [str(files[key].parent / line) for line in lines[key]]
+            _refuse_missing(files[key], raw[key], paths)
+            columns[key] = PackedStrings(paths)
+    return ClipList(
+        files=columns["video_column"],
+        captions=PackedStrings(captions),
+        images=columns.get("image_column"),
+    )
+
+
+def _read(key: str, file: Path) -> list[str]:
+    if file.is_file():
+        return text_lines(file)
+    folder = file.parent
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    hint = nearest(file.name, [name for name in found if name.endswith(file.suffix)])
+    if not hint:
+        hint = (
+            "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
+            "VideoFolder)"
+        )
+    raise ValueError(f"data.params.{key}={file.name}: {file} does not exist{hint}")
+
+
+def _kept(allow_empty_captions: bool) -> set[str]:
+    """The lists whose blank lines are samples."""
+    return {"caption_column"} if allow_empty_captions else set()
+
+
+def _blank_line(files: Mapping[str, Path], raw: Mapping[str, Sequence[str]], keys: set[str]) -> str:
+    """Name the first blank line between samples, since such lines do not count."""
+    for key in sorted(keys):
+        if "" in raw[key]:
+            return f" (line {1 + raw[key].index('')} of {files[key].name} is blank and not counted)"
+    return ""
+
+
+def _refuse_missing(file: Path, lines: Sequence[str], paths: Sequence[str]) -> None:
+    """Raise ValueError if a listed file does not exist."""
+    missing = [path for path in paths if not Path(path).is_file()]
+    if missing:
+        at = paths.index(missing[0])
+        number = [i for i, line in enumerate(lines, 1) if line][at]
+        raise ValueError(
+            f"{file}: line {number}: {missing[0]} does not exist ({len(missing)} of {len(paths)} files "
+            "are missing); correct the path, which is relative to the list, or remove the sample's "
+            "line from each list"
+        )

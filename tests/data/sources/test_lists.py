@@ -1,0 +1,119 @@
+"""The lists of CogVideo's diffusers trainer: what it takes is taken, and faults name file and line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from cogfast.data.buckets import survey
+from cogfast.data.datasets import VideoList
+from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+GOOD = {"videos.txt": "videos/00.mp4\nvideos/01.mp4\n", "prompts.txt": "a\nb\n"}
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """Two clips of 9 frames, and a picture."""
+    root = sat_folder(tmp_path_factory.mktemp("lists"), 2)
+    Image.new("RGB", (48, 32)).save(root / "first.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        (
+            {"videos.txt": "videos/00.mp4\n", "prompts.txt": "a\nb\n"},
+            {},
+            r"videos.txt has 1 lines and .*prompts.txt 2; give each video one line with its caption",
+        ),
+        (
+            GOOD | {"prompts.txt": "a\n\nb\nc\n"},
+            {},
+            r"videos.txt has 2 lines and .*prompts.txt 3 \(line 2 of prompts.txt is blank and not "
+            r"counted\); give",
+        ),
+        (
+            GOOD | {"images.txt": "first.png\n"},
+            {"image_column": "images.txt"},
+            r"videos.txt has 2 lines and .*images.txt 1; give each video one line with its image",
+        ),
+        (
+            {"videos.txt": "videos/00.mp4\n\nvideos/07.mp4\n", "prompts.txt": "a\nb\n"},
+            {},
+            r"videos.txt: line 3: .*videos/07.mp4 does not exist \(1 of 2 files are missing\); correct "
+            "the path, which is relative to the list",
+        ),
+        (
+            GOOD | {"images.txt": "first.png\nsecond.png\n"},
+            {"image_column": "images.txt"},
+            r"images.txt: line 2: .*second.png does not exist \(1 of 2 files",
+        ),
+        (
+            GOOD,
+            {"caption_column": "prompt.txt"},
+            r"caption_column=prompt.txt: .*/prompt.txt does not exist; did you mean prompts.txt\?",
+        ),
+        (
+            {"video.txt": "videos/00.mp4\n", "prompts.txt": "a\n"},
+            {},
+            r"video_column=videos.txt: .*/videos.txt does not exist; did you mean video.txt\?",
+        ),
+        (
+            GOOD,
+            {"image_column": "pictures/all.txt"},
+            r"image_column=all.txt: .*pictures/all.txt does not exist; set it to the file",
+        ),
+    ],
+    ids=["counts", "blank line", "images", "video", "image", "name", "other name", "folder"],
+)
+def test_faults_are_named(files, options, message, clips):
+    for name, text in files.items():
+        (clips / name).write_text(text)
+    try:
+        with pytest.raises(ValueError, match=message) as error:
+            VideoList(clips, **CLIP, **options)
+    finally:
+        for name in files:
+            (clips / name).unlink()
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_is_dropped_that_their_trainer_takes(tmp_path):
+    """Videos of 1 to 40 frames at odd rates; its frames are range(0, n, n // F)[:F], then the last."""
+    kinds = [(1, 8), (5, 30), (9, 60), (17, 24), (40, 1)]
+    for i, (frames, fps) in enumerate(kinds):
+        write_clip(tmp_path / f"{i}.mp4", constant_rate(frames, fps), size=(32, 48))
+    (tmp_path / "videos.txt").write_text("".join(f"{i}.mp4\n" for i in range(len(kinds))))
+    (tmp_path / "prompts.txt").write_text("\n".join("abcde"))
+    before = sorted(tmp_path.iterdir())
+    data = VideoList(tmp_path, **CLIP, frame_selection="uniform", short_clips="pad")
+    found = survey(data)
+    assert not found.reasons and len(data) == len(kinds)
+    assert "5 clips of" in found.notes[0] and found.notes[0].endswith("2 are padded.")
+    for i, (frames, _) in enumerate(kinds):
+        chosen = list(range(0, frames, max(frames // 9, 1)))[:9]
+        chosen += [chosen[-1]] * (9 - len(chosen))
+        wanted = torch.from_numpy(decode_all(tmp_path / f"{i}.mp4")[chosen]).permute(0, 3, 1, 2)
+        assert torch.equal(data[i]["video"], wanted)
+    assert sorted(tmp_path.iterdir()) == before  # theirs writes first_frames/
+
+
+def test_frames_by_time_skip_and_count_short_clips(tmp_path):
+    """data.params of `cogfast finetune --fps 8`: timestamps, and clips too short are left out."""
+    for i, (frames, fps) in enumerate([(27, 24), (9, 24), (9, 8)]):
+        write_clip(tmp_path / f"{i}.mp4", constant_rate(frames, fps), size=(32, 48))
+    (tmp_path / "videos.txt").write_text("0.mp4\n1.mp4\n2.mp4\n")
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\n")
+    data = VideoList(tmp_path, **CLIP, frame_selection="timestamp", short_clips="skip")
+    found = survey(data)
+    assert (
+        list(found.reasons) == [1]
+        and "9 frames at 24 fps = 0.4 s, need 1.1 s" in (found.reasons[1])
+    )
+    frames = decode_all(tmp_path / "0.mp4")[:25:3]
+    assert torch.equal(data[0]["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
+    assert not found.notes
