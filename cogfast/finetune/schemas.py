@@ -136,6 +136,12 @@ class Args:
     fps: Annotated[float, Range(0.01, 1000)] | None = _own(
         "pick frames by time at this rate; none: spread them over the clip", None
     )
+    frame_selection: Literal["uniform", "timestamp"] | None = _own(
+        "spread frames over the clip, or pick them by time; none: by time with --fps", None
+    )
+    resize: Literal["crop", "stretch"] = _own(
+        "cut what exceeds the shape, or squeeze the picture as CogVideo's trainer does", "crop"
+    )
     deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
     yaml: Path | None = _own("CogKit's YAML, below the options given here", None)
     overrides: list[str] = _own("override the configuration: args.log_interval=1", factory=list)

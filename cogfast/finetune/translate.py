@@ -119,13 +119,17 @@ def _check_family(args: Args, family: Family) -> None:
 def _data_settings(args: Args) -> Settings:
     frames, *size = args.train_resolution
     # Without a rate, frames are spread over the clip and short clips are padded, as in their trainer.
-    frame_selection = "uniform" if args.fps is None else "timestamp"
+    selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
     captions, videos = str(args.caption_column), str(args.video_column)
     settings: Settings = {
         "data.params.video_size": (size, "--train_resolution"),
         "data.params.max_num_frames": (frames, "--train_resolution"),
-        "data.params.frame_selection": (frame_selection, "--fps"),
-        "data.params.short_clips": ("pad" if args.fps is None else "skip", "--fps"),
+        "data.params.frame_selection": (selection, "--frame_selection"),
+        "data.params.short_clips": (
+            "pad" if selection == "uniform" else "skip",
+            "--frame_selection",
+        ),
+        "data.params.resize": (args.resize, "--resize"),
         "args.num_workers": (args.num_workers, "--num_workers"),
     }
     if captions == videos and Path(videos).suffix in (".jsonl", ".json", ".csv"):
@@ -218,7 +222,6 @@ def _validation_settings(args: Args) -> Settings:
         "args.eval_prompt_file": (str(prompts), "--validation_prompts"),
         "args.eval_at_end": (True, TRAINER),
         "args.eval_with_ema": (False, TRAINER),  # as the exported weights
-        "args.log_videos": (True, TRAINER),
         "args.sampling_fps": (args.gen_fps, "--gen_fps"),
     }
     if args.validation_images is not None and args.model_type == "i2v":

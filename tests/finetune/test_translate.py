@@ -127,7 +127,9 @@ def test_steps_come_before_epochs_and_clips_by_time(options):
     assert (epochs.args.train_iters, epochs.args.epochs) == (None, 3)
     params = both.data.params
     assert (params.frame_selection, params.short_clips, params.fps) == ("uniform", "pad", 8)
-    params = translate(Args(**options(fps=4))).data.params
+    assert params.resize == "crop"
+    params = translate(Args(**options(fps=4, resize="stretch"))).data.params
+    assert params.resize == "stretch"
     assert (params.frame_selection, params.short_clips, params.fps) == ("timestamp", "skip", 4)
 
 

@@ -1,0 +1,224 @@
+"""Runs of `cogfast finetune` against diffusers: the loss, 20 steps of AdamW on PEFT's adapters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from diffusers.optimization import get_scheduler
+from peft import LoraConfig, get_peft_model_state_dict
+from torch import Tensor
+
+from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
+from cogfast.slot_random import SlotRandom
+from tests.finetune.test_translate import KINDS
+from tests.support.video_files import constant_rate, write_clip
+from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
+
+SIZE = (32, 48)
+WIDTH = 32  # of text embeddings
+# Elements per reduction: the default allocates 0.2 GB, and these models have 0.5 million weights.
+SMALL = "deepspeed.zero_optimization.reduce_bucket_size=100000"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A trainer takes the log for itself."""
+    yield
+    logger = logging.getLogger("cogfast")
+    logger.handlers, logger.propagate = [], True
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(4):
+        write_clip(folder / "videos" / f"{i}.mp4", constant_rate(20, 8), size=SIZE)
+    (folder / "prompt.txt").write_text("".join(f"a red block, number {i}\n" for i in range(4)))
+    (folder / "videos.txt").write_text("".join(f"videos/{i}.mp4\n" for i in range(4)))
+    return folder
+
+
+@pytest.fixture
+def options(pipelines: Pipelines, data: Path, tmp_path: Path) -> Callable[..., dict]:  # noqa: F811
+    def build(family: str, **changes: object) -> dict:
+        name, kind = KINDS[family]
+        return {
+            "model_path": pipelines.path(family),
+            "model_name": name,
+            "model_type": kind,
+            "training_type": "lora",
+            "output_dir": tmp_path / "out",
+            "data_root": data,
+            "caption_column": "prompt.txt",
+            "video_column": "videos.txt",
+            "train_resolution": f"{17 if family.startswith('1.5') else 9}x32x48",
+            "train_steps": 1,
+            "num_workers": 0,
+            "overrides": [SMALL, "args.log_interval=1"],
+        } | changes
+
+    return build
+
+
+class Reference:
+    """CogVideo's loss from diffusers' functions alone. The formula is that of its trainer."""
+
+    def __init__(self, folder: Path) -> None:
+        kind = CogVideoXTransformer3DModel
+        self.transformer = kind.from_pretrained(folder / "transformer")
+        self.transformer.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
+        self.scheduler = CogVideoXDPMScheduler.from_pretrained(folder / "scheduler")
+
+    def loss(
+        self, latents: Tensor, text: Tensor, image: Tensor | None, t: Tensor, noise: Tensor
+    ) -> Tensor:
+        """latents, noise: [B, C, T, h, w], padded to whole patches. image: of the first frame."""
+        config = self.transformer.config
+        clean, noise = latents.transpose(1, 2), noise.transpose(1, 2)
+        noised = self.scheduler.add_noise(clean, noise, t)
+        given = noised
+        if image is not None:
+            behind = torch.zeros_like(clean)
+            behind[:, :1] = image.transpose(1, 2)[:, :1]
+            given = torch.cat([noised, behind], dim=2)
+        positions = None
+        if config.use_rotary_positional_embeddings:
+            grid = tuple(side // config.patch_size for side in clean.shape[-2:])
+            positions = get_3d_rotary_pos_embed(
+                config.attention_head_dim,
+                None,
+                grid,
+                clean.shape[1] // (config.patch_size_t or 1),
+                grid_type="slice",
+                max_size=grid,
+            )
+        ofs = None if config.ofs_embed_dim is None else torch.full((1,), 2.0)
+        v = self.transformer(
+            given, text, t, ofs=ofs, image_rotary_emb=positions, return_dict=False
+        )[0]
+        found = self.scheduler.get_velocity(v, noised, t)
+        weight = 1 / (1 - self.scheduler.alphas_cumprod[t]).view(-1, 1, 1, 1, 1)
+        return (weight * (found - clean) ** 2).mean()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch, pipelines):  # noqa: F811
+    """Upstream's keys of a batch, at the first, the last and other timesteps."""
+    changes = {"training_type": "sft", "batch_size": 2}
+    args = Args(**options(family, **changes))
+    trainer = get_model_cls(args.model_name, args.training_type)(args)
+    run = trainer._prepare()
+    reference = Reference(pipelines.path(family))
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    frames = 5 if family.startswith("1.5") else 3
+    length = reference.transformer.config.max_text_seq_length
+    batch = {
+        "encoded_videos": draw(2, 16, frames, 4, 6),
+        "prompt_embedding": draw(2, length, WIDTH),
+        "slots": [0, 1],
+    }
+    if family.endswith("i2v"):
+        batch["images"] = draw(2, 3, *SIZE).clamp(-1, 1)
+    for times in ([0, 1], [10, 49], [50, 500], [998, 999]):
+        t = torch.tensor(times)
+        monkeypatch.setattr(run.diffusion.loss.sigma_sampler, "sample", lambda rng, t=t: t)
+        rng = SlotRandom(args.seed, 0, [0, 1], 2)
+        # 5 latent frames of 1.5 become 6, by its own rule: the first one twice.
+        latents, given = run.encoder(dict(batch), rng)
+        before = [batch["encoded_videos"][:, :, :1]] * (frames % 2 and family.startswith("1.5"))
+        assert torch.equal(latents, torch.cat([*before, batch["encoded_videos"]], dim=2))
+        noise = rng.normal("noise", latents.shape)
+        with torch.no_grad():
+            found = trainer.compute_loss(dict(batch))
+            expected = reference.loss(
+                latents, batch["prompt_embedding"], given.image_latents, t, noise
+            )
+        tolerance = 1e-6 if min(times) >= 50 else 5e-5
+        assert found.item() == pytest.approx(expected.item(), rel=tolerance), times
+
+
+def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):  # noqa: F811
+    """alpha 64, r 128, with warm-up and clipping: every loss, and the adapters at the end."""
+    steps, warmup = 20, 5
+    reference = Reference(pipelines.path("5b"))
+    model, seen = reference.transformer, []
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(LoraConfig(r=128, lora_alpha=64, target_modules=targets))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=1e-4
+    )
+    schedule = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=warmup)
+
+    class Both(CogVideoXT2VLoraTrainer):
+        """Takes the same step with diffusers' model, PEFT's adapters and torch's AdamW."""
+
+        def compute_loss(self, batch: dict) -> Tensor:
+            run = self._prepare()
+            if not seen:
+                copy_adapters(run.engine.transformer, trained)
+            assert self.lr_scheduler.get_last_lr() == schedule.get_last_lr()
+            rng = SlotRandom(self.args.seed, run.step, batch["slots"], run.global_batch)
+            latents, given = run.encoder(dict(batch), rng)
+            idx = run.diffusion.loss.sigma_sampler.sample(rng)
+            noise = rng.normal("noise", latents.shape)
+            expected = reference.loss(latents, given.text, None, idx, noise)
+            expected.backward()
+            torch.nn.utils.clip_grad_norm_(list(trained.values()), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            loss = super().compute_loss(batch)
+            seen.append((loss.item(), expected.item()))
+            return loss
+
+    args = options(
+        "5b", train_steps=steps, lr_warmup_steps=warmup, learning_rate=1e-3, max_grad_norm=0.5
+    )
+    trainer = Both(Args(**args))
+    trainer.fit()
+    assert trainer.state.num_trainable_parameters == sum(p.numel() for p in trained.values())
+    assert trainer.state.total_batch_size_count == 1
+    assert len(trainer.dataset) == 4
+    assert len(seen) == steps
+    for found, expected in seen:
+        assert found == pytest.approx(expected, rel=1e-5)
+    ours = ours_of(trainer._prepare().engine.transformer)
+    theirs = named_as_ours(get_peft_model_state_dict(model))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() < 1e-5, name
+
+
+def ours_of(transformer: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in transformer.named_parameters() if ".matrix_" in n}
+
+
+PARTS = {"to_q": ("qkv", 0), "to_k": ("qkv", 1), "to_v": ("qkv", 2), "to_out.0": ("out", 0)}
+
+
+def named_as_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PEFT's names as cogfast's."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".default.weight", ".weight")
+        _, block, _, rest = name.split(".", 3)
+        target, _, matrix = rest.removesuffix(".weight").rpartition(".lora_")
+        part, index = PARTS[target]
+        found[f"blocks.{block}.attention.{part}.matrix_{matrix}.{index}"] = tensor
+    return found
+
+
+def copy_adapters(transformer: torch.nn.Module, trained: dict[str, Tensor]) -> None:
+    """Give PEFT's adapters cogfast's initial values."""
+    ours = ours_of(transformer)
+    with torch.no_grad():
+        for name, tensor in named_as_ours(trained).items():
+            tensor.copy_(ours[name])
