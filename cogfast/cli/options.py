@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cogfast.cli.help_all import HelpAll
+from cogfast.model.weights.formats.run_manifest import run_of
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import nearest
@@ -365,7 +366,7 @@ def _run_config(folder: Path) -> Path | None:
     """Find the configuration of a run or of a checkpoint's run; None if `folder` is neither."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    places = (folder / _RUN_CONFIG, folder.parent.parent / _RUN_CONFIG)
+    places = (folder / _RUN_CONFIG, run_of(folder) / _RUN_CONFIG)
     return next((path for path in places if path.is_file()), None)
 
 

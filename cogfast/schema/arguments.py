@@ -16,6 +16,7 @@ from cogfast.schema.config import Config, to_dict
 from cogfast.schema.json_files import Range
 
 Precision = Literal["bf16", "fp16", "fp32"]
+FolderLayout = Literal["cogfast", "finetune"]
 PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
@@ -46,6 +47,11 @@ class TrainArguments:
     load_lora: str | None = None
     # folder in which run folders are created; None: runs
     save: str | None = None
+    # the run folder itself, in place of one with a date below args.save
+    run_folder: str | None = None
+    # names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
+    # validation_res)
+    folder_layout: FolderLayout = "cogfast"
     # auto, latest, or a run or checkpoint folder
     resume: str | None = None
     # resume even if training-relevant keys changed
@@ -64,6 +70,10 @@ class TrainArguments:
     save_interval: Count | None = 5000
     # compare the checksums of a checkpoint when resuming
     verify_checkpoints: bool = True
+    # checkpoints that also hold files which diffusers loads: pytorch_lora_weights.safetensors of LoRA
+    # runs; transformer/ and, with EMA, transformer_ema/ of others, in the run's precision. last: only
+    # the checkpoint of the last step
+    export: Literal["none", "last", "all"] = "none"
     # number of latest checkpoints to keep; 0 keeps all
     keep_last: Annotated[int, Range(0, 10**6)] = 2
     # steps between lines of the log and of metrics.jsonl

@@ -33,6 +33,7 @@ from cogfast.train.distributed.process_groups import OtherRankError, ProcessGrou
 from cogfast.train.distributed.process_watch import is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder
+from cogfast.train.run.folder import samples_place
 from cogfast.train.sampling.generate import (
     EvaluationStopped,
     Prompt,
@@ -239,8 +240,9 @@ class Evaluator:
             device=self.groups.device,
             num_steps=self.args.eval_sampling_steps,
         )
+        folder, start = samples_place(self.folder, step, self.args.folder_layout)
         write_samples(
-            self.folder / "samples" / f"step-{step:08d}",
+            folder,
             maker,
             prompts,
             self.groups,
@@ -249,6 +251,7 @@ class Evaluator:
             is_in_step=self.engine.stage == 3,
             is_asked_to_stop=self.is_asked_to_stop,
             report_videos=self.report_videos,
+            start_of_names=start,
         )
 
     def _has_prompts(self) -> bool:

@@ -13,11 +13,12 @@ from cogfast.config import Config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.formats.run_manifest import RESUMABLE, read_manifest
+from cogfast.model.weights.formats.run_manifest import RESUMABLE, checkpoints_folder, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import (
+    DTYPES,
     assemble_batches,
     assemble_datasets,
     assemble_diffusion,
@@ -43,11 +44,13 @@ from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from cogfast.train.run.export import Exporter
 from cogfast.train.run.folder import (
     check_changes,
     describe_run,
     open_run_folder,
     plain_sections,
+    tensorboard_folder,
 )
 from cogfast.train.run.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.metrics import Metrics
@@ -94,9 +97,7 @@ class Trainer:
         self.learning_rate = build_learning_rate(args, self.num_steps)
         if self.groups.is_main:
             warn_of_long_warmup(args, self.num_steps)
-        self.folder, self.checkpoint = open_run_folder(
-            args.save or "runs", args.experiment_name, args.resume, self.groups
-        )
+        self.folder, self.checkpoint = open_run_folder(args, self.groups)
         self.manifest: dict = {}
         checkpoint = self.checkpoint
         if checkpoint is not None:
@@ -105,7 +106,13 @@ class Trainer:
             )
             check_changes(checkpoint, self.manifest, config, self.global_batch)
         if self.groups.is_main:
-            describe_run(self.folder, self.checkpoint, config.to_yaml(), self.groups.world_size)
+            describe_run(
+                self.folder,
+                self.checkpoint,
+                config.to_yaml(),
+                self.groups.world_size,
+                is_run_folder=args.run_folder is not None,
+            )
             # The headers were read before the folder existed.
             record_bad(self.folder, bad, len(self.datasets.train))
 
@@ -120,6 +127,7 @@ class Trainer:
                     f"{text}; set args.load to a trained model, or args.force_train=true to continue"
                 )
             logger.warning("%s", text)
+        self.exporter = Exporter(args.export, transformer, self.num_steps, DTYPES[args.precision])
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
         self.encoder = assemble_encoder(config, args, transformer, self.groups)
@@ -175,7 +183,11 @@ class Trainer:
         self.num_tokens = self.latent_size.num_tokens(transformer.config)  # per sample
         self.is_size_known = bool(sizes)
         self.writer = CheckpointWriter(
-            self.folder / "checkpoints", self.engine, self.groups, args.keep_last
+            checkpoints_folder(self.folder, args.folder_layout),
+            self.engine,
+            self.groups,
+            args.keep_last,
+            args.folder_layout,
         )
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -229,7 +241,7 @@ class Trainer:
                 self.writer.wait()
                 # A last save may have failed, or the run ended between two of them.
                 if self.step > self.writer.saved_step:
-                    self._save(metrics)
+                    self._save(metrics, stop.is_stopping)
                 # After the save: a run that is killed meanwhile keeps its last step.
                 if self._is_end_evaluated() and not stop.is_stopping:
                     self._evaluate(metrics, stop)
@@ -340,15 +352,9 @@ class Trainer:
             start_step=self.step,
             num_steps=self.num_steps,
             samples_per_step=self.global_batch,
-            tensorboard_folder=self._tensorboard_folder(),
+            tensorboard_folder=tensorboard_folder(self.folder, self.args),
             wandb_project=self.args.wandb_project_name if self.args.wandb else None,
         )
-
-    def _tensorboard_folder(self) -> Path:
-        if self.args.summary_dir is None:
-            return self.folder / "tensorboard"
-        # SAT's key names one folder for all runs.
-        return Path(self.args.summary_dir) / self.folder.name
 
     def _announce(self) -> None:
         config, groups = self.engine.transformer.config, self.groups
@@ -393,8 +399,9 @@ class Trainer:
                 "the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
             )
 
-    def _save(self, metrics: Metrics) -> None:
-        """Start writing a checkpoint. If that fails, training continues without it."""
+    def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
+        """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a
+        signal or time limit ends the run."""
         state = {
             "global_batch": self.global_batch,
             "seed": self.args.seed,
@@ -404,7 +411,8 @@ class Trainer:
             "video_sizes": self._video_sizes(),
             "config": plain_sections(self.config),
         }
-        self.writer.save(self.step, state)
+        is_exported = self.exporter.is_due(self.step, is_stopping)
+        self.writer.save(self.step, state, self.exporter.write if is_exported else None)
         metrics.restart_clock()
 
     def _video_sizes(self) -> list[list[int]]:

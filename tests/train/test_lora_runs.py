@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from safetensors.torch import load_file
 
 from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.formats.peft import write_peft
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats.peft import FILE_NAME, write_peft
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint
 from cogfast.model.weights.lora.adapters import open_adapter
 from cogfast.train.trainer import Trainer
@@ -51,6 +53,28 @@ def test_a_checkpoint_holds_the_adapters_alone(base: Path, trained: Path) -> Non
     base_file = next((base.parent / "base").rglob("*.pt"))
     whole = sum(path.stat().st_size for path in newest_checkpoint(trained).rglob("*"))
     assert whole < base_file.stat().st_size / 4
+
+
+def test_checkpoints_hold_the_file_of_the_adapters(base: Path, tmp_path: Path) -> None:
+    """It is what `cogfast convert` writes, and a pipeline reads it from the checkpoint's folder."""
+    arguments = [*ASKED, f"{LORA}.lora_alpha=1", "args.export=all", "args.save_interval=2"]
+    Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'runs'}"])).train()
+    run = run_folder(tmp_path / "runs")
+    checkpoints = sorted(run.glob("checkpoints/0*"))
+    assert [path.name for path in checkpoints] == ["00000002", "00000003"]
+    for path in checkpoints:
+        convert(path, tmp_path / path.name, "peft")
+        assert (path / FILE_NAME).read_bytes() == (tmp_path / path.name / FILE_NAME).read_bytes()
+    convert(base.parent / "base", tmp_path / "base", "diffusers")
+    theirs = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "base")
+    none = dict.fromkeys(("tokenizer", "text_encoder", "vae", "scheduler"))
+    CogVideoXPipeline(transformer=theirs, **none).load_lora_weights(str(checkpoints[-1]))
+    adapter = open_adapter(run)
+    for part, linear in ((0, "to_q"), (2, "to_v")):
+        a, b = (adapter.read(f"blocks.1.attention.qkv.matrix_{s}.{part}", None) for s in "AB")
+        layer = getattr(theirs.transformer_blocks[1].attn1, linear)
+        torch.testing.assert_close(layer.get_delta_weight("default_0"), b @ a / RANK)
+        assert b.abs().max() > 0
 
 
 def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from cogfast.config import Config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
+from cogfast.model.weights.formats.diffusers import diffusers_config
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.config import find_origin, refuse, to_dict
@@ -31,6 +32,7 @@ from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
+from cogfast.train.run.folder import resumed_in_run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,28 @@ def _check_names(config: Config, args: TrainArguments) -> None:
             refuse(config, f"args.{key}", f"{text}, which W&B does not allow in names; remove it")
 
 
+def _check_run_folder(config: Config, args: TrainArguments) -> None:
+    if args.run_folder is None:
+        return
+    try:
+        resumed_in_run_folder(args)
+    except ValueError as error:
+        key = "args.resume" if str(error).startswith("args.resume") else "args.run_folder"
+        refuse(config, key, str(error))
+
+
+def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
+    """Refuse exports of models that diffusers' class cannot represent."""
+    if args.export == "none" or network.get("lora_rank") is not None:
+        return
+    try:
+        diffusers_config(TransformerConfig(**network))
+    except ValueError as error:
+        reason = str(error).partition("; use --to")[0]
+        text = f"args.export={args.export}: {reason}; set args.export=none"
+        refuse(config, "args.export", text)
+
+
 def check_train(config: Config, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
@@ -69,6 +93,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_placeholders(config)
     _check_paths(config, args)
     _check_names(config, args)
+    _check_run_folder(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"
@@ -83,6 +108,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
+    _check_export(config, args, network)
     if network.get("lora_rank") is not None and args.load is None:
         raise ValueError(
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "

@@ -15,6 +15,7 @@ import logging
 import math
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,9 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.files import WriteError, sync, write_text
-from cogfast.model.weights.formats.run_manifest import FORMAT, replaced_name, write_manifest
+from cogfast.model.weights.formats.run_manifest import (
+    FORMAT,
+    checkpoint_name,
+    layout_of,
+    replaced_name,
+    step_of,
+    write_manifest,
+)
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.schema.arguments import FolderLayout
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 
@@ -35,17 +44,27 @@ _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
 _LEAST_REGISTERED = 2**20  # bytes; smaller buffers could share a page, which is registered whole
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of a run, `<folder>/<step>`, and keeps the newest `keep_last` (0: all).
+Export = Callable[[Path, dict], None]  # gets the checkpoint's draft and its manifest; never raises
 
-    Every rank creates one and calls its methods at the same steps. saved_step: the step of the newest
-    complete checkpoint, valid after `wait`.
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run into `folder` and keeps the newest `keep_last` (0: all).
+
+    Every rank creates one and calls its methods at the same steps. layout: args.folder_layout, which
+    decides the checkpoints' names. saved_step: the step of the newest complete checkpoint, valid after
+    `wait`.
     """
 
     def __init__(
-        self, folder: Path, engine: ZeroEngine, groups: ProcessGroups, keep_last: int
+        self,
+        folder: Path,
+        engine: ZeroEngine,
+        groups: ProcessGroups,
+        keep_last: int,
+        layout: FolderLayout = "cogfast",
     ) -> None:
         self.folder, self.engine, self.keep_last = folder, engine, keep_last
+        self.layout: FolderLayout = layout
         # The writing thread's collectives must not mix with those of the training loop.
         self.groups = groups.with_own_control()
         self.saved_step = 0
@@ -67,10 +86,10 @@ class CheckpointWriter:
             # Only log it: the error that ends the run must reach the user.
             logger.error("the last checkpoint is not complete: %s", error)
 
-    def save(self, step: int, extra: dict) -> None:
+    def save(self, step: int, extra: dict, export: Export | None = None) -> None:
         """Copy the state of `step` and start to write it; `extra` goes into the manifest.
 
-        If the disk is full, it logs an error, keeps the earlier checkpoints, and training continues.
+        export: called on rank 0, in the thread, before the checkpoint gets its name. If the disk is full, it logs an error, keeps the earlier checkpoints, and training continues.
         """
         self.wait()
         try:
@@ -84,7 +103,7 @@ class CheckpointWriter:
         # Read now: training changes the scale while the thread writes.
         about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
         self._thread = Thread(
-            target=self._write, args=(about,), name=f"checkpoint {step}", daemon=True
+            target=self._write, args=(about, export), name=f"checkpoint {step}", daemon=True
         )
         self._thread.start()
 
@@ -108,13 +127,13 @@ class CheckpointWriter:
         assert snapshot is not None, "agree has raised if the allocation failed"
         return snapshot
 
-    def _write(self, about: dict) -> None:
+    def _write(self, about: dict, export: Export | None) -> None:
         """Write one checkpoint, in the thread.
 
         Errors that a user can fix are logged; `wait` raises all other errors.
         """
         try:
-            self._write_all(about)
+            self._write_all(about, export)
             self.saved_step = about["step"]
             if self._has_failed and self.groups.is_main:
                 logger.info("checkpoint of step %d is written", self.saved_step)
@@ -124,7 +143,7 @@ class CheckpointWriter:
         except Exception as error:
             self._error = error
 
-    def _write_all(self, about: dict) -> None:
+    def _write_all(self, about: dict, export: Export | None) -> None:
         """Write the files of all ranks, the manifest and `latest`. One rank's error ends all."""
         draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
         assert snapshot is not None, "save takes it before it starts this thread"
@@ -137,9 +156,9 @@ class CheckpointWriter:
             error = caught
         groups.agree(error)
         reports = groups.gather((name, slices, checksum, snapshot.counters()))
-        groups.on_main(lambda: self._complete(draft, reports, about))
+        groups.on_main(lambda: self._complete(draft, reports, about, export))
 
-    def _complete(self, draft: Path, reports: list, about: dict) -> None:
+    def _complete(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
         """Write the manifest, make the checkpoint the newest, and remove old ones."""
         counters: dict[str, dict[str, float]] = {}
         for report in reports:
@@ -148,7 +167,7 @@ class CheckpointWriter:
         manifest = {
             "format": FORMAT,
             "parameters": {name: _about(p) for name, p in named if p.requires_grad},
-            "frozen": {n: _about(p) for n, p in _frozen_to_keep(self.engine.transformer).items()},
+            "frozen": {n: _about(p) for n, p in frozen_to_keep(self.engine.transformer).items()},
             "slices": {name: slices for name, slices, _, _ in reports},
             "bytes": {name: (draft / name).stat().st_size for name, *_ in reports},
             "checksums": {name: checksum for name, _, checksum, _ in reports},
@@ -157,18 +176,21 @@ class CheckpointWriter:
             **about,
         }
         write_manifest(draft, manifest)
+        if export is not None:
+            export(draft, manifest)
         # All content must be on disk before the folder gets its final name.
         sync(draft / "manifest.json")
         sync(draft)
         _publish(draft, self.path(about["step"]))
-        _prune(self.folder, about["step"], self.keep_last)
+        _prune(self.path(about["step"]), self.keep_last)
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
-        return self.folder / f"{step:08d}"
+        return self.folder / checkpoint_name(step, self.layout)
 
     def _draft(self, step: int) -> Path:
-        return self.folder / f"{step:08d}.incomplete"
+        path = self.path(step)
+        return path.with_name(f"{path.name}.incomplete")
 
     def _report_failure(self, step: int, error: Exception) -> None:
         self._has_failed = True
@@ -185,7 +207,7 @@ class _Snapshot:
         self.kinds = ("master", *engine.state_kinds())
         named = engine.transformer.named_parameters()
         self.shards = {name: shard_of(parameter) for name, parameter in named}
-        self.frozen = _frozen_to_keep(engine.transformer)
+        self.frozen = frozen_to_keep(engine.transformer)
         self.partitions = {key: _host_buffer(x) for key, x in self._live_partitions().items()}
         self.numbers = {key: _host_buffer(x) for key, x in self._live_numbers().items()}
         self.frozen_values: dict[str, Tensor] = {}
@@ -287,7 +309,7 @@ def _host_buffer(like: Tensor) -> Tensor:
     return buffer
 
 
-def _frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
+def frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """Return the frozen parameters if they are the smaller part of the model, else {}.
 
     The decision is the same for every parallel layout.
@@ -329,17 +351,25 @@ def _publish(draft: Path, final: Path) -> None:
     write_text(final.parent / "latest", final.name)
 
 
-def _prune(folder: Path, step: int, keep_last: int) -> None:
+def _prune(newest: Path, keep_last: int) -> None:
     """Remove old checkpoints and the unfinished ones of killed runs.
 
-    Checkpoints of later steps than `step` stay: the user resumed from an earlier one on purpose.
+    Checkpoints of later steps than `newest` stay: the user resumed from an earlier one on purpose.
     """
+    folder, layout = newest.parent, layout_of(newest)
     for path in folder.glob("*.incomplete*"):
+        # In the layout `finetune`, other threads write their files into this folder, too.
+        name = path.with_name(path.name.partition(".")[0])
+        if name.name != "latest" and step_of(name) is None:
+            continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    complete = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.isdigit())
-    done = [path for path in complete if int(path.name) <= step]
-    for path in done[:-keep_last] if keep_last > 0 else []:
+    steps = {p: step for p in folder.iterdir() if p.is_dir() and (step := step_of(p)) is not None}
+    done = [p for p in steps if layout_of(p) == layout and steps[p] <= steps[newest]]
+    if layout == "finetune":
+        # Another trainer's checkpoint of such a name has no manifest.
+        done = [p for p in done if (p / "manifest.json").is_file()]
+    for path in sorted(done, key=steps.__getitem__)[:-keep_last] if keep_last > 0 else []:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""The folder of a run, `<args.save>/<experiment_name>-<date and time>/`: create, find, describe."""
+"""The folder of a run, `<args.save>/<experiment_name>-<date and time>/` or args.run_folder: create,
+find, describe."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import logging
 import platform
 import re
+import secrets
 import subprocess
 import time
 from dataclasses import asdict
@@ -19,8 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
 from cogfast.files import WriteError, set_aside, write_text
-from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
-from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.model.weights.formats.run_manifest import (
+    find_run_checkpoint,
+    is_in_run,
+    layout_of,
+    newest_checkpoint,
+    run_of,
+    step_of,
+)
+from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.schema.config import to_dict
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -61,15 +70,93 @@ _FREE = (
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
-def open_run_folder(
-    save: str, experiment: str, resume: str | None, groups: ProcessGroups
-) -> tuple[Path, Path | None]:
+def open_run_folder(args: TrainArguments, groups: ProcessGroups) -> tuple[Path, Path | None]:
     """Return the run's folder and the checkpoint that it resumes from, the same on every rank.
 
-    resume: None: start a new run. "latest": resume the experiment's newest run that has a checkpoint.
-    "auto": the same, but start a new run if there is none. Otherwise the path of a run or checkpoint.
+    args.resume: None: start a new run. "latest": resume the newest run with a checkpoint, of the
+    experiment or in args.run_folder. "auto": the same, but start a new run if there is none. Otherwise
+    the path of a run or checkpoint, which continues in its run's folder or in args.run_folder.
     """
-    return groups.on_main(lambda: _find(Path(save), experiment, resume))
+    return groups.on_main(lambda: _open(args))
+
+
+def _open(args: TrainArguments) -> tuple[Path, Path | None]:
+    if args.run_folder is not None:
+        run, checkpoint = Path(args.run_folder), resumed_in_run_folder(args)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot be created ({error.strerror}); set it to another folder"
+            raise ValueError(f"args.run_folder={run}: {reason}") from None
+    else:
+        run, checkpoint = _find(Path(args.save or "runs"), args.experiment_name, args.resume)
+    if checkpoint is not None and run_of(checkpoint).samefile(run):
+        layout = layout_of(checkpoint)
+        if layout != args.folder_layout:
+            raise ValueError(
+                f"args.folder_layout={args.folder_layout}, but {run} has the names of {layout}; set "
+                f"args.folder_layout={layout} to resume there"
+            )
+    return run, checkpoint
+
+
+def resumed_in_run_folder(args: TrainArguments) -> Path | None:
+    """Return the checkpoint from which a run in args.run_folder resumes; None starts a new run.
+
+    ValueError if the folder has another run, or has none to resume.
+    """
+    assert args.run_folder is not None, "the caller asks"
+    run = Path(args.run_folder)
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"args.run_folder={run} is a file; set it to a folder")
+    own = newest_checkpoint(run)
+    if args.resume in ("auto", "latest") and own is not None:
+        return own
+    if args.resume == "latest":
+        raise ValueError(
+            f"args.resume=latest: args.run_folder={run} has no checkpoint; use --resume auto to start "
+            "a new run in that case"
+        )
+    checkpoint = None if args.resume in (None, "auto") else _named(Path(args.resume))[1]
+    if checkpoint is not None and run.is_dir() and run_of(checkpoint).samefile(run):
+        return checkpoint
+    problem = None
+    if own is not None:
+        problem = f"has a run with {own.name}; resume it with --resume latest"
+    elif any(step_of(path) is not None for path in run.glob("checkpoint-*")):
+        problem = "has checkpoints that cogfast did not write; resume one with --resume PATH"
+    elif (run / "metrics.jsonl").exists() and args.resume != "auto":
+        problem = "has a run without a checkpoint; start it again with --resume auto"
+    if problem is not None:
+        raise ValueError(f"args.run_folder={run} {problem}, or set another folder")
+    return checkpoint
+
+
+def tensorboard_folder(run: Path, args: TrainArguments) -> Path:
+    """Return the folder of a run's TensorBoard files."""
+    if args.summary_dir is not None:
+        # SAT's key names one folder for all runs.
+        return Path(args.summary_dir) / run.name
+    return run / ("logs" if args.folder_layout == "finetune" else "tensorboard")
+
+
+def wandb_id(run: Path) -> str:
+    """Return the id of a run in W&B: the folder's name if it has a date, else one in a file of it."""
+    if _STAMP.search(run.name):
+        return run.name
+    # args.run_folder may have the same name on other machines.
+    file = run / "wandb_id"
+    if not file.is_file():
+        name = re.sub(r"[^\w.-]+", "-", run.absolute().name)[:64]
+        write_text(file, f"{name}-{secrets.token_hex(4)}\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def samples_place(run: Path, step: int, layout: FolderLayout) -> tuple[Path, str]:
+    """Return the folder of the videos that are sampled at a step, and the start of their names."""
+    if layout == "finetune":
+        return run / "validation_res", f"validation-{step}-"
+    return run / "samples" / f"step-{step:08d}", ""
 
 
 def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path | None]:
@@ -114,12 +201,12 @@ def _named(path: Path) -> tuple[Path, Path]:
             "set it to the folder of a run or checkpoint, or to auto"
         )
     path = path.absolute()
-    checkpoint = path if path.parent.name == "checkpoints" else find_run_checkpoint(path)
+    checkpoint = path if is_in_run(path) else find_run_checkpoint(path)
     if checkpoint is None:
         raise ValueError(
             f"args.resume={path}: it has no checkpoints/latest; set it to the folder of a run"
         )
-    return checkpoint.parent.parent, checkpoint
+    return run_of(checkpoint), checkpoint
 
 
 def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch: int) -> None:
@@ -151,18 +238,24 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(key, pattern) for pattern in patterns)
 
 
-def describe_run(folder: Path, checkpoint: Path | None, config_text: str, world_size: int) -> None:
+def describe_run(
+    folder: Path,
+    checkpoint: Path | None,
+    config_text: str,
+    world_size: int,
+    is_run_folder: bool = False,
+) -> None:
     """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
     checkpoint: the one that the run resumes from; None for a new run. A resumed run writes new files
-    beside the first ones and logs the config keys that changed.
+    beside the first ones and logs the config keys that changed. is_run_folder: args.run_folder names
+    the folder.
     """
     try:
         _write_description(folder, checkpoint, config_text, world_size)
     except (OSError, WriteError) as error:
-        raise ValueError(
-            f"args.save={folder.parent}: {error}; free space, or set it to another folder"
-        ) from None
+        where = f"args.run_folder={folder}" if is_run_folder else f"args.save={folder.parent}"
+        raise ValueError(f"{where}: {error}; free space, or set it to another folder") from None
 
 
 def _write_description(

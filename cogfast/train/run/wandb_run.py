@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.schema.values import one_line
+from cogfast.train.run.folder import wandb_id
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class WandbRun:
             self._run = wandb.init(
                 project=project,
                 name=folder.name,
-                id=folder.name,  # a resumed run continues the same W&B run
+                id=wandb_id(folder),  # a resumed run continues the same W&B run
                 resume="allow",
                 dir=str(folder),
             )

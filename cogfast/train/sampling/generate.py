@@ -171,13 +171,14 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
     return mine
 
 
-def file_name(prompt: Prompt) -> str:
-    """Return a readable file name that is unique to the prompt."""
+def file_name(prompt: Prompt, start: str = "") -> str:
+    """Return a readable file name that is unique to the prompt. start: before the prompt's number."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
     encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML escapes can make lone surrogates
     digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
     seed = f"-seed-{prompt.seed}" if prompt.is_named_by_seed else ""
-    return f"{prompt.index:03d}-{words or 'empty'}-{digest}{seed}"
+    number = str(prompt.index) if start else f"{prompt.index:03d}"
+    return f"{start}{number}-{words or 'empty'}-{digest}{seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ def write_samples(
     is_in_step: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None,
+    start_of_names: str = "",
 ) -> list[Path]:
     """Sample this rank's prompts and write the files; return all ranks' files on every rank.
 
@@ -212,7 +214,7 @@ def write_samples(
     error is raised at the end on every rank. is_in_step: all ranks call the network together (ZeRO-3;
     always so with tensor parallelism). is_asked_to_stop: checked before each video; if true, the
     rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
-    that were written, also if others failed.
+    that were written, also if others failed. start_of_names: before the names of all files.
     """
     done: dict[int, _Row] = {}
     errors: list[Exception] = []
@@ -244,7 +246,9 @@ def write_samples(
             continue
         for prompt, one in zip(part, latents, strict=True) if groups.is_first_of_model else ():
             try:
-                done[prompt.index] = _write(folder, maker, prompt, one, latents_only)
+                done[prompt.index] = _write(
+                    folder, maker, prompt, one, latents_only, start_of_names
+                )
             except Exception as error:
                 _note(errors, error, [prompt])
     # Every rank comes here, also one whose prompts have all failed.
@@ -253,7 +257,7 @@ def write_samples(
     rows = [merged[index] for index in sorted(merged)]
     if groups.is_main and rows:
         try:
-            _write_overview(folder, rows)
+            _write_overview(folder, rows, start_of_names)
         except Exception as error:
             errors.append(error)
         if not latents_only:
@@ -289,28 +293,33 @@ class _Row:
 
 
 def _write(
-    folder: Path, maker: VideoMaker, prompt: Prompt, latents: Tensor, latents_only: bool
+    folder: Path,
+    maker: VideoMaker,
+    prompt: Prompt,
+    latents: Tensor,
+    latents_only: bool,
+    start: str,
 ) -> _Row:
     """Write the file of one sample: the video, or its latents [C, T, h, w]."""
-    size = maker.size_of(prompt)
+    size, stem = maker.size_of(prompt), file_name(prompt, start)
     if latents_only:
-        name = file_name(prompt) + ".safetensors"
+        name = stem + ".safetensors"
         _write_latents(folder / name, latents, prompt, size)
         return _Row(name, prompt.text, None)
-    name = file_name(prompt) + ".mp4"
+    name = stem + ".mp4"
     frames = maker.frames(latents, size.num_frames)
     write_video(folder / name, frames, size.fps)
     return _Row(name, prompt.text, _thumbnails(frames))
 
 
-def _write_overview(folder: Path, rows: Sequence[_Row]) -> None:
+def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:
     listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
     # Characters that UTF-8 cannot encode (lone surrogates) become JSON escapes.
     text = (listing + "\n").encode("utf-8", "backslashreplace")
-    write_whole(folder / "prompts.json", lambda path: path.write_bytes(text))
+    write_whole(folder / f"{start}prompts.json", lambda path: path.write_bytes(text))
     pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
     if pictures:
-        contact_sheet(folder / "contact_sheet.png", *map(list, zip(*pictures, strict=True)))
+        contact_sheet(folder / f"{start}contact_sheet.png", *map(list, zip(*pictures, strict=True)))
 
 
 def _thumbnails(frames: np.ndarray) -> np.ndarray:

@@ -10,11 +10,13 @@ import safetensors.torch
 import torch
 
 from cogfast.config import load_config
+from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
-from cogfast.train.run import checkpoint_writer
+from cogfast.train.run import checkpoint_writer, export
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import (
+    free_port,
     losses,
     read_run_weights,
     run_folder,
@@ -214,6 +216,81 @@ def test_manifest_says_how_far_the_run_is(tmp_path: Path, base: Path) -> None:
     assert set(manifest["counters"]["output.weight"].values()) == {2.0}
     kinds = {s["kind"] for slices in manifest["slices"].values() for s in slices.values()}
     assert kinds == {"master", "exp_avg", "exp_avg_sq", "shadow", "frozen"}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.glob("*")}
+
+
+def assert_exported(checkpoint: Path, folder: Path) -> None:
+    """The files in a checkpoint are what `cogfast convert` makes of it, and diffusers reads them."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    for name, ema in (("transformer", False), ("transformer_ema", True)):
+        convert(checkpoint, folder / name, "diffusers", ema=ema)
+        assert files_of(checkpoint / name) == files_of(folder / name)
+        model = CogVideoXTransformer3DModel.from_pretrained(checkpoint / name)
+        trained = read_run_weights(checkpoint, ema)["output.weight"]
+        assert torch.equal(model.proj_out.weight, trained)
+
+
+def test_checkpoints_hold_what_diffusers_loads(tmp_path: Path, base: Path) -> None:
+    run = train(base, tmp_path / "all", "args.export=all", "args.train_iters=6")
+    for step in (4, 6):  # the older one is removed with its files
+        assert_exported(run / "checkpoints" / f"{step:08d}", tmp_path / f"{step}")
+    assert saved_steps(run) == [4, 6]
+    run = train(base, tmp_path / "last", "args.export=last", "args.train_iters=5")
+    has = {p.parts[-3] for p in (run / "checkpoints").glob("*/transformer/config.json")}
+    assert has == {"00000005"}
+
+
+@pytest.mark.slow
+def test_two_ranks_export_the_whole_model(tmp_path: Path, base: Path) -> None:
+    words = ["deepspeed.train_micro_batch_size_per_gpu=2", "deepspeed.bf16={enabled: true}"]
+    words += ["args.export=last", "args.train_iters=2", f"args.save={tmp_path / 'runs'}"]
+    done = run_forked(["-m", "cogfast", "train", "--base", str(base), *words], 2, free_port())
+    assert done.returncode == 0, done.stdout
+    checkpoint = newest_checkpoint(run_folder(tmp_path / "runs"))
+    assert len(list(checkpoint.glob("rank-*.safetensors"))) == 2
+    for name, ema in (("transformer", False), ("transformer_ema", True)):
+        convert(checkpoint, tmp_path / name, "diffusers", ema=ema, dtype="bfloat16")
+        assert files_of(checkpoint / name) == files_of(tmp_path / name)
+
+
+def test_an_export_that_fails_costs_no_checkpoint(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full after the first of the two folders."""
+    write, calls = export.write_transformer, []
+
+    def write_once(*given: object) -> None:
+        calls.append(given)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        write(*given)
+
+    monkeypatch.setattr(export, "write_transformer", write_once)
+    run = train(base, tmp_path, "args.export=last")
+    assert len(calls) == 2 and saved_steps(run) == [2, 4]
+    lines = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert [line for line in lines if "without files for diffusers" in line] == [
+        "00000004 is saved without files for diffusers: [Errno 28] No space left on device"
+    ]
+    found = {p.name for p in newest_checkpoint(run).iterdir()}
+    assert found == {"manifest.json", "rank-00000.safetensors"}
+
+
+def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path, base: Path) -> None:
+    network = "model.network_config.params"
+    cases = {
+        f"{network}.modules.adaln_layer_config.params.qk_ln=false": "args.export=all: qk_ln=False must",
+        "model.not_trainable_prefixes=[model.diffusion_model.transformer]": (
+            r"args.export=all: checkpoints of this run lack \d+ frozen tensors, first blocks.0"
+        ),
+    }
+    for word, match in cases.items():
+        with pytest.raises(ValueError, match=match):
+            train(base, tmp_path, "args.export=all", word)
 
 
 FULL_DISK = """

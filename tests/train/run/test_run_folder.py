@@ -9,18 +9,31 @@ from pathlib import Path
 import pytest
 import torch
 
+from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.run.folder import (
-    check_changes,
-    describe_run,
-    open_run_folder,
-    plain_sections,
-)
+from cogfast.train.run.folder import check_changes, describe_run, plain_sections, wandb_id
+from cogfast.train.run.folder import open_run_folder as open_folder
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    losses,
+    read_run_weights,
+    run_folder,
+    write_clips,
+    write_config,
+)
 
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
+
+
+def open_run_folder(
+    save: str, experiment: str, resume: str | None, groups: ProcessGroups
+) -> tuple[Path, Path | None]:
+    args = TrainArguments(save=save, experiment_name=experiment, resume=resume)
+    return open_folder(args, groups)
 
 
 def make_run(save: Path, name: str, *steps: int) -> Path:
@@ -121,3 +134,153 @@ def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(tmp_pat
     check_changes(tmp_path, manifest, load_config([]), 4)
     with pytest.raises(ValueError, match=r"args\.lr_first_step: 1 -> 0; change it back"):
         check_changes(tmp_path, manifest, load_config([], ["args.lr_first_step=0"]), 4)
+
+
+def open_exact(run: Path, **args: str) -> tuple[Path, Path | None]:
+    return open_folder(TrainArguments(run_folder=str(run), **args), ALONE)
+
+
+def make_finetune_run(run: Path, *steps: int) -> Path:
+    for step in steps:
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        (run / f"checkpoint-{step}" / "manifest.json").write_text("{}")
+        (run / "latest").write_text(f"checkpoint-{step}")
+    return run
+
+
+def test_a_run_folder_is_used_as_it_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "output"
+    assert open_exact(run) == (run, None) and run.is_dir()
+    assert open_exact(run) == (run, None)  # an attempt that failed early leaves no run
+    assert open_exact(run, resume="auto") == (run, None)
+    with pytest.raises(
+        ValueError, match="args.resume=latest: args.run_folder=.* has no checkpoint"
+    ):
+        open_exact(run, resume="latest")
+    make_finetune_run(run, 100, 20)
+    found = {"resume": "latest", "folder_layout": "finetune"}
+    assert open_exact(run, **found) == (run, run / "checkpoint-20")
+    found["resume"] = str(run / "checkpoint-100")
+    assert open_exact(run, **found) == (run, run / "checkpoint-100")
+    assert open_exact(tmp_path / "other", resume=found["resume"])[1] == run / "checkpoint-100"
+
+
+def test_a_run_folder_with_another_run_is_refused(tmp_path: Path) -> None:
+    run = make_finetune_run(tmp_path / "output", 20)
+    with pytest.raises(
+        ValueError,
+        match=f"args.run_folder={run} has a run with checkpoint-20; resume it with --resume latest, or",
+    ):
+        open_exact(run)
+    with pytest.raises(ValueError, match="folder_layout=cogfast, but .* has the names of finetune"):
+        open_exact(run, resume="latest")
+    begun, foreign = tmp_path / "begun", tmp_path / "foreign"
+    for folder in (begun, foreign / "checkpoint-200"):
+        folder.mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has a run without a checkpoint; .* --resume auto"):
+        open_exact(begun)
+    assert open_exact(begun, resume="auto") == (begun, None)
+    with pytest.raises(ValueError, match="has checkpoints that cogfast did not write"):
+        open_exact(foreign, resume="auto")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="args.run_folder=.*file is a file; set it to a folder"):
+        open_exact(tmp_path / "file")
+    with pytest.raises(ValueError, match="args.run_folder=.*cannot be created"):
+        open_exact(tmp_path / "file" / "below")
+
+
+def test_folders_of_other_tools_are_no_runs(tmp_path: Path) -> None:
+    """SAT, DeepSpeed and accelerate name their folders alike."""
+    sat, accelerate = tmp_path / "sat", tmp_path / "accelerate"
+    for folder in (sat / "500", accelerate / "checkpoint-500"):
+        folder.mkdir(parents=True)
+    (sat / "latest").write_text("500")
+    (accelerate / "latest").write_text("checkpoint-500")
+    for folder in (sat, accelerate, accelerate / "checkpoint-500"):
+        assert find_run_checkpoint(folder) is None and newest_checkpoint(folder) is None
+
+
+def test_w_and_b_tells_two_run_folders_of_one_name_apart(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "out put", tmp_path / "b" / "out put"
+    for folder in (one, other):
+        folder.mkdir(parents=True)
+    assert wandb_id(one) != wandb_id(other) and wandb_id(one) == wandb_id(one)
+    assert wandb_id(one).startswith("out-put-")
+    assert wandb_id(tmp_path / "a-2026-01-01-00-00-00") == "a-2026-01-01-00-00-00"
+
+
+@pytest.fixture(scope="module")
+def finetune(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The configuration of a run with the other layout, the run, and one that stopped and resumed."""
+    folder = tmp_path_factory.mktemp("finetune")
+    base = write_config(
+        folder / "base.yaml",
+        write_clips(folder / "data"),
+        train_iters=5,
+        save_interval=2,
+        folder_layout="finetune",
+        eval_prompts=["A bar, it moves!", "a second one"],
+        eval_interval=4,
+    )
+    whole, cut = folder / "whole", folder / "cut"
+    Trainer(load_config([base], [f"args.run_folder={whole}"])).train()
+    arguments = [f"args.run_folder={cut}"]
+    Trainer(load_config([base], [*arguments, "args.exit_interval=3"])).train()
+    (cut / "checkpoint-1.incomplete").mkdir()  # of a killed run
+    (cut / "123").mkdir()  # the user's
+    Trainer(load_config([base], [*arguments, "args.resume=latest"])).train()
+    return base, whole, cut
+
+
+def test_the_finetune_layout_has_the_other_trainers_names(finetune: tuple) -> None:
+    _, whole, cut = finetune
+    folders = {"checkpoint-4", "checkpoint-5", "logs", "validation_res"}
+    assert {p.name for p in whole.iterdir() if p.is_dir()} == folders
+    assert (whole / "latest").read_text() == "checkpoint-5"
+    assert list((whole / "logs").glob("events.out.tfevents.*"))
+    names = {p.name.rpartition("-")[0] for p in (whole / "validation_res").glob("*.mp4")}
+    assert names == {"validation-4-0-a-bar-it-moves", "validation-4-1-a-second-one"}
+    assert (whole / "validation_res" / "validation-4-contact_sheet.png").is_file()
+    assert {p.name for p in cut.iterdir() if p.is_dir()} == folders | {"123"}
+
+
+def test_a_run_resumes_bit_for_bit_in_the_finetune_layout(finetune: tuple) -> None:
+    base, whole, cut = finetune
+    assert losses(whole) == losses(cut) and len(losses(whole)) == 5
+    one, other = (read_run_weights(newest_checkpoint(run)) for run in (whole, cut))
+    assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+    with pytest.raises(
+        ValueError, match=r"command line: args.run_folder=.* has a run with checkpo"
+    ):
+        Trainer(load_config([base], [f"args.run_folder={whole}"]))
+
+
+def test_sample_and_convert_find_checkpoints_in_the_finetune_layout(
+    finetune: tuple, tmp_path: Path
+) -> None:
+    base, whole, _ = finetune
+    for number, source in enumerate((whole, whole / "checkpoint-5")):
+        convert(source, tmp_path / f"{number}", "diffusers")
+    words = [
+        "sample",
+        str(whole / "checkpoint-5"),
+        "--prompt",
+        "a bar",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    assert main(words) == 0
+    settings = json.loads((tmp_path / "o" / "settings.json").read_text())
+    assert settings["weights"] == str(whole / "checkpoint-5")
+    files = [tmp_path / name / "diffusion_pytorch_model.safetensors" for name in "01"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    convert(whole / "checkpoint-4", tmp_path / "earlier", "diffusers")
+    file = tmp_path / "earlier" / "diffusion_pytorch_model.safetensors"
+    assert file.read_bytes() != files[0].read_bytes()
+    (whole / "checkpoint-5" / "manifest.json").rename(tmp_path / "manifest.json")
+    try:
+        with pytest.raises(ValueError, match=r"checkpoint-5: .*step 4: --resume .*checkpoint-4$"):
+            Trainer(load_config([base], [f"args.resume={whole}", f"args.run_folder={whole}"]))
+    finally:
+        (tmp_path / "manifest.json").rename(whole / "checkpoint-5" / "manifest.json")

@@ -321,11 +321,19 @@ def write_diffusers(
     path: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the
-    weights; None: the source's."""
-    about = diffusers_config(config)
+    """Write a transformer folder for CogVideoXTransformer3DModel.from_pretrained, and log in what a
+    pipeline differs. dtype: of the weights; None: the source's."""
+    diffusers_config(config)  # raises before anything is logged
     _log_positions(config, path)
     _compare_table(source, config)
+    write_transformer(source, config, path, dtype)
+
+
+def write_transformer(
+    source: WeightSource, config: TransformerConfig, path: Path, dtype: torch.dtype | None
+) -> None:
+    """Write the folder of write_diffusers without a log."""
+    about = diffusers_config(config)
     # Descriptions only: a tensor is read when it is written.
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from cogfast.files import DamageError
-from cogfast.model.weights.formats.run_manifest import read_manifest, refusal, verify_files
+from cogfast.model.weights.formats.run_manifest import (
+    read_manifest,
+    refusal,
+    run_of,
+    verify_files,
+)
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
@@ -165,12 +170,15 @@ class RunFiles:
         }
 
 
-def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
+def open_run(checkpoint_dir: Path, ema: bool = False, manifest: dict | None = None) -> WeightSource:
     """Open a run's trained weights (master weights, or their moving average) and the frozen weights
-    that the checkpoint stores. The first read verifies the checksums of all files."""
-    manifest = read_manifest(checkpoint_dir)
+    that the checkpoint stores. The first read verifies the checksums of all files.
+
+    manifest: of files that this process has just written; they are not verified.
+    """
+    is_verified = manifest is not None
+    manifest = read_manifest(checkpoint_dir) if manifest is None else manifest
     files = RunFiles(checkpoint_dir, manifest)
-    is_verified = False
     if ema and "shadow" not in files.kinds:
         raise ValueError(
             f"{checkpoint_dir}: has no EMA weights, since the run's optimizer keeps none; use the "
@@ -216,7 +224,7 @@ def open_run(checkpoint_dir: Path, ema: bool = False) -> WeightSource:
 def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
     """Return the fields of TransformerConfig in the run's training_config.yaml; empty if a checkpoint
     was copied without it."""
-    path = checkpoint_dir.parent.parent / "training_config.yaml"
+    path = run_of(checkpoint_dir) / "training_config.yaml"
     if not path.is_file():
         return {}
     from omegaconf.errors import OmegaConfBaseException

@@ -5,6 +5,7 @@
     <run>/checkpoints/<step>/rank-00000.safetensors  its checksum is in the manifest
     <run>/checkpoints/latest                         the name of the newest complete step
 
+With args.folder_layout=finetune, the checkpoints are <run>/checkpoint-<step> beside <run>/latest.
 Formats 1 and 2, which are still read, have no checksums; format 1 has no shards either.
 """
 
@@ -24,7 +25,7 @@ from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, re
 FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2", "cogfast-checkpoint-3")
 FORMAT = FORMATS[-1]  # the format that is written
 _MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28
-_STEP = re.compile(r"\d{1,12}")
+_STEP = re.compile(r"(?:checkpoint-)?(\d{1,12})")
 _HASHING_THREADS = 4  # files read in parallel; hashing alone takes 0.15 s per GiB
 _SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 
@@ -66,12 +67,45 @@ RESUMABLE = {
 }
 
 
+def checkpoint_name(step: int, layout: str) -> str:
+    """Return the name of the checkpoint of `step`. layout: args.folder_layout."""
+    return f"checkpoint-{step}" if layout == "finetune" else f"{step:08d}"
+
+
+def checkpoints_folder(run: Path, layout: str) -> Path:
+    """Return the folder that holds a run's checkpoints. layout: args.folder_layout."""
+    return run if layout == "finetune" else run / "checkpoints"
+
+
+def layout_of(checkpoint: Path) -> str:
+    """Return the args.folder_layout of the run that a checkpoint, or its draft, belongs to."""
+    return "finetune" if checkpoint.name.startswith("checkpoint-") else "cogfast"
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint, or its draft, belongs to."""
+    is_in_root = layout_of(checkpoint) == "finetune"
+    return checkpoint.parent if is_in_root else checkpoint.parent.parent
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step that the name of a checkpoint says; None if it is not such a name."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
+
+
+def is_in_run(path: Path) -> bool:
+    """Return whether a path is that of a checkpoint in a run, which may be damaged."""
+    is_in_root = layout_of(path) == "finetune"
+    return path.parent.name == "checkpoints" or (is_in_root and step_of(path) is not None)
+
+
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the checkpoint that `<run>/checkpoints/latest` names; None if the run has none.
+    """Return the checkpoint that a run's `latest` names; None if the run has none.
 
     ValueError if that file is damaged; the message names the last good checkpoint.
     """
-    folder = run / "checkpoints"
+    folder = run if _has_checkpoints(run) else run / "checkpoints"
     latest = folder / "latest"
     if not latest.is_symlink() and not latest.exists():
         # A run killed before it wrote `latest` for the first time leaves one checkpoint. With several,
@@ -99,9 +133,17 @@ def find_run_checkpoint(path: Path) -> Path | None:
         return path
     if path.name == "checkpoints" and _complete(path):
         return newest_checkpoint(path.parent)
-    if not (path / "checkpoints").is_dir():
+    if not (path / "checkpoints").is_dir() and not _has_checkpoints(path):
         return None
     return newest_checkpoint(path)
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether a folder holds cogfast's checkpoint-<step>, the layout `finetune`."""
+    # Other trainers have folders of that name, too. The old one of a step stays until its new one has
+    # the name.
+    found = folder.glob("checkpoint-*") if folder.is_dir() else ()
+    return any((p / "manifest.json").is_file() or _is_torn(p) for p in found)
 
 
 def _is_torn(path: Path) -> bool:
@@ -113,9 +155,9 @@ def _complete(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that have a manifest, newest first."""
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if _STEP.fullmatch(p.name)]
-    found = [p for p in found if (p / "manifest.json").is_file()]
-    return sorted(found, key=lambda p: int(p.name), reverse=True)
+    steps = {path: step for path in folder.iterdir() if (step := step_of(path)) is not None}
+    found = [path for path in steps if (path / "manifest.json").is_file()]
+    return sorted(found, key=steps.__getitem__, reverse=True)
 
 
 def replaced_name(checkpoint: Path) -> Path:
@@ -158,7 +200,7 @@ def _last_good(folder: Path, bad: Path | None) -> str:
             verify_files(other, manifest, manifest.get("checksums", ()))
         except DamageError:
             continue
-        return f"the last good one is that of step {int(other.name)}: --resume {other}"
+        return f"the last good one is that of step {step_of(other)}: --resume {other}"
     return "its folder has no other checkpoint"
 
 

@@ -1,0 +1,124 @@
+"""Writes files that diffusers loads into a checkpoint before it is published (args.export).
+
+    <checkpoint>/pytorch_lora_weights.safetensors    LoRA: pipe.load_lora_weights(<checkpoint>)
+    <checkpoint>/transformer/                        all weights: CogVideoXTransformer3DModel
+    <checkpoint>/transformer_ema/                    .from_pretrained; the second holds the average
+
+Rank 0's writing thread reads the files that all ranks have just written, one tensor at a time, and
+writes what `cogfast convert` writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from cogfast.files import sync
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.formats.diffusers import write_transformer
+from cogfast.model.weights.formats.peft import FILE_NAME, peft_tensors
+from cogfast.model.weights.formats.run_checkpoint import open_run
+from cogfast.model.weights.formats.safetensors_files import write_safetensors
+from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.lora.adapters import only_adapters
+from cogfast.model.weights.lora.strength import header_only
+from cogfast.train.run.checkpoint_writer import frozen_to_keep
+
+logger = logging.getLogger(__name__)
+
+_TRANSFORMER, _EMA = "transformer", "transformer_ema"
+
+
+class Exporter:
+    """Writes the files of args.export. last_step: the step at which the run is complete; dtype: of a
+    whole model's files. ValueError if checkpoints of this transformer cannot be exported."""
+
+    def __init__(
+        self,
+        choice: Literal["none", "last", "all"],
+        transformer: nn.Module,
+        last_step: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.choice, self.last_step, self.dtype = choice, last_step, dtype
+        self.is_lora, self.has_warned = False, False
+        if choice != "none":
+            self.is_lora = _trains_adapters(transformer, choice)
+
+    def is_due(self, step: int, is_stopping: bool = False) -> bool:
+        """Return whether the checkpoint of `step` gets files. is_stopping: a signal or time limit ends
+        the run, which may be killed before a whole model is written."""
+        if self.choice == "all":
+            return self.is_lora or not is_stopping
+        return self.choice == "last" and step == self.last_step
+
+    def write(self, draft: Path, manifest: dict) -> None:
+        """Write the files into an unpublished checkpoint that is otherwise complete. A failure costs
+        only these files."""
+        start, names = time.monotonic(), []
+        try:
+            if self.is_lora:
+                names = [FILE_NAME]
+                self._write_adapters(draft, manifest)
+            else:
+                kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
+                names = [_TRANSFORMER, *([_EMA] if "shadow" in kinds else [])]
+                for name in names:
+                    self._write_model(draft, manifest, name)
+        except Exception as error:
+            for name in names:
+                shutil.rmtree(draft / name, ignore_errors=True)
+            (draft / FILE_NAME).unlink(missing_ok=True)
+            reason = str(error).partition("\n")[0]
+            text = "%s is saved without files for diffusers: %s"
+            logger.warning(text, _final_name(draft), reason or type(error).__name__)
+        else:
+            seconds = time.monotonic() - start
+            logger.info("%s: wrote %s, %.1f s", _final_name(draft), ", ".join(names), seconds)
+
+    def _write_adapters(self, draft: Path, manifest: dict) -> None:
+        source = only_adapters(open_run(draft, manifest=manifest))
+        needs_header = header_only(source)
+        if needs_header is not None and not self.has_warned:
+            logger.warning("%s: %s", FILE_NAME, needs_header)
+            self.has_warned = True
+        tensors, header = peft_tensors(source)
+        write_safetensors(draft / FILE_NAME, tensors, header)
+
+    def _write_model(self, draft: Path, manifest: dict, name: str) -> None:
+        source, folder = open_run(draft, ema=name == _EMA, manifest=manifest), draft / name
+        config = identify(source)
+        check_complete(source, config)
+        write_transformer(source, config, folder, self.dtype)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+
+
+def _final_name(draft: Path) -> str:
+    return draft.name.partition(".")[0]
+
+
+def _trains_adapters(transformer: nn.Module, choice: str) -> bool:
+    """Return whether a run trains adapters alone. ValueError if its checkpoints lack weights."""
+    parameters = dict(transformer.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    adapters = set(filter(is_lora_parameter, parameters))
+    if adapters and trained <= adapters:
+        return True
+    lacking = parameters.keys() - trained - frozen_to_keep(transformer).keys()
+    reason = None
+    if adapters:
+        reason = "the run trains adapters and other weights, which diffusers has no format for"
+    elif lacking:
+        reason = f"checkpoints of this run lack {len(lacking)} frozen tensors, first {min(lacking)}"
+    if reason is not None:
+        raise ValueError(
+            f"args.export={choice}: {reason}; set it to none, and use cogfast convert afterwards"
+        )
+    return False
