@@ -100,6 +100,7 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "diffusers>=0.42",
         "transformers>=5.17,<6",
+        "huggingface_hub",
         "sentencepiece",
         "omegaconf>=2.4,<2.5",
         "einops>=0.8",

@@ -64,8 +64,10 @@ def train(argv: Sequence[str]) -> None:
 
     config = load_config(request.base, request.overrides, request.allow_import)
     start_logging()
+    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.precision import infer_precision
 
+    config = fill_from_pipeline(config, may_download=not request.dry_run)
     infer_precision(config)
     if request.dry_run:
         if is_first_rank():
@@ -85,8 +87,10 @@ def cache(argv: Sequence[str]) -> None:
     config = load_config(request.base, request.overrides, request.allow_import)
     start_logging()
     from cogfast.train.preflight.check import check_cache
+    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.precision import infer_precision
 
+    config = fill_from_pipeline(config)
     infer_precision(config)
     check_cache(config)
     from cogfast.train.caching.command import cache_latents
@@ -99,13 +103,15 @@ def sample(argv: Sequence[str]) -> None:
 
     request = parse_sample(argv)
     from cogfast.config import load_config
+    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.precision import infer_precision
-    from cogfast.train.sampling.pipeline_defaults import fill_from_pipeline
 
     is_of_run = request.weights is not None
     config = load_config(request.base, request.overrides, request.allow_import, is_of_run)
-    config = request.sampling.apply(fill_from_pipeline(config))
     start_logging()
+    # A run may have been downloaded: its configuration must not start a download.
+    config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
+    config = request.sampling.apply(config)
     infer_precision(config)
     if request.dry_run:
         if is_first_rank():

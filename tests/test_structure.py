@@ -52,7 +52,7 @@ LATE = {
     "PIL",
     "sentencepiece",
 }
-HOSTS = {"www.apache.org", "download.pytorch.org", "arxiv.org", "github.com"}
+HOSTS = {"127.0.0.1", "www.apache.org", "download.pytorch.org", "arxiv.org", "github.com"}
 
 
 def part_of(module: str) -> str:

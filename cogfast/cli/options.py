@@ -152,6 +152,12 @@ def parse_sample(argv: Sequence[str]) -> Request:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
+    if sources and not Path(sources[0]).exists():
+        from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
+
+        if is_hub_id(sources[0]):
+            folder = hub_folder(sources[0], "FOLDER", may_download=not found.dry_run)
+            sources = [str(folder)]
     run_config = _run_config(Path(sources[0])) if sources else None
     # Sampling need not use the tensor-parallel layout that the run was trained with.
     fitting = ["args.model_parallel_size=1", "args.sequence_parallel=false"] if run_config else []

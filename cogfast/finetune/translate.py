@@ -21,7 +21,8 @@ from cogfast.model.weights.open import open_source
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import cut, nearest, show
-from cogfast.train.sampling.pipeline_defaults import fill_from_pipeline, find_config
+from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
+from cogfast.train.sampling.pipeline_defaults import find_config
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ class TrainArguments:
     experiment_name: str = "cogfast"
     # pretrain: leave out the low learning rate of SAT's first 100 steps; inference: for sampling
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
-    # weights to start from: a folder or a file of any format that `cogfast convert` reads
+    # weights to start from: a folder or a file of any format that `cogfast convert` reads, or the id of a
+    # diffusers pipeline on the Hugging Face hub. A pipeline also fills in VAE and text encoder
     load: str | None = None
     # adapters to start from: a LoRA file, a SAT folder or a run
     load_lora: str | None = None

@@ -17,8 +17,12 @@ from cogfast.config import Config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.formats.diffusers import diffusers_config
+from cogfast.model.weights.family import Family, check_family
+from cogfast.model.weights.family import check_size as check_depth
+from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
+from cogfast.model.weights.identify import identify
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
+from cogfast.model.weights.open import open_source
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.config import find_origin, refuse, to_dict
 from cogfast.schema.json_files import brief
@@ -105,6 +109,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_gradient_dtype(config, args)
     check_compilers(config, args, is_training=True)
     network = _network(config)
+    _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
@@ -135,6 +140,7 @@ def check_cache(config: Config) -> None:
     _check_paths(config, args)
     _check_precision(config, args)
     network = _network(config)
+    _check_pipeline(config, args, network)
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
 
@@ -156,6 +162,8 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     check_compilers(config, args, is_training=False)
     try_diffusion(config)
     network = _network(config)
+    if weights is None:
+        _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network))
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     # Image latents are additional input channels.
@@ -274,6 +282,21 @@ def _check_adapters(config: Config, args: TrainArguments) -> None:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
         except ValueError as error:
             refuse(config, "args.load_lora", f"args.load_lora: {error}")
+
+
+def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
+    """Compare the configured network with the headers of a diffusers folder before weights load."""
+    if args.load is None or find_diffusers_folder(Path(args.load)) is None:
+        return
+    try:
+        source = open_source(Path(args.load))
+        if not source.is_partial:
+            configured = TransformerConfig(**network)
+            found = identify(source, configured.out_channels)
+            check_family(f"args.load={args.load}", Family.of_config(found), configured)
+            check_depth(f"args.load={args.load}", source.shapes, configured)
+    except ValueError as error:
+        refuse(config, "args.load", str(error))
 
 
 def _check_steps(config: Config, args: TrainArguments) -> None:

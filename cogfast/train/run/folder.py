@@ -61,6 +61,7 @@ _FREE = (
     "*_path",
     "*_dir",
     "*_folder",
+    "model.first_stage_config.params.path",
     "model.sampler_config.*",
     "*.checkpoint_activations",
     "model.en_and_decode_n_samples_a_time",

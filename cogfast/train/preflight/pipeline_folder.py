@@ -1,0 +1,186 @@
+"""Takes what a configuration leaves out from the diffusers pipeline that args.load names.
+
+These are VAE, text encoder and tokenizer, the scale of the latents and the noise schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+from omegaconf import OmegaConf
+
+from cogfast.config import Config, resolve
+from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
+from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
+from cogfast.model.weights.vae.names import read_vae_config
+from cogfast.schema.config import DEFAULT, refuse, to_dict
+from cogfast.schema.json_files import Range, read_json
+from cogfast.schema.places import is_none
+from cogfast.train.preflight.frozen_parts import PLACEHOLDER
+from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
+
+logger = logging.getLogger(__name__)
+
+_STAGE = "model.first_stage_config"
+_SCALE = "model.scale_factor"
+_ENCODERS = "model.conditioner_config.params.emb_models"
+# Dotted keys of the model section where a noise schedule is configured.
+_SCHEDULES = (
+    "denoiser_config.params.discretization_config",
+    "loss_fn_config.params.sigma_sampler_config.params.discretization_config",
+    "sampler_config.params.discretization_config",
+)
+SCHEDULER = {
+    "_class_name": str,
+    "snr_shift_scale": NotRequired[Annotated[float, Range(0.01, 100)]],
+    "beta_start": NotRequired[Annotated[float, Range(1e-9, 1)]],
+    "beta_end": NotRequired[Annotated[float, Range(1e-9, 1)]],
+    "timestep_spacing": NotRequired[Literal["leading", "linspace", "trailing"]],
+    "set_alpha_to_one": NotRequired[bool],
+    "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
+}
+# Key of scheduler_config.json -> (param of the discretization, diffusers' default)
+DISCRETIZATION = {
+    "snr_shift_scale": ("shift_scale", 3.0),
+    "beta_start": ("linear_start", 0.00085),
+    "beta_end": ("linear_end", 0.0120),
+}
+
+
+def scheduler_file(folder: Path) -> Path:
+    return folder / "scheduler" / "scheduler_config.json"
+
+
+def discretization_values(scheduler: dict[str, Any]) -> dict[str, float]:
+    """Return the params of the discretization for the content of a scheduler_config.json."""
+    return {param: scheduler.get(key, absent) for key, (param, absent) in DISCRETIZATION.items()}
+
+
+def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
+    """Fill in what `config` leaves out from args.load if it is a diffusers pipeline.
+
+    args.load: the folder of a pipeline, or the hub's id of one, which becomes the folder in the local
+    cache. A value that the configuration sets stays; upstream's placeholders count as left out.
+    may_download: whether a model that is not in the cache is downloaded.
+    """
+    load = config.args.get("load")
+    if load is not None and is_hub_id(load):
+        folder = hub_folder(load, may_download=may_download)
+        args = OmegaConf.merge(config.args, {"load": str(folder)})
+        origins = config.origins | {"args.load": f"hub model {load}"}
+        config = dataclasses.replace(config, args=args, origins=origins)
+        load = str(folder)
+    if load is None or not (Path(load) / "vae" / "config.json").is_file():
+        return config
+    model, folder = to_dict(config.model), Path(load)
+    # Dotted keys that are taken from the folder, and keys below which nothing of a file is left.
+    found, replaced = [], []
+    stage = model.get("first_stage_config")
+    if _has_no_path(config, stage):
+        kept = _kept_params(stage)
+        model["first_stage_config"] = {
+            "target": "cogfast.model.autoencoder.VideoAutoencoder",
+            "params": {"path": str(folder / "vae"), **kept},
+        }
+        found += [f"{_STAGE}.target", f"{_STAGE}.params.path"]
+        replaced.append((_STAGE, [f"{_STAGE}.params.{name}" for name in kept]))
+        factor = read_vae_config(folder / "vae").scaling_factor
+        if factor is not None and factor != model["scale_factor"]:
+            _check_scale(config, folder, factor)
+            model["scale_factor"] = factor
+            found.append(_SCALE)
+    conditioner = model.get("conditioner_config") or {}
+    for i, entry in enumerate((conditioner.get("params") or {}).get("emb_models") or []):
+        if _is_placeholder(entry, "model_dir") and (folder / "text_encoder").is_dir():
+            entry["params"]["model_dir"] = str(folder)
+            found.append(f"{_ENCODERS}.{i}.params.model_dir")
+    found += _fill_schedules(model, folder)
+    # Messages about these keys must name the folder, no longer the YAML file.
+    origins = {key: origin for key, origin in config.origins.items() if _stays(key, replaced)}
+    return dataclasses.replace(
+        config,
+        model=OmegaConf.create(model),
+        origins=origins | dict.fromkeys(found, str(folder)),
+    )
+
+
+def _stays(key: str, replaced: list[tuple[str, list[str]]]) -> bool:
+    return all(not key.startswith(above) or key in kept for above, kept in replaced)
+
+
+def _has_no_path(config: Config, stage: dict[str, Any] | None) -> bool:
+    """Whether a configuration does not say where the weights of the first stage are."""
+    if stage is None or is_none(stage):
+        return True
+    if _is_placeholder(stage, "path") or _is_placeholder(stage, "ckpt_path"):
+        return True
+    params = stage.get("params") or {}
+    target, _ = resolve({"target": stage["target"], "params": params}, config.allow_import)
+    is_named = any(params.get(name) for name in ("path", "ckpt_path", "inner"))
+    return target in (VideoAutoencoder, video_autoencoder_from_sat) and not is_named
+
+
+def _is_placeholder(node: dict[str, Any], key: str) -> bool:
+    value = (node.get("params") or {}).get(key)
+    return isinstance(value, str) and PLACEHOLDER.search(value) is not None
+
+
+def _kept_params(stage: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the params of a first stage that still apply if its weights come from elsewhere."""
+    own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}
+    params = {} if stage is None or is_none(stage) else stage.get("params") or {}
+    return {name: value for name, value in params.items() if name in own}
+
+
+def _check_scale(config: Config, folder: Path, factor: float) -> None:
+    if config.origins.get(_SCALE, DEFAULT) != DEFAULT:
+        given = config.model.scale_factor
+        refuse(
+            config,
+            _SCALE,
+            f"{_SCALE}={given}, but {folder / 'vae' / 'config.json'} has scaling_factor={factor}, and "
+            f"the model needs its own; set {_SCALE}={factor}, or use the file of the model",
+        )
+
+
+def _fill_schedules(model: dict[str, Any], folder: Path) -> list[str]:
+    """Fill the noise schedules of a model section; return the keys that were set."""
+    if not scheduler_file(folder).is_file():
+        return []
+    values = discretization_values(read_json(scheduler_file(folder), SCHEDULER))
+    defaults = inspect.signature(ZeroSNRDDPMDiscretization).parameters
+    found = []
+    for where, node in _discretizations(model):
+        params = node.get("params") or {}
+        for name, value in values.items():
+            if params.get(name, defaults[name].default) == value:
+                continue
+            if name not in params:
+                node["params"] = params | {name: value}
+                params = node["params"]
+                found.append(f"{where}.{name}")
+            else:
+                logger.info(
+                    "%s.%s=%s, but the model of args.load was trained with %s (%s)",
+                    where,
+                    name,
+                    params[name],
+                    value,
+                    scheduler_file(folder),
+                )
+    return found
+
+
+def _discretizations(model: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the configured discretizations that have SAT's params, each with the key of these."""
+    for path in _SCHEDULES:
+        node: Any = model
+        for name in path.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict) and str(node.get("target")).endswith("ZeroSNRDDPMDiscretization"):
+            yield f"model.{path}.params", node
