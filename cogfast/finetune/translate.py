@@ -18,7 +18,6 @@ from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.weights.family import COGVIDEOX_2B, Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import cut, nearest, show
 from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
@@ -43,9 +42,6 @@ def translate(args: Args) -> Config:
     base, settings = _model_settings(args)
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
     settings |= _validation_settings(args) | deepspeed_settings(args)
-    known = {f"args.{field.name}" for field in fields(TrainArguments)}
-    for key in [key for key in settings if key.startswith("args.") and key not in known]:
-        del settings[key]
     return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
 
 
@@ -201,6 +197,8 @@ def _run_settings(args: Args) -> Settings:
         "args.experiment_name": (f"{args.model_name}-{args.training_type}", "--model_name"),
         "args.run_folder": (str(args.output_dir), "--output_dir"),
         "args.folder_layout": ("finetune", TRAINER),
+        # A file of adapters is small; a model of 5B takes 11 GB in every checkpoint.
+        "args.export": ("all" if args.training_type == "lora" else "last", "--training_type"),
         "args.save_interval": (args.checkpointing_steps, "--checkpointing_steps"),
         "args.keep_last": (args.checkpointing_limit, "--checkpointing_limit"),
         "args.log_interval": (10, "default"),

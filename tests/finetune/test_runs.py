@@ -12,6 +12,7 @@ from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.optimization import get_scheduler
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
@@ -190,11 +191,34 @@ def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
     assert len(seen) == steps
     for found, expected in seen:
         assert found == pytest.approx(expected, rel=1e-5)
+    # What diffusers reads from the checkpoint has the strength that was trained.
+    stock = CogVideoXTransformer3DModel.from_pretrained(pipelines.path("5b") / "transformer")
+    stock.norm_out.norm.eps = 1e-6
+    file = args["output_dir"] / "checkpoint-20" / "pytorch_lora_weights.safetensors"
+    stock.load_lora_adapter(load_file(file), prefix="transformer")
+    given = inputs(model)
+    with torch.no_grad():
+        found, expected = stock(**given).sample, model(**given).sample
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+        stock.disable_lora()
+        assert (stock(**given).sample - expected).norm() > 1e-3 * expected.norm()
     ours = ours_of(trainer._prepare().engine.transformer)
     theirs = named_as_ours(get_peft_model_state_dict(model))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).abs().max() < 1e-5, name
+
+
+def inputs(model: CogVideoXTransformer3DModel) -> dict:
+    generator = torch.Generator().manual_seed(3)
+    grid = (2, 3)
+    positions = get_3d_rotary_pos_embed(64, None, grid, 3, grid_type="slice", max_size=grid)
+    return {
+        "hidden_states": torch.randn(1, 3, 16, 4, 6, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 226, WIDTH, generator=generator),
+        "timestep": torch.tensor([500]),
+        "image_rotary_emb": positions,
+    }
 
 
 def ours_of(transformer: torch.nn.Module) -> dict[str, Tensor]:
