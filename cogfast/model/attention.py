@@ -41,6 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self.kernels = kernels
         self.head_width = width // num_heads
+        # One matmul for the three; rows of q, then of k, then of v, as in SAT.
         self.qkv = nn.Linear(width, 3 * width)
         self.out = DeferredBiasLinear(width, width)
         self.query_norm = self.key_norm = None
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         # The head count comes from the data, so that a tensor-parallel slice runs the same code.
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # [B, S, 3, H, D]
         norms = (self.query_norm, self.key_norm)
+        # The norms' weights go into the fused op: it norms and rotates in one pass over q and k.
         query_norm, key_norm = (None if n is None else n.affine() for n in norms)
         q, k, v = self.kernels.qk_norm_rope3d(
             qkv, query_norm, key_norm, rotation, num_text

@@ -33,6 +33,7 @@ class BlockModulation(nn.Module):
 
     def forward(self, conditioning: Tensor) -> tuple[Modulation, Modulation]:
         """[B, conditioning_width] -> modulation of the attention half and of the MLP half."""
+        # SAT's order of rows: video's six vectors, then text's.
         vectors = self.linear(conditioning).unflatten(-1, (2, 6, -1)).unbind(2)  # 6 of [B, 2, M]
         return Modulation(*vectors[:3]), Modulation(*vectors[3:])
 
@@ -56,6 +57,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
         self.attention = Attention(width, num_heads, has_qk_norm, has_affine_norms, kernels=kernels)
         self.mlp_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
+        # Biases stay out of the matmuls, so that the kernels behind them add them for nothing.
         self.fc1 = DeferredBiasLinear(width, MLP_RATIO * width)
         self.fc2 = DeferredBiasLinear(MLP_RATIO * width, width)
 

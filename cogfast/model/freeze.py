@@ -31,6 +31,7 @@ def freeze(
                 f"model.not_trainable_prefixes: no parameter's name starts with {prefix!r}; use "
                 f"all, or a name such as {names[0]}"
             )
+    # A model arrives with all parameters trainable, so nothing has to be set to True.
     freezes_all = is_lora_only or "all" in prefixes
     for name, parameter in transformer.named_parameters():
         if is_lora_parameter(name):

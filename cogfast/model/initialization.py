@@ -45,6 +45,7 @@ def initialize(
         shard = (shards or {}).get(name)
         shape = parameter.shape if shard is None else shard.shape
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        # Keyed by the name, so that adding a parameter changes no other's values.
         generator = torch.Generator().manual_seed(random_bits(seed, "weights", name))
         if is_lora_parameter(name):
             LoraLinear.reset(name, whole, generator)

@@ -67,6 +67,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] -> [B, S, out]."""
+        # [parts * r, in]: one matmul reads x once for q, k and v.
         a = torch.cat(list(self.matrix_A.values()))
         return self.original(x) + self.delta(x, a, self.matrix_B.values())
 
@@ -97,6 +98,8 @@ def add_lora(
     for name, num_parts in NUM_PARTS.items():
         parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
         if parts:
+            # The original becomes a child, so its parameters get `.original` in their names, as in
+            # SAT.
             original = getattr(attention, name)
             setattr(attention, name, LoraLinear(original, num_parts, rank, alpha, dropout, parts))
 

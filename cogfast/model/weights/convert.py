@@ -58,6 +58,7 @@ def convert(
     merge_lora: adapters to merge into the model, "" for its own; add_lora: adapters to write beside
     the model; lora_alpha: overrides the alpha of the adapters' files. ValueError for user errors.
     """
+    # The cheap checks first: opening a source of 11 GB may take a while.
     source_path, target_path = Path(src), Path(dst)
     if not source_path.exists():
         raise ValueError(f"{src}: no such file or folder")
@@ -75,6 +76,7 @@ def convert(
         raise ValueError(f"--scaling-factor={scaling_factor} is a VAE's; {src} is a transformer")
     source = open_source(source_path, ema)
     _refuse_unexpected(source, allow_unexpected)
+    # Filled while the target is written, since merged weights are computed when they are read.
     rounding = MergeRounding(kind)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha, rounding)
     extraction = None
@@ -151,6 +153,7 @@ def with_lora_options(
         # --lora-alpha is for the adapters: here they are the source's own.
         source = _with_alpha(source, alpha)
     if merge == "":
+        # Both views share the one reader, so the model is opened once.
         base = without_adapters(source)
         if not _has_adapters(source):
             raise ValueError(
@@ -169,6 +172,7 @@ def with_lora_options(
         whole = with_adapters(source, adapter)
     else:
         whole = merge_lora(source, adapter, rounding=rounding)
+    # The adapters were trained later, so their facts replace the base's.
     trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
     return replace(whole, facts={**whole.facts, **trained})
 

@@ -27,6 +27,7 @@ class Shard:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """[start, stop) of each stretch along `dim`."""
+        # These divisions leave no rest: both callers, tensor parallelism and manifests, check it.
         part = self.shape[self.dim] // self.num_parts
         width = part // self.count
         starts = [i * part + self.index * width for i in range(self.num_parts)]
@@ -41,6 +42,7 @@ class Shard:
     def overlaps(self, other: Shard) -> Iterator[tuple[int, int, int]]:
         """Yield the overlaps with a shard of another count: (offset along `dim` of this shard, offset
         in `other`, length), stretch by stretch."""
+        # Offsets within either shard: its stretches lie next to each other in it.
         mine = 0
         for low, high in self.ranges:
             theirs = 0

@@ -88,6 +88,7 @@ def check_tensors(
 
 def first_of(names: Sequence[str]) -> str:
     """Join the first few names for a message."""
+    # A message stays one line, whatever the names are.
     shown: list[str] = []
     for name in names[:5]:
         if shown and len(", ".join(shown)) + len(name) > _MOST_SHOWN:
@@ -111,6 +112,7 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
             f"{source.description}: its config has patch_size={configured}, its tensors {patch}; use "
             "the config.json that belongs to these tensors"
         )
+    # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w).
     flat = (shape[0], math.prod(shape[1:]))
 
     def read(name: str, shard: Shard | None) -> Tensor:

@@ -59,6 +59,7 @@ def open_cogfast(path: Path) -> WeightSource:
         stretches = [files.read_range(name, shard.dim, *r) for r in shard.ranges]
         return torch.cat(stretches, shard.dim)
 
+    # A tensor that no model has is reported, since it may be a misspelled one.
     names = [name for name in files.names() if is_known(name)]
     return WeightSource(
         description=f"weights of cogfast {path}",
@@ -100,6 +101,7 @@ def write_cogfast(
         Outgoing(name, shape, source.dtype_in_target(name, dtype), partial(source.read, name, None))
         for name, shape in source.shapes.items()
     ]
+    # config.json first: its checksum is taken from the file, with all others, below.
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", {"format": FORMAT, **asdict(config)})
         checksums = write_safetensors_folder(folder, _STEM, tensors)

@@ -79,6 +79,7 @@ def diffusers_names(our_name: str) -> list[str]:
 
 def our_names(theirs: list[str]) -> dict[str, list[str]]:
     """Return {cogfast's name: diffusers' names} of the tensors whose parts are all in `theirs`."""
+    # The first of a module's parts finds it; the others must be there as well.
     given, found = set(theirs), {}
     for ours, modules in _MODULES.items():
         pattern = re.escape(modules[0]).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\.[a-z]+)?)"
@@ -127,6 +128,7 @@ def open_diffusers(folder: Path) -> WeightSource:
 
     def read(name: str, shard: Shard | None) -> Tensor:
         keys = held[name]
+        # Only the stretches of the shard are read, so a rank reads its part of the file.
         if shard is not None and len(shapes[name]) > shard.dim and _num_parts(name) == 1:
             return torch.cat([read_stretch(keys, shard, *r) for r in shard.ranges], shard.dim)
         whole = from_diffusers(name, [files.read(key) for key in keys])
@@ -141,6 +143,7 @@ def open_diffusers(folder: Path) -> WeightSource:
             stop -= which * (shard.shape[0] // len(keys))
         return files.read_range(keys[which], shard.dim, start, stop)
 
+    # What is left over is reported: a key of another class, or a part without its partners.
     used = {key for keys in held.values() for key in keys}
     source = WeightSource(
         description=f"diffusers folder {folder}",

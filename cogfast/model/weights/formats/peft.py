@@ -90,6 +90,7 @@ def open_peft(path: str | Path) -> WeightSource:
     file = _find(Path(path))
     files = SafetensorsFiles(file)
     keys = files.names()
+    # kohya's scripts store an alpha beside each pair, as a tensor.
     alpha_keys = {key: match for key in keys if (match := _ALPHA.fullmatch(key))}
     alphas = {_plain_module(m["module"]): _number(file, files, k) for k, m in alpha_keys.items()}
     found = _Keys.of([key for key in keys if key not in alpha_keys])
@@ -108,6 +109,7 @@ def open_peft(path: str | Path) -> WeightSource:
             module, rank = found.modules[name], shapes[name][1]
             stored = alphas.get(module)
             strengths[name] = _alpha(module, rank, settings) if stored is None else stored
+    # One alpha for the whole source; the few pairs with another are rescaled in `read`.
     alpha = Counter(strengths.values()).most_common(1)[0][0]
     held = Strength.of_header(files.metadata, file)
     is_one = all(value == shapes[name][1] for name, value in strengths.items())
@@ -194,7 +196,9 @@ def _header(source: WeightSource, names: list[str], alpha: float | None) -> dict
         if name in names and ".matrix_A." in name
     }
     # PEFT has one `r`; a pattern, anchored by ^, names every linear with another rank.
+    # The most common one keeps the patterns short.
     rank = Counter(ranks.values()).most_common(1)[0][0]
+    # Without the anchor, PEFT would also match the end of a longer name.
     others = {f"^{module}": r for module, r in ranks.items() if r != rank}
     common = rank if alpha is None else alpha
     config = {

@@ -198,10 +198,13 @@ def open_run(checkpoint_dir: Path, ema: bool = False, manifest: dict | None = No
         if not is_verified:
             verify()
             is_verified = True
+        # Frozen parameters are stored once and have no average.
         kind = trained if name in manifest["parameters"] else "frozen"
         if shard is not None and not files.has_cut(name, shard):
             return shard.of(read(name, None))
         shape = files.shapes[name] if shard is None else shard.share_shape
+        # Slices are stored flat, in float32: the master weights, whatever dtype the run computed
+        # in.
         values = torch.empty(math.prod(shape), dtype=torch.float32)
         try:
             files.fill(values, name, kind, shard)

@@ -40,12 +40,14 @@ class SafetensorsFiles:
         self.metadata: dict[str, str] = {}
         for file in paths:
             try:
+                # Maps the file into memory and parses its header; no tensor is read yet.
                 opened = self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 reason = brief(str(error))
                 raise ValueError(
                     f"{file}: truncated or damaged ({reason}); copy it again"
                 ) from None
+            # Files of one folder have the same header entries; a LoRA is one file.
             self.metadata |= opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 # The file read last would win, and hide that the folder mixes two models.
@@ -132,6 +134,7 @@ def plan_files(
 ) -> dict[str, list[Outgoing]]:
     """Distribute tensors to files: {file name: tensors}, in order. No file is larger than most_bytes
     unless one tensor is."""
+    # Greedy and in order, as diffusers and transformers divide their files.
     groups: list[list[Outgoing]] = [[]]
     size = 0
     for tensor in tensors:
@@ -167,6 +170,7 @@ def write_safetensors(
 ) -> str:
     """Write one file with one tensor in memory at a time, and return its checksum."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    # Offsets count from the end of the header, and tensors follow without a gap.
     place = 0
     for tensor in tensors:
         header[tensor.name] = {

@@ -30,6 +30,7 @@ _MODULES = {
     "blocks.{i}.mlp_norm": "transformer.layers.{i}.post_attention_layernorm",
     "blocks.{i}.fc1": "transformer.layers.{i}.mlp.dense_h_to_4h",
     "blocks.{i}.fc2": "transformer.layers.{i}.mlp.dense_4h_to_h",
+    # SAT has two norms behind the blocks: its transformer's own, and the one of the output layer.
     "final_norm": "transformer.final_layernorm",
     "output_norm": "mixins.final_layer.norm_final",
     "output_modulation": "mixins.final_layer.adaLN_modulation.1",
@@ -80,6 +81,7 @@ _SPLITS = {
     r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # q, k and v are split each
     r"blocks\.\d+\.attention\.qkv\.matrix_B\.\d": (0, 1),
     r"blocks\.\d+\.attention\.out(\.original)?\.weight": (1, 1),
+    # Row-parallel, as its linear: A is cut along its input, and B is whole in every file.
     r"blocks\.\d+\.attention\.out\.matrix_A\.\d": (1, 1),
     r"blocks\.\d+\.fc1\.(weight|bias)": (0, 1),
     r"blocks\.\d+\.fc2\.weight": (1, 1),

@@ -53,10 +53,12 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     # Beside the target and so on its disk, where a rename is atomic.
     folder = path.with_name(path.name + ".incomplete")
     shutil.rmtree(folder, ignore_errors=True)
+    # After the remains of an earlier conversion are gone, which may be the space that is missing.
     _check_free_space(path, nbytes)
     folder.mkdir()
     try:
         yield folder
+        # An empty folder at `path` is replaced, too.
         os.replace(folder, path)
     except OSError as error:
         what = "the disk is full" if is_disk_full(error) else error.strerror or error

@@ -152,6 +152,7 @@ class _Tensor:
         self.storage, self.shape = _Storage(index, tensor), tensor.shape
 
     def __reduce__(self) -> tuple:
+        # The strides of a contiguous tensor of this shape.
         stride = torch.empty(self.shape, device="meta").stride()
         arguments = (self.storage, 0, self.shape, stride, False, OrderedDict())
         return _rebuild_tensor_v2, arguments
@@ -185,6 +186,7 @@ def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
         )
     found = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
     for name, tensor in found.items():
+        # weights_only still builds sparse tensors and views from the numbers in the pickle.
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()  # rows that share numbers
         if not is_plain or (is_expanded and tensor.nbytes > _MOST_EXPANDED):

@@ -74,6 +74,7 @@ class Extraction:
     def _pair(self, module: str, part: int) -> dict[str, Tensor]:
         block, _, linear = module.rpartition(".attention.")
         weights = [s.read(f"{module}.weight", None) for s in (self.tuned, self.base)]
+        # q, k and v have adapters of their own, so each third of the rows is one change.
         tuned, base = (w.chunk(NUM_PARTS[linear])[part].float() for w in weights)
         change = tuned - base
         norm = change.norm().item()  # sync: none, conversion is on the CPU
@@ -81,6 +82,7 @@ class Extraction:
             u, s, v = (change.new_zeros(n, self.rank) for n in (len(change), 1, change.shape[1]))
             kept = 1.0
         else:
+            # A few directions more than are kept make the randomized SVD exact enough.
             size = min(self.rank + _SPARE, *change.shape)
             with torch.random.fork_rng(devices=[]):  # the SVD draws its first directions
                 # Two conversions give the same file.
@@ -111,6 +113,7 @@ def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extracti
     most = min(base.shapes["blocks.0.attention.out.weight"])
     if not 1 <= rank <= most:
         raise ValueError(f"--rank {rank} must be from 1 to {most}, the width of the linears")
+    # All else that changed cannot be represented, and is reported instead of dropped in silence.
     adapted = tuple(f".attention.{linear}.weight" for linear in NUM_PARTS)
     lost = []
     for name in base.shapes:

@@ -49,6 +49,7 @@ class Strength:
     def exponent(self, name: str, rank: int) -> int:
         """Return the power of two in a matrix: A or B of a pair of this rank."""
         of_a = self.exponents_of_a.get(name.replace(".matrix_B.", ".matrix_A."), 0)
+        # Where A has none of the exponent, B has all of it.
         whole = _exponent(self.lora_alpha / rank)
         assert whole is not None, f"{name}: {self.lora_alpha} / {rank}"
         return of_a if ".matrix_A." in name else whole - of_a
@@ -75,6 +76,7 @@ def into_matrices(source: WeightSource, dtype: torch.dtype | None) -> Strength |
     strength = Strength(lora_alpha_of(source))
     if not strength.fits(source.shapes):
         return None
+    # Only what A takes is stored: for bf16 and float32 that is nothing.
     exponents = {}
     for name, rank in _pairs(source.shapes):
         pair = name, name.replace(".matrix_A.", ".matrix_B.")
@@ -95,6 +97,7 @@ def scaled(source: WeightSource, strength: Strength, is_removed: bool = False) -
 
     def read(name: str, shard: Shard | None) -> Tensor:
         values = source.read(name, shard)
+        # Powers of two change the exponent of a float and no bit of its digits.
         exponent = sign * strength.exponent(name, ranks[name]) if name in ranks else 0
         return values * 2.0**exponent if exponent else values
 
@@ -125,6 +128,7 @@ def _pairs(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
 
 def _exponent(strength: float) -> int | None:
     """Return log2 of a power of two; None for other numbers."""
+    # frexp's mantissa is from 0.5 to 1, and 0.5 for powers of two alone.
     mantissa, exponent = math.frexp(strength)
     return exponent - 1 if mantissa == 0.5 else None
 
@@ -137,6 +141,8 @@ def _share_of_a(a: float, b: float, exponent: int) -> int:
     """
     if not (0 < a < math.inf and 0 < b < math.inf):
         return 0
+    # Solves |a| 2^share = |b| 2^(exponent - share).
     share = round((exponent + math.log2(b) - math.log2(a)) / 2)
+    # A takes at most the whole exponent and never the opposite sign of it.
     low, high = sorted((0, exponent))
     return min(max(share, low), high)

@@ -74,6 +74,7 @@ def open_vae(path: Path) -> VaeSource | None:
         # Leave out what only the VAE's own training needs, such as the discriminator.
         state = {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}
         sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.", path)
+        # {diffusers' name: SAT's}: the names alone go through the table, no tensor is copied.
         theirs = to_diffusers({name: name for name in state}, *sizes)
         return VaeSource(
             description=f"SAT VAE {path}",
@@ -87,6 +88,7 @@ def open_vae(path: Path) -> VaeSource | None:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
         return None
     files = SafetensorsFiles(path)
+    # A transformer's folder looks alike; only the first convolution tells them apart.
     if _FIRST not in files.names():
         return None
     sizes = _count(files.names(), r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.", path)
@@ -216,6 +218,7 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
         raise ValueError(f"{vae.description}: has no {missing}; copy the file again") from None
     checked = check_vae_config(config, vae.description)
     with torch.device("meta"):
+        # On meta: names and shapes of the whole model without its memory.
         wanted = AutoencoderKLCogVideoX(**checked.arguments()).state_dict()
     differing = sorted(
         {n for n in wanted if n in vae.shapes and tuple(wanted[n].shape) != vae.shapes[n]}

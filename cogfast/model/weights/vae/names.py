@@ -109,6 +109,7 @@ def read_vae_config(folder: Path) -> VaeConfig:
 
 def check_vae_config(given: dict[str, Any], where: str) -> VaeConfig:
     """Check a config from JSON or derived from tensors. ValueError if it is not a CogVideoX VAE's."""
+    # The ranges bound what diffusers' class allocates for a config from elsewhere.
     config = check(given, VaeConfig, where)
     sides = (config.down_block_types, config.up_block_types)
     num_levels = len(config.block_out_channels)
@@ -145,5 +146,6 @@ def read_sat_vae(path: str | Path, ignore_keys: Sequence[str] = ()) -> dict[str,
     if any(key.startswith(SAT_PREFIX) for key in state):
         # A checkpoint of the whole engine: leave out the network and the text encoder.
         state = {k.removeprefix(SAT_PREFIX): v for k, v in state.items() if SAT_PREFIX in k}
+    # SAT's own configs list these entries with the prefix or without it.
     ignored = tuple(entry.removeprefix(SAT_PREFIX) for entry in ignore_keys)
     return {key: value for key, value in state.items() if not key.startswith(ignored)}
