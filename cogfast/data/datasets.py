@@ -37,7 +37,8 @@ from cogfast.data.sources.folders import (
     unread_files,
 )
 from cogfast.data.sources.lists import read_lists
-from cogfast.data.sources.manifest import read_manifest
+from cogfast.data.sources.manifest import manifest_of, read_manifest
+from cogfast.data.sources.table import table_hint
 from cogfast.data.sources.tar_shards import list_shard, read_member, shards_of
 from cogfast.data.video.clip import named_bytes, read_clip, read_image
 from cogfast.data.video.dali import VideoBackend, on_readers_device
@@ -288,8 +289,12 @@ def _missing_folder(key: str, source: str) -> str | None:
     return None if source and Path(source).is_dir() else _no_source(key, "folder", source)
 
 
-def _missing_file(key: str, source: str) -> str | None:
-    return None if source and Path(source).is_file() else _no_source(key, "file", source)
+def _missing_manifest(key: str, source: str) -> str | None:
+    try:
+        is_there = source and manifest_of(Path(source)).is_file()
+    except ValueError as error:
+        return f"{key}: {error}"
+    return None if is_there else _no_source(key, "file", source)
 
 
 def _no_source(key: str, what: str, source: str) -> str:
@@ -328,7 +333,7 @@ class VideoFolder(ListedVideos):
             found = list(find_videos(folder))
             if not found:
                 text = ", but ".join(["no .mp4 file in it", *unread_files(folder)])
-                raise ValueError(f"data_dir={folder}: {text}")
+                raise ValueError(f"data_dir={folder}: {text}{table_hint(folder)}")
             captions, labels, longer = [], set(), []
             for path in found:
                 label = label_of(path, folder)
@@ -350,16 +355,21 @@ class VideoFolder(ListedVideos):
                 logger.warning(text, folder, len(longer), named(longer))
         if not allow_empty_captions:
             number = sum(map(len, lists))
-            refuse_samples(missing, number, "videos without a label file", ADD_CAPTIONS)
+            hints = {table_hint(folder) for folder in data_folders(data_dir)}
+            fix = ADD_CAPTIONS + "".join(sorted(hints))
+            refuse_samples(missing, number, "videos without a label file", fix)
             what = "label files without a caption in the first line"
             refuse_samples(empty, number, what, ADD_CAPTIONS)
         return lists
 
 
 class VideoManifest(ListedVideos):
-    """Samples listed in .csv or .jsonl files, in the format that manifest.py describes."""
+    """Samples listed in .csv, .jsonl or .json files, in the formats that manifest.py describes.
 
-    missing_source = staticmethod(_missing_file)
+    data_dir: such files, or folders with a file named metadata.
+    """
+
+    missing_source = staticmethod(_missing_manifest)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [read_manifest(Path(file), allow_empty_captions) for file in data_sources(data_dir)]

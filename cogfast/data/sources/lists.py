@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import refuse_gaps, text_lines
+from cogfast.data.sources.table import table_hint
 from cogfast.schema.values import nearest
 
 _WHAT = {"caption_column": "caption", "image_column": "image"}
@@ -59,6 +60,7 @@ def _read(key: str, file: Path) -> list[str]:
     folder = file.parent
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     hint = nearest(file.name, [name for name in found if name.endswith(file.suffix)])
+    hint = hint or table_hint(folder)
     if not hint:
         hint = (
             "; set it to the file that has one line per sample (for folders videos/ and labels/ use "

@@ -1,79 +1,121 @@
-"""Manifests: CSV or JSON-lines files that list the samples of a data set, one per row.
+"""Manifests: CSV, JSON-lines or JSON files that list the samples of a data set, one per row.
 
-Required columns: path and caption. Optional: start and end (seconds), fps (frames per second of the
-clip, in place of data.params.fps), image (first frame for image-to-video), weight (how often an
-epoch reads the sample) and split (train, valid or test). Paths are relative to the file.
+Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
+Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
+image (first frame for image-to-video), weight (how often an epoch reads the sample) and split
+(train, valid or test). Paths are relative to the file. In CogKit's layout the manifest has ids and
+captions, and videos/ and images/ have a manifest each, of files and ids.
 """
 
 from __future__ import annotations
 
-import csv
-import difflib
-import io
-import json
 import logging
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
-from cogfast.data.sources.folders import (
-    ADD_CAPTIONS,
-    check_caption_size,
-    refuse_samples,
-    text_of,
+from cogfast.data.sources.folders import check_caption_size, refuse_samples
+from cogfast.data.sources.table import (
+    TABLE_ENDINGS,
+    Names,
+    has_table,
+    number_value,
+    read_rows,
+    table_in,
+    text_value,
+    value_of,
 )
 
 logger = logging.getLogger(__name__)
 
 _NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
 _COLUMNS = ("path", "caption", *_NUMBERS, "image", "split")
+# Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
+_PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
+_CAPTIONS = ("caption", "prompt", "text")
+_NAMES: Names = {
+    **{name: (name,) for name in (*_COLUMNS, "type")},
+    "path": _PATHS,
+    "caption": _CAPTIONS,
+}
+_FILES_BY_ID: Names = {"path": _PATHS, "id": ("id",)}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
-MANIFEST_ENDINGS = (".csv", ".jsonl")
 
 
-def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
+def manifest_of(source: Path) -> Path:
+    """Return a file as it is, and of a folder its metadata file or the one of its train/."""
+    if not source.is_dir():
+        return source
+    found = table_in(source) or table_in(source / "train")
+    if found is None:
+        raise ValueError(
+            f"data_dir={source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its "
+            "train/; args.train_data must list manifests (.csv, .jsonl or .json) or such folders"
+        )
+    return found
+
+
+def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     """Read the samples of a manifest, in its order; ValueError with file and line of a fault."""
-    if not file.is_file() or file.suffix.lower() not in MANIFEST_ENDINGS:
+    file = manifest_of(source)
+    if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         raise ValueError(
             f"data_dir={file}: {'' if file.exists() else 'no such file; '}args.train_data must list "
-            "manifests (.csv or .jsonl)"
+            "manifests (.csv, .jsonl or .json)"
         )
+    has_ids, by_id = has_table(file.parent / "videos"), None
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, empty = [], []
-    for line, row in _rows(file):
-        where = f"{file}: line {line}"
-        path, caption, image = (_text(row.get(n), f"{where}: {n}") for n in texts)
+    splits, empty, num_pictures = [], [], 0
+    # With videos by id, the manifest needs no paths.
+    names = {**_NAMES, "id": ("id",)} if has_ids else _NAMES
+    required = ("caption",) if has_ids else ("path", "caption")
+    for place, row in read_rows(file, names, required, _COLUMNS):
+        where = f"{file}: {place}"
+        path, caption, image = (text_value(value_of(row, names[n]), f"{where}: {n}") for n in texts)
+        if row.get("type") == "image":
+            num_pictures += 1
+            continue
+        if not path and has_ids:
+            by_id = by_id or [_files_by_id(file.parent / name) for name in ("videos", "images")]
+            path, own = (files.take(row.get("id"), where) if files else "" for files in by_id)
+            image = image or own
         if not path:
             raise ValueError(
-                f"{file}: line {line} has no path; write the path of its video into column path"
+                f"{where} has no path; write the path of its video into column path (or one of "
+                f"{', '.join(_PATHS[1:])})"
             )
         check_caption_size(len(caption), f"{where}: caption")
         if not caption:
-            empty.append(f"line {line}")
+            empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones.
         texts["path"].append(str(file.parent / path))
         texts["caption"].append(caption)
         texts["image"].append(str(file.parent / image) if image else "")
         for name, missing in _NUMBERS.items():
-            numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
+            numbers[name].append(number_value(row.get(name), missing, f"{where}: {name}"))
         start, end = numbers["start"][-1], numbers["end"][-1]
         if end <= start:
-            raise ValueError(f"{file}: line {line}: end={end:g} must be after start={start:g}")
-        split = _text(row.get("split"), f"{where}: split").lower()
+            raise ValueError(f"{where}: end={end:g} must be after start={start:g}")
+        split = text_value(row.get("split"), f"{where}: split").lower()
         if split not in _SPLIT_NAMES:
-            raise ValueError(
-                f"{file}: line {line}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}"
-            )
+            raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it")
+    if num_pictures:
+        logger.info("%s: %d rows of type image are left out", file, num_pictures)
+    for files in by_id or ():
+        if files is not None:
+            files.refuse_unused(file)
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
-        refuse_samples(empty, len(texts["path"]), what, ADD_CAPTIONS)
+        fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
+        fix += "data.params.allow_empty_captions=true"
+        refuse_samples(empty, len(texts["path"]), what, fix)
     # Columns that no row uses are None, so that they cost no memory.
     spans = np.array([numbers["start"], numbers["end"]]).T
     fps, weights, numbered = (np.array(x) for x in (numbers["fps"], numbers["weight"], splits))
@@ -88,92 +130,49 @@ def read_manifest(file: Path, allow_empty_captions: bool = False) -> ClipList:
     )
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict]]:
-    """Yield (line number, {column: value}) for every row of a manifest."""
-    text = text_of(file)
-    if file.suffix.lower() == ".jsonl":
-        others: set[str] = set()
-        for line, content in enumerate(text.split("\n"), 1):
-            if not content.strip():
-                continue
-            try:
-                row = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}: line {line} must be an object with path and caption")
-            # Each new key is checked once, not in every row.
-            new = row.keys() - others
-            if new:
-                _check_columns(file, line, new)
-                others |= new
-            yield line, row
-        return
-    # newline="": csv itself splits lines, since quoted captions may hold line breaks.
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        twice = [name for name in _COLUMNS if names.count(name) > 1]
-        if twice:
-            raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
-        _check_columns(file, 1, set(names))
-        missing = [name for name in ("path", "caption") if name not in names]
-        if missing:
-            header = ",".join(names)
+@dataclass(slots=True)
+class _FilesById:
+    """The files that a folder beside the manifest lists with their ids. used: ids that rows have."""
+
+    table: Path
+    paths: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def take(self, number: object, where: str) -> str:
+        """Return the file of an id; ValueError if there is none."""
+        key = str(number)
+        if number is None or key not in self.paths:
             raise ValueError(
-                f"{file}: line 1 has no column {missing[0]} ({header[:80]!r}); add it to the header, "
-                "with commas between columns"
+                f"{where}: id={key[:80]} is not in {self.table}; give each sample a line with its id "
+                "in both files"
             )
-        for row in reader:
-            # csv puts surplus values under None.
-            if None in row:
-                raise ValueError(
-                    f"{file}: line {reader.line_num} has more values than the header has columns; "
-                    "quote captions that contain commas"
-                )
-            yield reader.line_num, row
-    except csv.Error as error:
-        line = reader.reader.line_num
-        raise ValueError(f"{file}: line {line} is not CSV ({error})") from None
+        if key in self.used:
+            raise ValueError(f"{where}: id={key[:80]} is listed twice; give each sample its own")
+        self.used.add(key)
+        return self.paths[key]
 
-
-def _check_columns(file: Path, line: int, names: set[str]) -> None:
-    """Log columns that are not read; raise ValueError for one that looks misspelt."""
-    unknown = sorted(name for name in names if name not in _COLUMNS)
-    for name in unknown:
-        # 0.75 is stricter than for keys: manifests have columns of other tools.
-        near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
-        if near:
+    def refuse_unused(self, manifest: Path) -> None:
+        """Raise ValueError for a file that no sample has: it may have lost its caption."""
+        left = [key for key in self.paths if key not in self.used]
+        if left:
             raise ValueError(
-                f"{file}: line {line}: unknown column {name[:80]!r}; did you mean {near[0]}?"
+                f"{self.table}: id={left[0][:80]} is not in {manifest} ({len(left)} such files); give "
+                "each sample a line with its id in both files"
             )
-    if unknown:
-        logger.info("%s: unused columns: %s", file, ", ".join(map(str, unknown)))
 
 
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str | None):
-        raise ValueError(f"{what}={str(value)[:80]} must be text in quotes")
-    text = (value or "").strip()
-    # JSON escapes can spell single surrogates. A tokenizer refuses them, but the name of a file
-    # has them where it is not valid UTF-8.
-    is_half = what.endswith("caption") and any("\ud800" <= c <= "\udfff" for c in text)
-    if "\0" in text or is_half:
-        raise ValueError(f"{what}={text[:80]!r} has an invalid character; remove it")
-    return text
-
-
-def _number(value: object, missing: float, what: str) -> float:
-    text = "" if value is None else str(value).strip()
-    if not text:
-        return missing
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    # Rates and ends must be above 0: no video has a frame before its start.
-    least = 0 if what.endswith(("start", "weight")) else 1e-9
-    if not math.isfinite(number) or number < least or isinstance(value, bool):
-        rule = "0 or more" if least == 0 else "above 0"
-        raise ValueError(f"{what}={text[:80]} must be a number, {rule}")
-    return number
+def _files_by_id(folder: Path) -> _FilesById | None:
+    """Read the metadata file of a folder beside the manifest; None if it has none."""
+    table = table_in(folder)
+    if table is None:
+        return None
+    found = _FilesById(table)
+    for place, row in read_rows(table, _FILES_BY_ID, ("path", "id"), ()):
+        path = text_value(value_of(row, _PATHS), f"{table}: {place}: path")
+        key = str(row.get("id", ""))
+        if not path or not key:
+            raise ValueError(f"{table}: {place} has no {'id' if path else 'file_name'}; add it")
+        if key in found.paths:
+            raise ValueError(f"{table}: {place}: id={key[:80]} is listed twice; number the files")
+        found.paths[key] = str(folder / path)
+    return found

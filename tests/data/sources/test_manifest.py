@@ -84,7 +84,8 @@ def test_parts_of_one_file_have_names(tmp_path):
 REFUSED = {
     "path,caption\nx.mp4,": r"1/1 rows of .*data.csv without a caption: line 2; .*allow_empty",
     "path,caption\n,a": "data.csv: line 2 has no path; write the path of its video into",
-    "path,text\nx.mp4,a": r"line 1 has no column caption \('path,text'\); add it to the header",
+    "path,words\nx.mp4,a": r"line 1 has no column caption \('path,words'\); add it to the header "
+    r"\(or one of prompt, text\), with",
     "path;caption\nx.mp4;a": r"no column path \('path;caption'\); .* with commas between columns",
     "path,caption,caption\nx,a,b": "line 1 has column caption twice; remove one",
     "path,caption\nx.mp4,a\0b": r"line 2 is not UTF-8 \(byte 0x00\)",
@@ -130,7 +131,7 @@ def test_refused_json_lines_and_names(tmp_path):
         with pytest.raises(ValueError, match=message):
             VideoManifest(_csv(tmp_path, text, "data.jsonl"), **CLIP)
     for name in ("data.parquet", "nowhere.csv", "."):
-        with pytest.raises(ValueError, match=r"must list manifests \(.csv or .jsonl"):
+        with pytest.raises(ValueError, match=r"must list manifests \(.csv, .jsonl or .json"):
             VideoManifest(tmp_path / name, **CLIP)
 
 

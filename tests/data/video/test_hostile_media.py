@@ -181,7 +181,7 @@ LINES = '{"path": "videos/0.mp4", "caption": "a"}\n{"path": "videos/1.mp4", "cap
 MANIFESTS: dict[str, tuple[str, str, str | None]] = {
     "an open quote": ("csv", GOOD_ROWS + '"videos/2.mp4,c\n', "is not CSV"),
     "a quote within": ("csv", GOOD_ROWS + 'videos/2.mp4,"a" b\n', "line 4 is not CSV"),
-    "no caption column": ("csv", "path,text\nvideos/0.mp4,a\n", "names no column caption"),
+    "no caption column": ("csv", "path,words\nvideos/0.mp4,a\n", "has no column caption"),
     "no rows": ("csv", "path,caption\n", "no sample in it"),
     "nothing": ("csv", "", "has no column path"),
     "more values than columns": ("csv", GOOD_ROWS + "videos/2.mp4,a,b\n", "line 4 has more values"),
