@@ -53,7 +53,8 @@ class TrainArguments:
     # names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
     # validation_res)
     folder_layout: FolderLayout = "cogfast"
-    # auto, latest, or a run or checkpoint folder
+    # auto, latest, or a run or checkpoint folder; a checkpoint-N of CogVideo's diffusers trainer gives its
+    # LoRA weights and its step
     resume: str | None = None
     # resume even if training-relevant keys changed
     accept_changes: bool = False

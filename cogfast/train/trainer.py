@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shlex
 from pathlib import Path
@@ -13,7 +14,12 @@ from cogfast.config import Config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.formats.run_manifest import RESUMABLE, checkpoints_folder, read_manifest
+from cogfast.model.weights.formats.run_manifest import (
+    RESUMABLE,
+    checkpoints_folder,
+    read_manifest,
+    step_of,
+)
 from cogfast.schema.arguments import TrainArguments
 from cogfast.shapes import TokenGrid
 from cogfast.slot_random import SlotRandom
@@ -46,6 +52,7 @@ from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.export import Exporter
 from cogfast.train.run.folder import (
+    adapters_to_resume,
     check_changes,
     describe_run,
     open_run_folder,
@@ -99,6 +106,10 @@ class Trainer:
             warn_of_long_warmup(args, self.num_steps)
         self.folder, self.checkpoint = open_run_folder(args, self.groups)
         self.manifest: dict = {}
+        self.step = 0  # optimizer steps done
+        adapters = None if self.checkpoint is None else adapters_to_resume(self.checkpoint)
+        if adapters is not None:
+            args = self._take_adapters(adapters)
         checkpoint = self.checkpoint
         if checkpoint is not None:
             self.manifest = self.groups.on_main(
@@ -175,7 +186,6 @@ class Trainer:
             self.groups,
             self.folder,
         )
-        self.step = 0  # optimizer steps done
         # The model's largest size until the first batch sets it; compute_loss of a subclass may not.
         # With buckets, evaluations sample the configured size: the last batch's would depend on the
         # step at which the run resumed.
@@ -424,6 +434,21 @@ class Trainer:
         """Return the name of the attention backend, or None. A resumed run keeps its backend."""
         stored = self.manifest.get("attention_backend")
         return choose_for_training(self.config, self.args, transformer.config, self.groups, stored)
+
+    def _take_adapters(self, file: Path) -> TrainArguments:
+        """Start from a checkpoint of CogVideo's diffusers trainer: its LoRA file and its step."""
+        step = step_of(file.parent)
+        assert step is not None, f"{file.parent}: a name of such a checkpoint"
+        self.step, self.checkpoint = step, None
+        self.args = dataclasses.replace(self.args, load_lora=str(file))
+        if self.groups.is_main:
+            logger.warning(
+                "%s is of CogVideo's diffusers trainer: its LoRA weights and step %d are taken, the "
+                "state of its optimizer is not",
+                file.parent,
+                step,
+            )
+        return self.args
 
     def _resume(self, checkpoint: Path) -> None:
         manifest, is_verified = self.manifest, self.args.verify_checkpoints

@@ -13,7 +13,7 @@ from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.peft import FILE_NAME, write_peft
+from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint
 from cogfast.model.weights.lora.adapters import open_adapter
 from cogfast.train.trainer import Trainer
@@ -157,3 +157,51 @@ def test_a_base_that_gives_adapters_no_gradient_is_refused(
         Trainer(load_config([base], arguments))
     Trainer(load_config([base], [*arguments, "args.force_train=true"]))
     assert any("LoRA gets no gradient at first" in r.message for r in caplog.records)
+
+
+def save_as_upstream(folder: Path, trained: Path) -> Path:
+    """A checkpoint as accelerate and diffusers write it, with the adapters of a run."""
+    adapter, layers = open_adapter(trained), {}
+    for name in adapter.shapes:
+        layers[peft_name(name).removeprefix("transformer.")] = adapter.read(name, None)
+    checkpoint = folder / "checkpoint-200"
+    CogVideoXPipeline.save_lora_weights(checkpoint, transformer_lora_layers=layers)
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+        (checkpoint / name).write_bytes(b"not read")
+    return checkpoint
+
+
+def test_a_checkpoint_of_the_diffusers_trainer_resumes(
+    base: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights with the configured alpha (the file has none) and its step; it stays where it is."""
+    checkpoint, adapter = save_as_upstream(tmp_path / "theirs", trained), open_adapter(trained)
+    arguments = [*ASKED, "args.train_iters=202", f"args.resume={checkpoint}", "args.keep_last=1"]
+    arguments += ["args.folder_layout=finetune", "args.save_interval=1"]
+    into = [f"args.run_folder={checkpoint.parent}"]
+    trainer = Trainer(load_config([base], [*arguments, *into]))
+    assert "LoRA weights and step 200 are taken, the state of its optimizer is not" in caplog.text
+    for name, parameter in trainer.engine.transformer.named_parameters():
+        if is_lora_parameter(name):
+            assert torch.equal(parameter, adapter.read(name, None)), name
+    trainer.train()
+    folders = {path.name for path in checkpoint.parent.glob("checkpoint-*")}
+    assert folders == {"checkpoint-200", "checkpoint-202"}
+    assert len(losses(checkpoint.parent)) == 2
+    elsewhere = Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'runs'}"]))
+    assert elsewhere.step == 200 and elsewhere.folder.parent == tmp_path / "runs"
+
+
+def test_what_cannot_resume_from_the_diffusers_trainer_is_refused(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
+    checkpoint = save_as_upstream(tmp_path, trained)
+    arguments = [*ASKED, f"args.resume={checkpoint}", f"args.save={tmp_path / 'runs'}"]
+    with pytest.raises(ValueError, match="args.resume: .*rank 2 and alpha 3, the config has r=4"):
+        Trainer(load_config([base], [*arguments, f"{LORA}.r=4"]))
+    (checkpoint / FILE_NAME).unlink()
+    (checkpoint / "pytorch_model").mkdir()
+    (checkpoint / "pytorch_model" / "mp_rank_00_model_states.pt").write_bytes(b"not read")
+    with pytest.raises(ValueError, match="checkpoint-200: its weights are in DeepSpeed's pickle"):
+        Trainer(load_config([base], arguments))
+    assert not (tmp_path / "runs").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import math
@@ -36,7 +37,7 @@ from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
-from cogfast.train.run.folder import resumed_in_run_folder
+from cogfast.train.run.folder import adapters_to_resume, resumed_in_run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +283,17 @@ def _check_adapters(config: Config, args: TrainArguments) -> None:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
         except ValueError as error:
             refuse(config, "args.load_lora", f"args.load_lora: {error}")
+    if args.resume is None or not Path(args.resume).is_dir():
+        return
+    try:
+        file = adapters_to_resume(Path(args.resume).absolute())
+        if file is not None:
+            # CogVideo's trainer stores no alpha: it is the configuration's.
+            adapter = dataclasses.replace(open_adapter(file), lora_alpha=None)
+            check_config(adapter, TransformerConfig(**_network(config)))
+    except ValueError as error:
+        text = str(error)
+        refuse(config, "args.resume", text if text.startswith("args.") else f"args.resume: {text}")
 
 
 def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
 from cogfast.files import WriteError, set_aside, write_text
+from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.model.weights.formats.run_manifest import (
     find_run_checkpoint,
     is_in_run,
@@ -90,8 +91,12 @@ def _open(args: TrainArguments) -> tuple[Path, Path | None]:
             reason = f"cannot be created ({error.strerror}); set it to another folder"
             raise ValueError(f"args.run_folder={run}: {reason}") from None
     else:
-        run, checkpoint = _find(Path(args.save or "runs"), args.experiment_name, args.resume)
-    if checkpoint is not None and run_of(checkpoint).samefile(run):
+        save, name = Path(args.save or "runs"), args.experiment_name
+        run, checkpoint = _find(save, name, args.resume)
+        if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
+            run, _ = _find(save, name, None)
+    is_ours = checkpoint is not None and adapters_to_resume(checkpoint) is None
+    if checkpoint is not None and is_ours and run_of(checkpoint).samefile(run):
         layout = layout_of(checkpoint)
         if layout != args.folder_layout:
             raise ValueError(
@@ -131,6 +136,25 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     if problem is not None:
         raise ValueError(f"args.run_folder={run} {problem}, or set another folder")
     return checkpoint
+
+
+def adapters_to_resume(checkpoint: Path) -> Path | None:
+    """Return the LoRA file of a checkpoint of CogVideo's diffusers trainer; None for cogfast's own.
+
+    ValueError if the checkpoint has only DeepSpeed's files.
+    """
+    if layout_of(checkpoint) != "finetune" or find_run_checkpoint(checkpoint) is not None:
+        return None
+    file = checkpoint / LORA_FILE_NAME
+    if file.is_file():
+        return file
+    if any(checkpoint.glob("*/*_states.pt")):
+        raise ValueError(
+            f"args.resume={checkpoint}: its weights are in DeepSpeed's pickle files, which are not read; "
+            "make a diffusers folder of them with its zero_to_fp32.py, and start a new run with "
+            "args.load=FOLDER"
+        )
+    return None
 
 
 def tensorboard_folder(run: Path, args: TrainArguments) -> Path:
