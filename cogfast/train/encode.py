@@ -133,6 +133,7 @@ class Encoder:
     @torch.no_grad()
     def encode_moments(self, pixels: Tensor) -> Moments:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
+        # The autoencoder runs in its own dtype, without autocast.
         dtype = _dtype(self.first_stage)
         # Smaller calls need less memory. Each clip is still encoded whole.
         parts = pixels.split(self.samples_at_a_time or len(pixels))

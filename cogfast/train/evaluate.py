@@ -152,6 +152,8 @@ class Evaluator:
                 try:
                     if self.is_asked_to_stop():
                         raise EvaluationStopped(f"{num_steps - number} batches are left out")
+                    # A rank with an earlier error reads no further, but takes part in `agree`
+                    # below.
                     inputs = None if error else self._encoded(next(batches), order)
                 except Exception as caught:
                     error = caught
@@ -205,6 +207,7 @@ class Evaluator:
         With strict_eval each sample counts once. Draws are keyed by the position of a sample in the
         order, so they do not depend on the number of ranks.
         """
+        # The position in the whole evaluation stands for the slot, with step 0 for all.
         places = [batch["step"] * order.global_batch + slot for slot in batch["slots"]]
         rng = SlotRandom(_SEED, 0, places, 0, self.groups.device)
         latents, conditioning = self.encoder(batch, rng, has_dropout=False)
@@ -272,6 +275,7 @@ class Evaluator:
             ]
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
         # For image-to-video each text gets the first frame of a held-out video.
+        # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
         number = len(texts) or min(self.args.eval_num_samples, len(dataset))
         chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
         captions = None if self.encoder.image_input else _captions(dataset)

@@ -40,6 +40,7 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
                 continue
             seen.add(parameter)
             (undecayed if is_norm or name == "bias" else decayed).append(parameter)
+    # An absent key lets the optimizer's own default apply.
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups = [{"params": decayed, **decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -66,6 +67,7 @@ def build_optimizer(
                 "deepspeed.optimizer.params.bias_correction=false does not work with type "
                 f"{kind}; use type sat.ops.FusedEmaAdam"
             )
+        # DeepSpeed's Adam is AdamW by default, and its AdamW ignores adam_w_mode.
         is_decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
         for key in (
             "torch_adam",
@@ -166,6 +168,7 @@ def sat_learning_rate(
         raise ValueError(
             f"args.lr_decay_style={decay_style!r} must be one of {', '.join(SAT_DECAY_STYLES)}"
         )
+    # SAT applies it to fine-tuning only, whatever the configured warm-up is.
     auto_warmup = 0 if is_pretraining else _SAT_AUTO_WARMUP_STEPS
 
     def rate(step: int) -> float:

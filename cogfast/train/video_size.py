@@ -42,6 +42,7 @@ class LatentSize:
 
         T is padded to whole patches.
         """
+        # The first pixel frame has a latent frame of its own, then four share one.
         frames = num_latent_frames(num_frames)
         # CogVideoX 1.5 joins two latent frames in a token: an odd number gets a padding frame.
         frames += -frames % patch_t

@@ -111,6 +111,7 @@ class _CacheRun:
 
     def run(self) -> None:
         sources = self._hash_sources()
+        # Both data sets have one data section, so one description of clips serves all entries.
         first = self.clips[0].dataset
         # Rank 0 alone hashes the weights of the encoders.
         specs = self.groups.on_main(
@@ -146,6 +147,7 @@ class _CacheRun:
             logger.info("hashing %d new or changed videos", len(stale))
         at_once, last = _HASHED_AT_ONCE * self.groups.world_size, time.monotonic()
         for start in range(0, len(stale), at_once):
+            # Every rank takes part in each round, since the gather below needs all of them.
             mine = stale[start : start + at_once][self.groups.rank :: self.groups.world_size]
             for found in self.groups.gather(sources.hash(mine, files)):
                 sources.known |= found
@@ -252,6 +254,7 @@ class _CacheRun:
 
     def _encoder(self) -> Encoder:
         """Return the frozen encoders, which are built on first use."""
+        # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             transformer = build_transformer(self.config.model)
         return assemble_encoder(self.config, self.args, transformer, self.groups)
@@ -279,6 +282,7 @@ class _CacheRun:
             for key, row in zip(shard.keys, rows_of(self.folder / shard.file), strict=True):
                 if "bad" in row and key in clips:
                     lines.setdefault(clips[key].path, row["bad"])
+        # Shards of earlier runs count as well: the limit is one of the data, not of this run.
         for path, reason in lines.items():
             self.bad.add(path, reason)
         self.bad.check()
@@ -308,6 +312,7 @@ def _in_order(videos: SizedDataset | None, seed: int) -> Iterator[Clip]:
         return
     assert isinstance(videos, CaptionedVideos), "preflight refuses other data sets"
     order = videos.order(seed, SHARD_SAMPLES["video"])
+    # An epoch need not read samples of a weight below 1: they follow behind it.
     steps = range(order.num_steps(1))
     first = [order.index(step, slot) for step in steps for slot in range(order.global_batch)]
     for index in dict.fromkeys([*first, *used_samples(videos)]):

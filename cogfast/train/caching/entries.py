@@ -27,6 +27,7 @@ def encode_samples(
     keys: content keys, which seed the noise of the noised images. num_noised_images: 0 stores the
     first frame as uint8 instead (image-to-video).
     """
+    # Buckets give clips of several sizes, which cannot be stacked; bad samples form groups, too.
     for _, group in groupby(zip(samples, keys, strict=True), key=lambda pair: _size(pair[0])):
         together, their_keys = zip(*group, strict=True)
         if isinstance(together[0], BadSample):
@@ -34,6 +35,7 @@ def encode_samples(
             continue
         clips = torch.stack([sample["video"] for sample in together])
         pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
+        # Mean and variance, so that each epoch can draw another sample of the latents.
         parts = _tensors("", encoder.encode_moments(pixels))
         if encoder.image_input:
             images = torch.stack(

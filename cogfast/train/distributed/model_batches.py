@@ -33,6 +33,7 @@ class DeviceAhead:
         return self
 
     def __next__(self) -> Batch:
+        # The batch that is returned now, and `depth` more behind it.
         while len(self._ahead) <= self._depth and not self._has_ended():
             self._ahead.append(self._start_next())
         first = self._ahead.popleft()
@@ -109,6 +110,7 @@ class ModelBatches:
                 batch = next(self._batches)
             except Exception as caught:  # raised below, once the waiting ranks know of it
                 error = caught
+        # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
         # First the shapes: the other ranks allocate before they receive.
         outline = {key: _Outline.of(value) for key, value in batch.items()}

@@ -56,6 +56,7 @@ class FlatGradients:
         self._sources = [  # by parameter group, this rank's partition in every row
             [row[i][rank] for row in of_ranks] for i in range(len(self.partitions))
         ]
+        # DeepSpeed's own hooks would copy gradients into its buckets a second time.
         for hook in zero._grad_acc_hooks:
             hook.remove()
         zero._grad_acc_hooks.clear()
@@ -63,6 +64,8 @@ class FlatGradients:
         for i, parameters in enumerate(zero.bit16_groups):
             weights = zero.bit16_groups_flat[i]
             for parameter in parameters:
+                # DeepSpeed's weights are views of one flat tensor: the same place serves the
+                # gradient.
                 start = (parameter.data_ptr() - weights.data_ptr()) // weights.itemsize
                 place = gradients[rank][i].narrow(0, start, parameter.numel())
                 store = partial(self._store, len(self._places))
@@ -82,6 +85,7 @@ class FlatGradients:
             place.copy_(gradient)
         else:
             place.add_(gradient)
+        # The row has the gradient: without this, autograd would add to the old one.
         parameter.grad = None
 
     @torch.no_grad()
@@ -89,6 +93,8 @@ class FlatGradients:
         """Average this rank's partitions over all ranks after the last micro-batch. Collective."""
         if not self.zero.is_gradient_accumulation_boundary():
             return
+        # A parameter without a gradient counts as zero, as under DeepSpeed, and not as its last
+        # gradient.
         for index in self._missing:
             self._places[index].zero_()
         self._missing = set(range(len(self._places)))
@@ -216,6 +222,7 @@ def _map_row(nbytes: int, process: int, file: int, name: str) -> Tensor:
     try:
         return torch.frombuffer(mmap.mmap(opened, nbytes), dtype=torch.uint8)
     finally:
+        # A mapping outlives the file that it was made from.
         os.close(opened)
 
 
@@ -226,6 +233,7 @@ def _on_all_ranks(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
     except OSError as error:
         answer = None, str(error)
     answers: list = [None] * dist.get_world_size(group=group)
+    # Also a barrier: no rank maps a row before its owner has reserved it.
     dist.all_gather_object(answers, answer, group=group)
     for rank, (_, problem) in enumerate(answers):
         if problem:

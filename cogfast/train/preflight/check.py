@@ -47,6 +47,7 @@ _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appen
 def _check_names(config: Config, args: TrainArguments) -> None:
     """Check the names of the run folder and, with args.wandb, of the W&B project and run."""
     name, shown = args.experiment_name, brief(repr(args.experiment_name))
+    # The name becomes one folder: it must neither leave args.save nor make a folder in a folder.
     is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
         text = (
@@ -75,6 +76,7 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
 
 def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
     """Refuse exports of models that diffusers' class cannot represent."""
+    # LoRA files can represent every model; only whole models have diffusers' limits.
     if args.export == "none" or network.get("lora_rank") is not None:
         return
     try:
@@ -115,6 +117,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_global_batch(config, args, world_size)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     _check_export(config, args, network)
+    # Weights from scratch have an output layer of zeros, behind which no adapter gets a gradient.
     if network.get("lora_rank") is not None and args.load is None:
         raise ValueError(
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
@@ -197,6 +200,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
 
 def log_unused(config: Config) -> None:
     """Log the keys that are accepted for compatibility but not used."""
+    # The short names once each: SAT's files repeat some of them in several sections.
     names = dict.fromkeys(key.rpartition("params.")[2] for key in config.unused)
     if names:
         logger.info("accepted and not used (--dry-run says why): %s", ", ".join(names))
@@ -261,6 +265,7 @@ def _video_data(config: Config) -> type[ListedVideos] | None:
 
 
 def _refuse_missing(config: Config, missing: Iterable[tuple[str, str]]) -> None:
+    # All at once: a user with four wrong paths should not start four times.
     lines = [f"{find_origin(config.origins, key)}: {text}" for key, text in missing]
     if lines:
         raise Problems("\n".join(lines))

@@ -27,6 +27,7 @@ def check_evaluation(config: Config, args: TrainArguments, takes_image: bool) ->
     if args.eval_images is not None:
         _check_images_key(config, args, takes_image)
     try:
+        # Reads the files once more than the evaluation does, which is cheap, and reports before it.
         given = given_prompts(args)
         _check_images(args, given, takes_image)
     except ValueError as error:

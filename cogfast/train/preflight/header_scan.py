@@ -28,6 +28,7 @@ def survey_datasets(
     Rank 0 reads the headers. ValueError if more than args.max_bad_fraction are unreadable.
     """
     train, valid = datasets.train, datasets.valid
+    # Names of all clips are compared, which takes seconds on large sets: one rank is enough.
     if groups.is_main:
         _warn_of_overlap(train, valid)
     if not any(_needs_scan(dataset, args) for dataset in (train, valid)):
@@ -72,6 +73,7 @@ def survey_datasets(
 def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:
     if not (isinstance(train, CaptionedVideos) and isinstance(valid, CaptionedVideos)):
         return
+    # Names include the part of a file, so two parts of one video do not overlap.
     trained = {train.name(i) for i in range(len(train))}
     both = [name for name in map(valid.name, range(len(valid))) if name in trained]
     if both:
@@ -85,6 +87,7 @@ def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:
 def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:
     if not isinstance(dataset, CaptionedVideos):
         return False
+    # Buckets are chosen by the videos' sizes, so these headers are read in any case.
     is_read = args.check_videos and not isinstance(dataset, CachedVideos)
     return is_read or dataset.settings.buckets is not None
 

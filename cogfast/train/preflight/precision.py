@@ -32,12 +32,14 @@ def infer_precision(config: Config) -> None:
     Modifies `config`.
     """
     load = config.args.get("load")
+    # A value in any file counts, false too: a user who writes bf16: false means float32.
     is_configured = {"bf16", "fp16"} & set(config.deepspeed) or any(
         config.origins.get(f"args.{name}", "default") != "default" for name in ("bf16", "fp16")
     )
     if is_configured or not load or not Path(load).exists():
         return
     for key, is_on in precision_values(open_source(Path(load))).items():
+        # A false value is left out: an absent section and a disabled one mean the same.
         if is_on:
             name = key.split(".")[1]
             config.deepspeed[name] = {"enabled": True}

@@ -94,6 +94,8 @@ class CheckpointWriter:
         self.wait()
         try:
             if self._snapshot is None:
+                # At the first save and not at the start: a run that never saves needs no host
+                # memory for it.
                 self._snapshot = self._allocate()
         except (MemoryError, RuntimeError) as error:
             self._report_failure(step, error)
@@ -160,6 +162,7 @@ class CheckpointWriter:
 
     def _complete(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
         """Write the manifest, make the checkpoint the newest, and remove old ones."""
+        # Every rank knows those of its own partitions; together they cover all parameters.
         counters: dict[str, dict[str, float]] = {}
         for report in reports:
             counters.update(report[3])
@@ -316,6 +319,7 @@ def frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """
     parameters = dict(transformer.named_parameters())
     frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+    # LoRA's base is left out, since it is in args.load; a few frozen tables are kept.
     num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
     num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
     return frozen if num_frozen < num_trained else {}

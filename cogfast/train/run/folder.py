@@ -286,6 +286,7 @@ def describe_run(
 def _write_description(
     folder: Path, checkpoint: Path | None, config_text: str, world_size: int
 ) -> None:
+    # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     first = folder / "training_config.yaml"
     try:
@@ -323,6 +324,7 @@ def _completed(sections: dict) -> dict:
 def _changes(before: dict, after: dict) -> dict[str, str]:
     """Return {key: "key: old -> new"} of the keys that differ between two plain configurations."""
     old, new = _leaves(before), _leaves(after)
+    # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
 

@@ -42,6 +42,7 @@ class LogFile:
                     self.path,
                     error.strerror or error,
                 )
+            # A disk that stays full must not fill the memory as well.
             while sum(map(len, self._waiting)) > _MOST_WAITING:
                 self._waiting.pop(0)
             return
@@ -54,6 +55,7 @@ class LogFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: the error of a full disk must come from write, not from close.
         with open(self.path, "ab", buffering=0) as file:
+            # Where the file ends now: after an error it is cut there again.
             start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
             try:
                 while rest:

@@ -60,6 +60,7 @@ class Profiler:
         self.end = 0
         if args.profiling is not None and args.profiling >= 0:
             self.first = args.profiling
+            # A run that ends within the capture still writes what it has.
             self.end = min(self.first + args.profiling_steps, num_steps)
         self.blocks = _BlockRanges(blocks, self.range) if args.profiling_blocks else None
         self.is_capturing = self.has_captured = False
@@ -210,6 +211,7 @@ class _BlockRanges:
         # activation checkpointing.
         self.calls_before = [block._compiled_call_impl for block in self.blocks]
         for i, block in enumerate(self.blocks):
+            # Whichever of the two nn.Module would call itself.
             call = block._compiled_call_impl or block._call_impl
             block._compiled_call_impl = partial(self._call, i, call)
 
@@ -258,6 +260,7 @@ def _pack(plain: Path, packed: Path) -> None:
     for event in moved:
         event["tid"] = _BACKWARD_LINE
     for pid in {event["pid"] for event in moved}:
+        # A record of type M names the line in the viewer.
         name = {"name": "thread_name", "ph": "M", "args": {"name": "backward by block"}}
         events.append({**name, "pid": pid, "tid": _BACKWARD_LINE})
     with gzip.open(packed, "wt", compresslevel=5) as file:

@@ -64,6 +64,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._outer, StopSignals._innermost = StopSignals._innermost, self
+        # It wakes the watching thread even while the main thread waits in C++.
         reader, self._writer = os.pipe()
         # Python writes each signal's number from its handler, which must not block.
         os.set_blocking(self._writer, False)
@@ -78,6 +79,7 @@ class StopSignals:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         StopSignals._innermost = self._outer
+        # The outer listener is a command's: once training has saved, there is nothing to stop.
         if self._outer is not None:
             self._outer.is_done = kind is None
         for number, handler in self._before.items():
@@ -136,6 +138,7 @@ def name_of(number: int) -> str:
 def write_last_line(line: str) -> None:
     """Write a line to stderr without Python's buffers and locks; nothing for an empty line."""
     if line:
+        # os.write alone: the thread that holds the buffer's lock may never run again.
         start = _SHOW_CURSOR if os.isatty(2) else ""
         with contextlib.suppress(OSError):
             os.write(2, f"{start}{line}\n".encode())

@@ -65,6 +65,7 @@ def sample(
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(args.model_parallel_size)
+    # The cheap parts first; weights of 11 GB are read below.
     diffusion = assemble_diffusion(config)
     if groups.is_main:
         log_unused(config)
@@ -153,6 +154,7 @@ def _limit_decoding(
     budget = (
         min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
     )
+    # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
     plan, error = None, None
     try:

@@ -59,6 +59,7 @@ class SamplingFlags:
         if self.guidance is not None:
             sampler = _params(model, f"--guidance {self.guidance:g}")
             key, value = self._guider(sampler.get("guider_config"))
+            # Either the whole guider is replaced, or the scale in its params.
             node = sampler if key.endswith("_config") else sampler["guider_config"]["params"]
             put(node, key, value, "--guidance")
         if self.frames is not None:
@@ -101,6 +102,7 @@ class SamplingFlags:
         assert self.frames is not None, "called for --frames"
         network = transformer_arguments(config.model.network_config.params)
         patch_t = network["patch_size"].t
+        # Entries of the position table: one per temporal patch, as check_latent_frames counts them.
         held = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
         most = num_pixel_frames(held * patch_t)
         check_num_frames(self.frames, network["patch_size"], most, "--frames")

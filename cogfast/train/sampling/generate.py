@@ -163,6 +163,7 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
 
     is_in_step: all replicas get the same number; some repeat the last prompt.
     """
+    # In turn, so that replicas finish together and the first files are the first prompts'.
     mine = list(prompts[groups.data_rank :: groups.data_size])
     most = -(-len(prompts) // groups.data_size)
     while is_in_step and len(mine) < most:
@@ -175,6 +176,7 @@ def file_name(prompt: Prompt, start: str = "") -> str:
     """Return a readable file name that is unique to the prompt. start: before the prompt's number."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
     encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML escapes can make lone surrogates
+    # Prompts that begin alike, and prompts without Latin letters, still differ in it.
     digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
     seed = f"-seed-{prompt.seed}" if prompt.is_named_by_seed else ""
     number = str(prompt.index) if start else f"{prompt.index:03d}"
@@ -324,6 +326,7 @@ def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:
 
 def _thumbnails(frames: np.ndarray) -> np.ndarray:
     """Reduce frames [F, H, W, 3] to at most 6 frames, subsampled for the contact sheet."""
+    # Evenly spaced, first and last included; unique, since a video may have fewer frames.
     chosen = np.unique(np.linspace(0, len(frames) - 1, 6).round().astype(int))
     stride = max(1, frames.shape[2] // 360)
     return frames[chosen][:, ::stride, ::stride]

@@ -68,6 +68,7 @@ def _read_prompt_file(path: Path) -> tuple[list[str], list[Path | None]]:
     if not pairs:
         raise ValueError(f"{key} has no prompt; write one per line")
     without = [prompt for prompt, image in pairs if not image]
+    # All or none: a model takes an image with every prompt or with no prompt.
     if 0 < len(without) < len(pairs):
         raise ValueError(
             f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image, but "
@@ -99,12 +100,14 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{key}: cannot be read ({error.strerror}); change the file") from None
+    # Numbers count blank lines, as an editor shows them.
     lines = utf8_lines(data, key)
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _find_image(name: str, listing: Path, where: str) -> Path:
     """Return the path of an image, relative to the file that lists it or to the current folder."""
+    # Beside the list first, so that a folder with list and images can be moved.
     for path in (listing.parent / name, Path(name)):
         if path.is_file():
             return path

@@ -85,6 +85,7 @@ def _published_size(network: dict[str, Any]) -> tuple[int, int]:
 def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
     """Scale the image's size to `short_side` pixels, rounded to whole patches."""
     height, width, _ = open_image(path).shape
+    # Pixels of one token: sides must be multiples of these.
     rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
     scale = short_side / min(height, width)
     return round(height * scale / rows) * rows, round(width * scale / columns) * columns
