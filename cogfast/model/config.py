@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cogfast.model.lora import SAT_ALPHA, TARGETS
+from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA
 from cogfast.schema.json_files import brief
 from cogfast.shapes import PatchSize, TokenGrid
 
@@ -68,7 +68,7 @@ class TransformerConfig:
     lora_alpha: float = SAT_ALPHA
     lora_dropout: float = 0.0
     lora_layers: tuple[int, ...] | None = None  # None: all
-    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    lora_targets: tuple[str, ...] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
         self._check_sizes()

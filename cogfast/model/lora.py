@@ -1,9 +1,9 @@
-"""Low-rank adapters on the linears of an attention layer, as in SAT's lora2.LoraMixin.
+"""Low-rank adapters on the linears of a block: attention's, as in SAT's lora2.LoraMixin, and the MLP's.
 
     y = W x + b + (alpha / r) B A x
 
-There is one pair (A, B) per equal part of the output: q, k and v have one each, `out` has one. Parts
-may have none.
+There is one pair (A, B) per equal part of the output: q, k and v have one each, other linears have
+one. Parts may have none.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from cogfast.model.attention import Attention
-
 SAT_ALPHA = 1.0  # default for SAT configs and for checkpoints that store no alpha
-# {diffusers' name: (linear of Attention, part of its output)} of everything that can be adapted.
-TARGETS = {"to_q": ("qkv", 0), "to_k": ("qkv", 1), "to_v": ("qkv", 2), "to_out.0": ("out", 0)}
-NUM_PARTS = {"qkv": 3, "out": 1}  # equal parts of a linear's output
+# {diffusers' name: (linear of a block, part of its output)} of everything that can be adapted.
+TARGETS = {
+    "to_q": ("attention.qkv", 0),
+    "to_k": ("attention.qkv", 1),
+    "to_v": ("attention.qkv", 2),
+    "to_out.0": ("attention.out", 0),
+    "ff.net.0.proj": ("fc1", 0),
+    "ff.net.2": ("fc2", 0),
+}
+# What SAT adapts, and the diffusers trainer by default.
+DEFAULT_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+# Equal parts of a linear's output
+NUM_PARTS = {"attention.qkv": 3, "attention.out": 1, "fc1": 1, "fc2": 1}
 
 
 class LoraLinear(nn.Module):
@@ -79,6 +87,8 @@ class LoraLinear(nn.Module):
         names = list(self.matrix_A)
         pairs = zip(low.chunk(len(names), dim=-1), b, strict=True)  # of [B, S, r] and [out, r]
         deltas = dict(zip(names, [nn.functional.linear(*pair) for pair in pairs], strict=True))
+        if self.num_parts == 1:
+            return deltas[names[0]]
         first = deltas[names[0]]
         nothing = first.new_zeros(()).expand_as(first)  # for parts without a pair; takes no memory
         parts = [deltas.get(str(i), nothing) for i in range(self.num_parts)]
@@ -86,22 +96,24 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(
-    attention: Attention,
+    block: nn.Module,
     rank: int,
     alpha: float = SAT_ALPHA,
     dropout: float = 0.0,
-    targets: Iterable[str] = tuple(TARGETS),
+    targets: Iterable[str] = DEFAULT_TARGETS,
 ) -> None:
-    """Replace the linears of `attention` that `targets` (keys of TARGETS) name by LoraLinears."""
+    """Replace the linears of a block that `targets` (keys of TARGETS) name by LoraLinears."""
     if rank < 1:
         raise ValueError(f"lora_config.params.r={rank} must be 1 or more")
     for name, num_parts in NUM_PARTS.items():
         parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
         if parts:
+            original = block.get_submodule(name)
+            assert isinstance(original, nn.Linear), f"{name} is {type(original).__name__}"
             # The original becomes a child, so its parameters get `.original` in their names, as in
             # SAT.
-            original = getattr(attention, name)
-            setattr(attention, name, LoraLinear(original, num_parts, rank, alpha, dropout, parts))
+            lora = LoraLinear(original, num_parts, rank, alpha, dropout, parts)
+            block.set_submodule(name, lora)
 
 
 def is_lora_parameter(name: str) -> bool:

@@ -232,7 +232,7 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
                 block = transformer.blocks[i]
                 assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
                 add_lora(
-                    block.attention,
+                    block,
                     config.lora_rank,
                     config.lora_alpha,
                     config.lora_dropout,

@@ -155,15 +155,15 @@ LORA_PARAMS: dict[str, Any] = {
     "lora_dropout": Annotated[float, Range(0, 0.999)],
     # numbers of the blocks that get adapters; null: all
     "layer_range": list[int] | None,
-    # linears that get adapters: query_key_value, dense (SAT), to_q, to_k, to_v, to_out.0 (diffusers).
-    # A key of cogfast
+    # linears that get adapters: query_key_value, dense (SAT), to_q, to_k, to_v, to_out.0,
+    # ff.net.0.proj, ff.net.2 (diffusers). A key of cogfast
     "target_modules": list[str],
 }
 # Linears that can have adapters: SAT's or diffusers' name -> diffusers' names
 _LORA_TARGETS = {
     "query_key_value": ("to_q", "to_k", "to_v"),
     "dense": ("to_out.0",),
-    **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0")},
+    **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")},
 }
 # Params of the encoder and of the decoder of SAT's autoencoder -> type
 CODER_PARAMS: dict[str, Any] = {

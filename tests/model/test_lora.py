@@ -11,7 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.model.freeze import freeze
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import TARGETS, LoraLinear, add_lora, is_lora_parameter
+from cogfast.model.lora import (
+    DEFAULT_TARGETS,
+    TARGETS,
+    LoraLinear,
+    add_lora,
+    is_lora_parameter,
+)
 from cogfast.model.transformer import assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
@@ -50,7 +56,7 @@ def test_targets_without_a_pair_stay_and_cost_nothing(targets: tuple[str, ...]) 
     names = {n for n in held if is_lora_parameter(n)}
     places = [TARGETS[target] for target in targets]
     assert names == {
-        f"blocks.{i}.attention.{linear}.matrix_{side}.{part}"
+        f"blocks.{i}.{linear}.matrix_{side}.{part}"
         for i in range(2)
         for linear, part in places
         for side in "AB"
@@ -85,15 +91,19 @@ def test_targets_go_by_sats_names_or_diffusers(tmp_path) -> None:
     cases = {
         ("query_key_value",): ("to_q", "to_k", "to_v"),
         ("dense", "to_v"): ("to_out.0", "to_v"),
-        ("to_q", "to_k", "to_v", "to_out.0"): tuple(TARGETS),
+        ("to_q", "to_k", "to_v", "to_out.0"): DEFAULT_TARGETS,
+        ("query_key_value", "dense", "ff.net.0.proj", "ff.net.2"): tuple(TARGETS),
     }
-    assert build_transformer(section).config.lora_targets == tuple(TARGETS)
+    assert build_transformer(section).config.lora_targets == DEFAULT_TARGETS
     for given, expected in cases.items():
         params["target_modules"] = list(given)
         assert build_transformer(section).config.lora_targets == expected
-    for wrong in (["to_q", "ff.net.2"], []):
+    for wrong in (["to_q", "norm1.linear"], ["proj_out"], ["patch_embed.proj"], ["net.2"], []):
         params["target_modules"] = wrong
-        with pytest.raises(ValueError, match=r"target_modules=\[.*: use one or more of"):
+        possible = "query_key_value, dense, to_q, to_k, to_v, to_out.0, ff.net.0.proj, ff.net.2"
+        with pytest.raises(
+            ValueError, match=rf"target_modules=\[.*: use one or more of {possible}$"
+        ):
             build_transformer(section)
 
 
@@ -195,7 +205,7 @@ def test_a_prefix_of_no_parameter_is_refused() -> None:
 
 def test_rank_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lora_config.params.r=0 must be 1 or more"):
-        add_lora(tiny("5b").blocks[0].attention, rank=0)
+        add_lora(tiny("5b").blocks[0], rank=0)
 
 
 def test_layer_range_gives_adapters_to_those_layers() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cogfast.model.config import TransformerConfig
 from cogfast.model.freeze import freeze
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import TARGETS
+from cogfast.model.lora import DEFAULT_TARGETS
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.memory_plan import Policy
 from cogfast.train.distributed.parallelize import allocate, find_shards
@@ -23,7 +23,7 @@ class Case:
 
     family: str
     lora_rank: int | None = None
-    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    lora_targets: tuple[str, ...] = DEFAULT_TARGETS
     trains_lora_only: bool = False
     has_affine_norms: bool = True
     dtype: torch.dtype = torch.float32
@@ -54,6 +54,8 @@ CASES = {
     "frozen": Case("5b", lora_rank=4, trains_lora_only=True),
     "two targets": Case("5b", 4, ("to_q", "to_v"), trains_lora_only=True),
     "one target": Case("5b", 4, ("to_out.0",)),
+    "mlp": Case("5b", 4, ("to_v", "ff.net.0.proj", "ff.net.2")),  # everything trains
+    "frozen mlp": Case("5b", 4, ("ff.net.0.proj", "ff.net.2"), trains_lora_only=True),
     "norms without weights": Case("5b", has_affine_norms=False),
     "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
     "compiled": Case("5b", is_compiled=True),
@@ -70,6 +72,8 @@ CASES |= {
         "lora",
         "frozen",
         "one target",
+        "mlp",
+        "frozen mlp",
         "norms without weights",
         "bf16",
         "compiled",

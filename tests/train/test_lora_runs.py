@@ -15,10 +15,18 @@ from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.weights.formats.run_manifest import newest_checkpoint
-from cogfast.model.weights.lora.adapters import open_adapter
+from cogfast.model.weights.load import load_source, load_transformer
+from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.train.trainer import Trainer
 from tests.model.test_lora import save_as_sat
-from tests.support.tiny_run import losses, model_section, run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    losses,
+    model_section,
+    read_run_weights,
+    run_folder,
+    write_clips,
+    write_config,
+)
 from tests.support.tiny_transformers import randomize
 
 LORA = "model.network_config.params.modules.lora_config.params"
@@ -78,7 +86,8 @@ def test_checkpoints_hold_the_file_of_the_adapters(base: Path, tmp_path: Path) -
 
 
 def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> None:
-    arguments = [*ASKED, f"{LORA}.lora_dropout=0.5", "args.train_iters=4", "args.save_interval=2"]
+    asked = [f"{LORA}.target_modules=[to_q,ff.net.0.proj,ff.net.2]", f"{LORA}.lora_dropout=0.5"]
+    arguments = [*asked, "args.train_iters=4", "args.save_interval=2"]
     Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'whole'}"])).train()
     arguments.append(f"args.save={tmp_path / 'parts'}")
     Trainer(load_config([base], [*arguments, "args.exit_interval=2"])).train()
@@ -86,9 +95,56 @@ def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> 
     Trainer(load_config([base], [*arguments, "args.resume=latest"])).train()
     whole, parts = (losses(run_folder(tmp_path / name)) for name in ("whole", "parts"))
     assert whole == parts and len(whole) == 4
+    runs = [newest_checkpoint(run_folder(tmp_path / name)) for name in ("whole", "parts")]
+    states = [read_run_weights(run) for run in runs]
+    assert len(states[0]) == 2 * 3 * 2  # layers, targets, A and B
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     arguments[1], arguments[-1] = f"{LORA}.lora_dropout=0", f"args.save={tmp_path / 'none'}"
     Trainer(load_config([base], arguments)).train()
     assert losses(run_folder(tmp_path / "none")) != whole
+
+
+def test_trained_adapters_of_the_mlp_work_in_diffusers(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run's adapters as a PEFT file, and merged into the base: the output of cogfast's model."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    asked = [f"{LORA}.target_modules=[to_v,ff.net.0.proj,ff.net.2]", f"{LORA}.lora_alpha=6"]
+    Trainer(load_config([base], [*asked, f"args.save={tmp_path / 'runs'}"])).train()
+    run, weights = run_folder(tmp_path / "runs"), base.parent / "base"
+    ours = build_transformer(load_config([base], asked).model)
+    load_transformer(ours, weights)
+    adapter = open_adapter(run)
+    assert adapters_of(adapter).targets == ("to_v", "ff.net.0.proj", "ff.net.2")
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 8, 3, 4, 4, generator=generator)
+    text = torch.randn(1, 8, 16, generator=generator)
+    times = torch.tensor([500])
+    rotary = get_3d_rotary_pos_embed(16, ((0, 0), (2, 2)), (2, 2), 3)
+
+    def theirs(model: torch.nn.Module) -> torch.Tensor:
+        model.norm_out.norm.eps = 1e-6  # SAT's
+        given = (latents.transpose(1, 2), text, times)
+        return model(*given, image_rotary_emb=rotary, return_dict=False)[0].transpose(1, 2)
+
+    convert(run, tmp_path / "peft", "peft")
+    convert(weights, tmp_path / "plain", "diffusers")
+    convert(weights, tmp_path / "merged", "diffusers", merge_lora=str(run))
+    with torch.no_grad():
+        plain = ours(latents, times, text)
+        load_source(ours, adapter, "the run")
+        expected = ours(latents, times, text)
+        model = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "plain")
+        model.load_lora_adapter(tmp_path / "peft", use_safetensors=True)
+        merged = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "merged")
+        for found in (theirs(model), theirs(merged)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (plain - expected).abs().max() > 1e-4
+    with pytest.raises(
+        ValueError, match=r"adapters of ff.net.0.proj, ff.net.2, but SAT's LoRA adapts"
+    ):
+        convert(run, tmp_path / "sat", "sat")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.model.lora import is_lora_parameter
+from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.formats.cogfast_folder import write_cogfast
 from cogfast.model.weights.formats.diffusers import write_diffusers
@@ -83,6 +83,8 @@ def convert(
     if extract_lora is not None:
         extraction = extracted(source, extract_lora, rank)
         source = extraction.source
+    if to == "sat":
+        _check_sat_adapters(source)
     if to == "peft" or all(is_lora_parameter(name) for name in source.shapes):
         write_adapters(source, target_path, to, kind, model_parallel_size, verify)
         if extraction is not None:
@@ -114,6 +116,16 @@ def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
         raise ValueError(
             f"{source.description}: {len(source.unexpected)} tensors have unknown names: "
             f"{first_of(source.unexpected)}; skip them with --allow-unexpected"
+        )
+
+
+def _check_sat_adapters(source: WeightSource) -> None:
+    found = adapters_of(source)
+    others = () if found is None else {*found.targets, *found.others}.difference(DEFAULT_TARGETS)
+    if others:
+        raise ValueError(
+            f"{source.description}: has adapters of {', '.join(sorted(others))}, but SAT's LoRA adapts "
+            "query_key_value and dense only; use --to peft, or merge them with --merge-lora"
         )
 
 

@@ -18,7 +18,7 @@ from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.peft import linear_parts
 from cogfast.model.weights.identify import plain_shapes
 from cogfast.model.weights.load import load_source
-from cogfast.model.weights.lora.adapters import adapters_of
+from cogfast.model.weights.lora.adapters import adapters_of, model_width
 from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
@@ -215,9 +215,8 @@ def verify_peft(source: WeightSource, file: Path) -> str:
     alpha = lora_alpha_of(source)
     found = adapters_of(source)
     assert found is not None, f"{source.description}: no adapters"
-    width = source.shapes[next(n for n in source.shapes if ".qkv.matrix_A." in n or ".out." in n)][
-        1
-    ]
+    width = model_width(source.shapes)
+    assert width is not None, f"{source.description}: no adapters of a block's linears"
     with torch.device("meta"):
         model = CogVideoXTransformer3DModel(
             num_attention_heads=width // _HEAD_WIDTH,

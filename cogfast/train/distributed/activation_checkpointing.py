@@ -43,7 +43,7 @@ from cogfast.train.distributed.memory_plan import (
 )
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
-from cogfast.train.distributed.tensor_parallel import ParallelLinear
+from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
 
 logger = logging.getLogger(__name__)
 
@@ -271,14 +271,17 @@ class ActivationCheckpointing:
 def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape:
     """Return the shape of a block for the first block's input `hidden` [B, S, M]."""
     config, block = transformer.config, transformer.blocks[0]
+    fc1 = block.get_submodule("fc1")
     named = transformer.blocks.named_parameters()
     return LayerShape(
         num_rows=hidden.shape[:2].numel(),
         width=config.hidden_size,
         num_heads=config.num_attention_heads,
         bytes_per_number=hidden.element_size(),
-        num_parts=block.fc1.group.size if isinstance(block.fc1, ParallelLinear) else 1,
+        num_parts=fc1.group.size if isinstance(fc1, ParallelLinear | ParallelLora) else 1,
         splits_rows=isinstance(block, SequenceParallelBlock),
         adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
+        adapts_fc1="ff.net.0.proj" in config.lora_targets,
+        adapts_fc2="ff.net.2" in config.lora_targets,
         is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
     )

@@ -8,8 +8,9 @@ In units U of one activation [B, S, M]; tensor-parallel ranks share what is in b
     none            pointwise's and n1 1, [q, k 2], h' 1, n2 1, [gelu 4], the statistics of two norms
 
 If only adapters are trained, none keeps h, n1, qkv, q, k, attention, lse, h' and fc1 (13 U), and the
-adapters' low-rank products. With sequence parallelism, ranks share everything except pointwise's out
-and fc2, which are not yet summed, and the adapters' n1.
+adapters' low-rank products; with adapters of fc1 also n2, of fc2 also gelu. With sequence parallelism,
+ranks share everything except pointwise's out and fc2, which are not yet summed, and the adapters' n1
+and n2.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class LayerShape:
     """Size of one block for one micro-batch.
 
     num_rows: B S; num_heads: of the whole model; num_parts: tensor-parallel size; splits_rows: with
-    sequence parallelism; adapter_columns: total width of LoRA's low-rank products; is_frozen: only
-    adapters are trained.
+    sequence parallelism; adapter_columns: total width of LoRA's low-rank products; adapts_fc1,
+    adapts_fc2: whether they have adapters; is_frozen: only adapters are trained.
     """
 
     num_rows: int
@@ -47,6 +48,8 @@ class LayerShape:
     num_parts: int = 1
     splits_rows: bool = False
     adapter_columns: int = 0
+    adapts_fc1: bool = False
+    adapts_fc2: bool = False
     is_frozen: bool = False
 
     @property
@@ -76,7 +79,8 @@ class LayerShape:
         if policy == "pointwise":
             return row + 2 * u + wide
         if self.is_frozen:
-            return 2 * row + u + 2 * part + wide + statistics
+            inputs = self.adapts_fc1 * u + self.adapts_fc2 * 4 * part
+            return 2 * row + u + 2 * part + inputs + wide + statistics
         return 6 * row + 6 * part + wide + statistics
 
 

@@ -108,8 +108,8 @@ def parallelize(
     for i, block in enumerate(transformer.blocks):
         assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
         _parallelize_attention(block.attention, group, column, row)
-        block.set_submodule("fc1", column(block.fc1, group))
-        block.set_submodule("fc2", row(block.fc2, group))
+        block.set_submodule("fc1", _cut_columns(block.get_submodule("fc1"), group, column))
+        block.set_submodule("fc2", _cut_rows(block.get_submodule("fc2"), group, row))
         linear = block.modulation.linear
         gathered = GatheredLinear(linear, group, sums_gradient=splits_rows)
         block.set_submodule("modulation.linear", gathered)
@@ -125,22 +125,35 @@ def _parallelize_attention(
     column: type[ColumnParallelLinear],
     row: type[RowParallelLinear],
 ) -> None:
-    qkv, out = attention.get_submodule("qkv"), attention.get_submodule("out")
-    if isinstance(qkv, LoraLinear):
-        # Cut within each of q, k and v, so that a rank has the same heads of all three.
-        sharded = ColumnParallelLora(qkv, column(qkv.original, group, num_parts=3))
-    else:
-        assert isinstance(qkv, nn.Linear), f"qkv is {type(qkv).__name__}"
-        sharded = column(qkv, group, num_parts=3)
-    attention.set_submodule("qkv", sharded)
-    if isinstance(out, LoraLinear):
-        sharded = RowParallelLora(out, row(out.original, group))
-    else:
-        assert isinstance(out, nn.Linear), f"out is {type(out).__name__}"
-        sharded = row(out, group)
-    attention.set_submodule("out", sharded)
+    # Cut within each of q, k and v, so that a rank has the same heads of all three.
+    qkv = _cut_columns(attention.get_submodule("qkv"), group, column, num_parts=3)
+    attention.set_submodule("qkv", qkv)
+    attention.set_submodule("out", _cut_rows(attention.get_submodule("out"), group, row))
     attention.query_norm = _shared(attention.query_norm, group)
     attention.key_norm = _shared(attention.key_norm, group)
+
+
+def _cut_columns(
+    linear: nn.Module,
+    group: TensorParallelGroup,
+    column: type[ColumnParallelLinear],
+    num_parts: int = 1,
+) -> nn.Module:
+    """Return this rank's shard of a linear by outputs, with its adapters if it has any."""
+    if isinstance(linear, LoraLinear):
+        return ColumnParallelLora(linear, column(linear.original, group, num_parts))
+    assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
+    return column(linear, group, num_parts)
+
+
+def _cut_rows(
+    linear: nn.Module, group: TensorParallelGroup, row: type[RowParallelLinear]
+) -> nn.Module:
+    """Return this rank's shard of a linear by inputs, with its adapters if it has any."""
+    if isinstance(linear, LoraLinear):
+        return RowParallelLora(linear, row(linear.original, group))
+    assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
+    return row(linear, group)
 
 
 def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
 from cogfast.files import WriteError, set_aside, write_text, write_whole
+from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -59,13 +60,15 @@ def train_flops(config: TransformerConfig, num_tokens: int) -> float:
     """Return the model FLOPs of training on one sample, without recomputed activations.
 
     Three forwards for full training. With LoRA the frozen linears need no weight gradient: two,
-    plus three times the adapters' 2 S r (M + M) for each target, plus 3x attention.
+    plus three times the adapters' 2 S r (in + out) for each target, plus 3x attention.
     """
     linear, attention = forward_flops(config, num_tokens)
     if config.lora_rank is None:
         return 3 * (linear + attention)
-    width = config.lora_rank * len(config.lora_targets)
-    adapters = 4.0 * num_tokens * width * config.hidden_size * config.num_layers
+    # in + out in multiples of M: 2, and for the MLP's linears 1 + 4.
+    sides = sum(1 + MLP_RATIO if t.startswith("ff.") else 2 for t in config.lora_targets)
+    width = config.lora_rank * sides * config.hidden_size
+    adapters = 2.0 * num_tokens * width * config.num_layers
     return 2 * linear + 3 * (adapters + attention)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, write_peft
+from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, peft_name, write_peft
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.lora.adapters import open_adapter
@@ -74,6 +74,37 @@ def test_a_pipeline_takes_our_file_at_its_strength(name: str, alpha: float, tmp_
         output, expected = ours(**given), run_diffusers(name, theirs, given)
     assert (expected - plain).abs().max() > 1e-2
     assert (output - expected).abs().max() < 1e-5
+
+
+MLP = ("ff.net.0.proj", "ff.net.2")
+
+
+@pytest.mark.parametrize("targets", [MLP, ("to_q", "ff.net.2")], ids=["mlp", "one of each"])
+def test_adapters_of_the_mlp_are_the_librarys(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Outputs, and gradients of every adapter: in training, and in diffusers with the file's."""
+    theirs = diffusers_model("5b")
+    theirs.norm_out.norm.eps = 1e-6
+    theirs.save_pretrained(tmp_path / "base")
+    ours = tiny("5b", seed=4, lora_rank=4, lora_alpha=3.0, lora_targets=targets)
+    load_transformer(ours, tmp_path / "base")
+    write_peft(source_of(ours, 3.0), tmp_path / "lora")
+    theirs.load_lora_adapter(tmp_path / "lora", use_safetensors=True)
+    given = inputs("5b")
+    output, expected = ours(**given), run_diffusers("5b", theirs, given)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    gradients = {n: p.grad for n, p in theirs.named_parameters() if "lora_" in n}
+    assert len(gradients) == 2 * 2 * len(targets)
+    for name, parameter in ours.named_parameters():
+        if is_lora_parameter(name):
+            key = (
+                peft_name(name).removeprefix("transformer.").replace(".weight", ".default_0.weight")
+            )
+            wanted = gradients.pop(key)
+            most = 1e-5 * wanted.abs().max().item()
+            torch.testing.assert_close(parameter.grad, wanted, rtol=0, atol=most)
+    assert not gradients
 
 
 def test_the_library_writes_and_we_read(tmp_path: Path) -> None:

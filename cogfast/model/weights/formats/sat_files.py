@@ -224,7 +224,8 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
                 f"{brief(differing[0])}; the files are shards of different models, copy them again"
             )
     # Shards of a trained matrix cannot be equal: equal ones mean that a file was copied twice.
-    name = next((n for n in ours if n.startswith("blocks.") and n.endswith("fc1.weight")), None)
+    ends = ("fc1.weight", "fc1.original.weight")
+    name = next((n for n in ours if n.startswith("blocks.") and n.endswith(ends)), None)
     if name is None:
         return
     for i, one in enumerate(shards):

@@ -83,8 +83,10 @@ _SPLITS = {
     r"blocks\.\d+\.attention\.out(\.original)?\.weight": (1, 1),
     # Row-parallel, as its linear: A is cut along its input, and B is whole in every file.
     r"blocks\.\d+\.attention\.out\.matrix_A\.\d": (1, 1),
-    r"blocks\.\d+\.fc1\.(weight|bias)": (0, 1),
-    r"blocks\.\d+\.fc2\.weight": (1, 1),
+    r"blocks\.\d+\.fc1(\.original)?\.(weight|bias)": (0, 1),
+    r"blocks\.\d+\.fc1\.matrix_B\.0": (0, 1),
+    r"blocks\.\d+\.fc2(\.original)?\.weight": (1, 1),
+    r"blocks\.\d+\.fc2\.matrix_A\.0": (1, 1),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.family import num_blocks
@@ -97,11 +98,12 @@ def adapters_of(source: WeightSource) -> Adapters | None:
     # One entry for each pair; check_fits finds a matrix without its partner.
     pairs = [m for m in map(_PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
     for pair in pairs:
-        linear = pair["module"].rpartition(".")[2]
-        target = _TARGET_OF.get((linear, int(pair["part"])))
+        target = None
         ranks.add(source.shapes[pair[0]][0])
         if pair["module"].startswith("blocks."):
-            layers.add(int(pair["module"].split(".")[1]))
+            _, block, linear = pair["module"].split(".", 2)
+            layers.add(int(block))
+            target = _TARGET_OF.get((linear, int(pair["part"])))
         if target is None:
             others.add(_theirs(pair["module"], int(pair["part"])).split(".", 2)[-1])
         else:
@@ -116,6 +118,17 @@ def adapters_of(source: WeightSource) -> Adapters | None:
         targets=tuple(target for target in TARGETS if target in targets),
         others=tuple(sorted(others)),
     )
+
+
+def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Return the width of the model that adapters of these shapes belong to; None if they do not show
+    it."""
+    for name, shape in shapes.items():
+        if name.endswith(".fc2.matrix_B.0"):
+            return shape[0]
+        if re.search(r"\.(qkv|out|fc1)\.matrix_A\.", name) and name.startswith("blocks."):
+            return shape[1]
+    return None
 
 
 def _theirs(module: str, part: int) -> str:
@@ -152,7 +165,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
         )
         if not fits:
             # The width of the adapters names the family that they were trained on.
-            width = next((s[1] for n, s in adapter.shapes.items() if ".qkv.matrix_A" in n), columns)
+            width = model_width(adapter.shapes) or columns
             kind = _FAMILIES.get(width, "an adapter of another model")
             raise ValueError(
                 f"{adapter.description}: {found.num_tensors} LoRA tensors belong to {num_layers} "
@@ -231,6 +244,8 @@ def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_layers):
         shapes[f"blocks.{i}.attention.qkv.weight"] = (3 * width, width)
         shapes[f"blocks.{i}.attention.out.weight"] = (width, width)
+        shapes[f"blocks.{i}.fc1.weight"] = (MLP_RATIO * width, width)
+        shapes[f"blocks.{i}.fc2.weight"] = (width, MLP_RATIO * width)
     return shapes
 
 

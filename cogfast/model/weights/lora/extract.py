@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cogfast.model.lora import NUM_PARTS, TARGETS
+from cogfast.model.lora import DEFAULT_TARGETS, NUM_PARTS, TARGETS
 from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
@@ -36,8 +36,8 @@ class Extraction:
     def source(self) -> WeightSource:
         shapes = {}
         for block in range(num_blocks(self.base.shapes)):
-            for linear, part in TARGETS.values():
-                module = f"blocks.{block}.attention.{linear}"
+            for linear, part in map(TARGETS.__getitem__, DEFAULT_TARGETS):
+                module = f"blocks.{block}.{linear}"
                 rows, columns = self.base.shapes[f"{module}.weight"]
                 shapes[f"{module}.matrix_A.{part}"] = (self.rank, columns)
                 shapes[f"{module}.matrix_B.{part}"] = (rows // NUM_PARTS[linear], self.rank)
@@ -72,7 +72,7 @@ class Extraction:
         return whole if shard is None else shard.of(whole)
 
     def _pair(self, module: str, part: int) -> dict[str, Tensor]:
-        block, _, linear = module.rpartition(".attention.")
+        _, number, linear = module.split(".", 2)
         weights = [s.read(f"{module}.weight", None) for s in (self.tuned, self.base)]
         # q, k and v have adapters of their own, so each third of the rows is one change.
         tuned, base = (w.chunk(NUM_PARTS[linear])[part].float() for w in weights)
@@ -91,7 +91,7 @@ class Extraction:
             u, s, v = (f[..., : self.rank] for f in found)
             kept = min(1.0, s.norm().item() / norm)  # sync: none, as above
         target = next(t for t, place in TARGETS.items() if place == (linear, part))
-        self.kept[f"{block} {target}"] = kept
+        self.kept[f"blocks.{number} {target}"] = kept
         # The square root of each singular value in A and in B gives both the same norm.
         return {"matrix_A": (v * s.sqrt()).T.contiguous(), "matrix_B": u * s.sqrt()}
 
@@ -114,7 +114,7 @@ def extract_lora(tuned: WeightSource, base: WeightSource, rank: int) -> Extracti
     if not 1 <= rank <= most:
         raise ValueError(f"--rank {rank} must be from 1 to {most}, the width of the linears")
     # All else that changed cannot be represented, and is reported instead of dropped in silence.
-    adapted = tuple(f".attention.{linear}.weight" for linear in NUM_PARTS)
+    adapted = tuple(f".{TARGETS[target][0]}.weight" for target in DEFAULT_TARGETS)
     lost = []
     for name in base.shapes:
         if name in tuned.shapes and not name.endswith(adapted):
