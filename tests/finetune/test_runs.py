@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.optimization import get_scheduler
@@ -15,9 +19,14 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
+import cogfast.train.trainer
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer, get_model_cls
+from cogfast.finetune.schemas import PLACEHOLDER
 from cogfast.slot_random import SlotRandom
-from tests.finetune.test_translate import KINDS
+from tests.finetune.test_translate import KINDS, UPSTREAM_ZERO2
+from tests.support.tiny_run import ROOT, free_port, read_run_weights, run
 from tests.support.video_files import constant_rate, write_clip
 from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
@@ -246,3 +255,175 @@ def copy_adapters(transformer: torch.nn.Module, trained: dict[str, Tensor]) -> N
     with torch.no_grad():
         for name, tensor in named_as_ours(trained).items():
             tensor.copy_(ours[name])
+
+
+def test_the_printed_configuration_trains_the_same_weights(options, tmp_path):
+    """All weights, bit for bit; and the last checkpoint is a model that diffusers opens."""
+    trainer = CogVideoXT2VSftTrainer(
+        Args(**options("5b", training_type="sft", train_steps=4, learning_rate=1e-3))
+    )
+    file = tmp_path / "printed.yaml"
+    file.write_text(trainer.config.describe())
+    trainer.train()
+    again = load_config([file], [f"args.run_folder={tmp_path / 'again'}"])
+    cogfast.train.trainer.Trainer(again).train()
+    expected = read_run_weights(tmp_path / "out" / "checkpoint-4")
+    found = read_run_weights(tmp_path / "again" / "checkpoint-4")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    folder = tmp_path / "out" / "checkpoint-4" / "transformer"
+    stock = dict(CogVideoXTransformer3DModel.from_pretrained(folder).named_parameters())
+    for block in range(2):
+        ours = expected[f"blocks.{block}.attention.out.weight"]
+        assert torch.equal(stock[f"transformer_blocks.{block}.attn1.to_out.0.weight"], ours)
+    assert not (tmp_path / "out" / "checkpoint-2").exists()
+
+
+# --- upstream's four scripts: their options and values, with other paths and sizes ---
+
+SCRIPT = """
+MODEL_ARGS=(
+    --model_path "{model}"
+    --model_name "{name}"  # one of four
+    --model_type "{kind}"
+    --training_type "{training}"
+)
+OUTPUT_ARGS=(
+    --output_dir "{out}"
+    --report_to "tensorboard"
+)
+DATA_ARGS=(
+    --data_root "{data}"
+    --caption_column "prompt.txt"
+    --video_column "videos.txt"
+    # --image_column "images.txt"
+    --train_resolution "{size}"  # (frames x height x width)
+)
+TRAIN_ARGS=(
+    --train_epochs 10 # epochs
+    --seed 42
+    --batch_size 1
+    --gradient_accumulation_steps 1
+    --mixed_precision "bf16"
+)
+SYSTEM_ARGS=(
+    --num_workers 8
+    --pin_memory True
+    --nccl_timeout 1800
+)
+CHECKPOINT_ARGS=(
+    --checkpointing_steps 10
+    --checkpointing_limit 2
+    {resume}
+)
+VALIDATION_ARGS=(
+    --do_validation false
+    --validation_dir "/absolute/path/to/your/validation_set"
+    --validation_steps 20
+    --validation_prompts "prompts.txt"
+    {images}
+    --gen_fps 16
+)
+printf '%s\\n' "${{MODEL_ARGS[@]}}" "${{OUTPUT_ARGS[@]}}" "${{DATA_ARGS[@]}}" "${{TRAIN_ARGS[@]}}" \\
+    "${{SYSTEM_ARGS[@]}}" "${{CHECKPOINT_ARGS[@]}}" "${{VALIDATION_ARGS[@]}}"
+"""
+# What a test of seconds adds. An option that is given twice has its last value.
+ADDED = ["--train_steps", "4", "--num_workers", "0", SMALL, "args.log_interval=1"]
+
+
+def script_words(folder: Path, family: str, training: str, data: Path, out: Path) -> list[str]:
+    """The words that bash makes of the script: train_ddp_*.sh for LoRA, train_zero_*.sh for sft."""
+    name, kind = KINDS[family]
+    resume = f'--resume_from_checkpoint "{PLACEHOLDER}"' if training == "lora" else ""
+    text = SCRIPT.format(
+        model=folder,
+        name=name,
+        kind=kind,
+        training=training,
+        out=out,
+        data=data,
+        size=f"{17 if family.startswith('1.5') else 9}x32x48",
+        resume=resume,
+        images='--validation_images "images.txt"' if kind == "i2v" else "",
+    )
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def check_folder(out: Path, training: str) -> None:
+    checkpoint = out / "checkpoint-4"
+    assert (out / "latest").exists()
+    assert (out / "logs").is_dir()
+    if training == "lora":
+        tensors = load_file(checkpoint / "pytorch_lora_weights.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+        assert any("lora_B" in name and tensor.any() for name, tensor in tensors.items())
+    else:
+        CogVideoXTransformer3DModel.from_pretrained(checkpoint / "transformer")
+
+
+@pytest.mark.parametrize(("family", "training"), [("2b", "lora"), ("1.5_5b_i2v", "sft")])
+def test_a_script_of_upstream_trains(family, training, pipelines, data, tmp_path, capsys):  # noqa: F811
+    words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
+    assert main(["finetune", *words, *ADDED]) == 0
+    log = capsys.readouterr().err
+    assert ("is the placeholder of CogVideo's scripts: a new run starts" in log) is (
+        training == "lora"
+    )
+    check_folder(tmp_path / "out", training)
+    # A second run in the folder would mix both.
+    assert main(["finetune", *words, *ADDED]) == 2
+    assert "--output_dir: args.run_folder=" in capsys.readouterr().err
+    more = ["--resume_from_checkpoint", "latest", "--train_steps", "5"]
+    assert main(["finetune", *words, *ADDED, *more]) == 0
+    assert (tmp_path / "out" / "checkpoint-5").is_dir()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("training", ["lora", "sft"])
+@pytest.mark.parametrize("family", ["2b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+def test_every_script_of_upstream_trains_on_two_processes(
+    family,
+    training,
+    pipelines,  # noqa: F811
+    data,
+    tmp_path,
+):
+    words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
+    done = run(["finetune", *words, *ADDED], processes=2)
+    assert done.returncode == 0, done.stdout
+    check_folder(tmp_path / "out", training)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_accelerate_launches_with_a_deepspeed_file(stage, is_offloaded, pipelines, data, tmp_path):  # noqa: F811
+    """The files of finetune/configs: zero2, zero2_offload, zero3 and zero3_offload."""
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    zero |= {"reduce_bucket_size": 1e5}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9}
+        zero["stage3_gather_16bit_weights_on_model_save"] = "auto"
+    offload = {"device": "cpu", "pin_memory": False}
+    if is_offloaded:
+        zero["offload_optimizer"] = offload
+        zero |= {"offload_param": offload} if stage == 3 else {}
+    file = tmp_path / "zero.yaml"
+    file.write_text(json.dumps(UPSTREAM_ZERO2 | {"zero_optimization": zero}))
+    launch = {
+        "compute_environment": "LOCAL_MACHINE",
+        "num_processes": 2,
+        "deepspeed_config": {"deepspeed_config_file": str(file), "zero3_init_flag": False},
+        "distributed_type": "DEEPSPEED",
+        "num_machines": 1,
+        "use_cpu": True,
+        "main_process_port": free_port(),
+    }
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
+    words = script_words(pipelines.path("5b"), "5b", "sft", data, tmp_path / "out")
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file"]
+    command += [tmp_path / "launch.yaml", "-m", "cogfast", "finetune", *words, *ADDED[:4]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_folder(tmp_path / "out", "sft")
