@@ -24,7 +24,6 @@ _REFUSED = {
     "enable_packing": "use data.params.buckets=[[frames, rows, columns], ...]",
     "low_vram": "use a bf16 model; args.activation_checkpointing=full saves the most memory",
 }
-_TRAIN, _TEST = "train/metadata.jsonl", "test"
 
 
 def read_cogkit(file: Path, known: list[str]) -> dict[str, Any]:
@@ -51,7 +50,6 @@ def read_cogkit(file: Path, known: list[str]) -> dict[str, Any]:
     if options.get("mixed_precision") == "fp32":
         options["mixed_precision"] = "no"
     options.setdefault("model_type", str(options.get("model_name"))[-3:])
-    # Its data: one folder for training, with a line of metadata per clip, and one for validation.
-    options.setdefault("caption_column", _TRAIN)
-    options.setdefault("video_column", options["caption_column"])
+    # The metadata of data_root has both columns.
+    options |= {"caption_column": ".", "video_column": "."}
     return options | {"overrides": overrides}

@@ -74,7 +74,9 @@ class Args:
 
     data_root: Path = _data("folder of the training data")
     caption_column: Path = _data("file in data_root with a caption per line")
-    video_column: Path = _data("file in data_root with the path of a video per line")
+    video_column: Path = _data(
+        "file with the path of a video per line; the same as caption_column: a file of metadata"
+    )
     image_column: Path | None = _data(
         "file with the path of a first frame per line; none: the clips' own", None
     )

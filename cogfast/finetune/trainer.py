@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class Trainer:
             height,
             width,
             _DTYPES[args.mixed_precision],
-            read_json(args.model_path / "transformer" / "config.json", {}),
+            read_json(Path(self.config.args.load, "transformer", "config.json"), {}),
         )
         self.dataset: Any = None
         self.optimizer: Any = None

@@ -20,6 +20,7 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import cut, nearest, show
+from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
 from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 from cogfast.train.sampling.pipeline_defaults import find_config
 
@@ -50,10 +51,12 @@ Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 
 def _model_settings(args: Args) -> tuple[Path, Settings]:
     folder = args.model_path
+    if is_hub_id(str(folder)):
+        folder = hub_folder(str(folder), "--model_path", may_download=not args.dry_run)
     if not (folder / "transformer" / "config.json").is_file():
         raise ValueError(
-            f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder of a "
-            "CogVideoX pipeline of diffusers"
+            f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder or "
+            "the hub id of a CogVideoX pipeline of diffusers"
         )
     _check_family(args, Family.of_config(identify(open_source(folder))))
     base, overrides = find_config(folder)
@@ -129,10 +132,10 @@ def _data_settings(args: Args) -> Settings:
         "data.params.resize": (args.resize, "--resize"),
         "args.num_workers": (args.num_workers, "--num_workers"),
     }
-    if captions == videos and Path(videos).suffix in (".jsonl", ".json", ".csv"):
-        manifest = str(args.data_root / videos)
+    # One name for both is a file of metadata, or the folder of one.
+    if captions == videos:
         settings["data.target"] = ("cogfast.data.datasets.VideoManifest", "--video_column")
-        settings["args.train_data"] = ([manifest], "--data_root")
+        settings["args.train_data"] = ([str(args.data_root / videos)], "--data_root")
     else:
         settings |= {
             "data.target": ("cogfast.data.datasets.VideoList", TRAINER),

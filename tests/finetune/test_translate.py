@@ -246,7 +246,7 @@ def test_cogkits_yaml_gives_the_options(options, tmp_path, pipelines):  # noqa: 
     assert config.deepspeed.zero_optimization.stage == 3
     assert config.args.experiment_name == "t2v-train"
     assert config.data.target == "cogfast.data.datasets.VideoManifest"
-    assert config.args.train_data == [str(tmp_path / "data" / "train" / "metadata.jsonl")]
+    assert config.args.train_data == [str(tmp_path / "data")]
     for change, message in (
         ({"strategy": "ddp"}, "strategy='ddp' must be one of DDP, SHARD_GRAD_OP"),
         (
