@@ -259,7 +259,8 @@ class ListedVideos(CaptionedVideos, ABC):
     def __post_init__(self) -> None:
         settings = ClipSettings(
             video_size=checked_size(self.video_size),
-            fps=self.fps,
+            # 16.0 is 16, also in the key of a latent cache.
+            fps=int(self.fps) if float(self.fps).is_integer() else self.fps,
             max_num_frames=self.max_num_frames,
             skip_frms_num=self.skip_frms_num,
             frame_selection=self.frame_selection,

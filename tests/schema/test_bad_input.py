@@ -98,7 +98,7 @@ WRONG = {
     f"{EMBEDDER}.is_trainable=true": "is_trainable=true: text encoders are frozen; use false",
     f"{EMBEDDER}.ucg_rate=2": "ucg_rate=2 must be from 0 to 1",
     f"{EMBEDDER}.input_key=txt2": "input_key=txt2 must be txt, the key of captions",
-    "data.params.fps=fast": "data.params.fps='fast' must be a whole number",
+    "data.params.fps=fast": "data.params.fps='fast' must be a number from 0.01",
     "data.params.video_size=480": "data.params.video_size=480 must be a list (each item: a whole number from 1",
     "data.params.data_dir=x": "data.params.data_dir is set by the trainer itself; remove it",
     "model.conditioner_config.params=7": "conditioner_config.params=7 must be a mapping",

@@ -14,7 +14,7 @@ from cogfast.schema.json_files import Range
 ShortClips = Literal["skip", "pad"]
 # Limits of data.params; what a model accepts is checked against the model.
 Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
-FramesPerSecond = Annotated[int, Range(1, 1000)]
+FramesPerSecond = Annotated[float, Range(0.01, 1000)]
 NumFrames = Annotated[int, Range(1, 10**5)]
 SkippedFrames = Annotated[float, Range(0, 10**6)]
 Mebibytes = Annotated[int, Range(0, 2**24)]

@@ -6,10 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
+from cogfast.config import load_config
 from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoList
+from tests.support.tiny_run import write_config
 from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
 
+RATES = [16.0, 29.97, 9.99]
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 GOOD = {"videos.txt": "videos/00.mp4\nvideos/01.mp4\n", "prompts.txt": "a\nb\n"}
 
@@ -117,3 +120,20 @@ def test_frames_by_time_skip_and_count_short_clips(tmp_path):
     frames = decode_all(tmp_path / "0.mp4")[:25:3]
     assert torch.equal(data[0]["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
     assert not found.notes
+
+
+def test_rates_need_not_be_whole(tmp_path):
+    """`cogfast finetune --fps 16` sets 16.0; 29.97 is the rate of NTSC."""
+    config = write_config(tmp_path / "c.yaml", tmp_path)
+    rates = [load_config([config], [f"data.params.fps={fps}"]).data.params.fps for fps in RATES]
+    assert rates == RATES
+    with pytest.raises(ValueError, match="data.params.fps=0 must be a number from 0.01 to 1000"):
+        load_config([config], ["data.params.fps=0"])
+    write_clip(tmp_path / "0.mp4", constant_rate(30, 30000 / 1001), size=(32, 48))
+    (tmp_path / "videos.txt").write_text("0.mp4\n")
+    (tmp_path / "prompts.txt").write_text("a\n")
+    whole, ntsc, slow = (VideoList(tmp_path, **(CLIP | {"fps": fps})) for fps in RATES)
+    assert type(whole.settings.fps) is int  # 16.0 has the cache key of 16
+    frames = torch.from_numpy(decode_all(tmp_path / "0.mp4")).permute(0, 3, 1, 2)
+    assert torch.equal(ntsc[0]["video"], frames[:9])
+    assert torch.equal(slow[0]["video"], frames[:27:3]) and slow[0]["fps"] == 9.99
