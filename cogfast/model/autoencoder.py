@@ -2,7 +2,8 @@
 
 Its group norms compute statistics over all frames of a call, so outputs depend on how a clip is
 split into calls. cogfast splits as SAT does: clips are encoded whole, and latents are decoded
-3, 2, 2, ... at a time with the convolutions' caches kept between calls (SAT v1.0's sampling).
+3, 2, 2, ... at a time with the convolutions' caches kept between calls (SAT v1.0's sampling). Clips
+that do not fit into the memory are encoded as in diffusers: 8 frames at a time, or in tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,9 @@ logger = logging.getLogger(__name__)
 _DIFFUSERS_FRAMES = 8  # pixel frames per call of diffusers' own encode
 _SERIAL_LATENTS = 2  # latent frames per call; the first call takes one more
 
-EncodeChunks = Literal["whole", "diffusers"]
+EncodeMode = Literal["whole", "frames", "tiles"]
+EncodeWay = tuple[EncodeMode, bool]  # mode, is_sliced
+EncodeChunks = Literal["auto", "whole", "frames", "tiles", "diffusers"]
 DecodeChunks = Literal["serial", "whole"]
 
 
@@ -68,6 +71,19 @@ class DecodePlan:
 
     tile: tuple[int, int] | None
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodePlan:
+    """How to encode: the mode, and whether the clips of a batch are encoded one by one.
+
+    num_bytes: peak memory. passed_over: {mode: bytes} of the preferred modes, which do not fit.
+    """
+
+    mode: EncodeMode
+    is_sliced: bool
+    num_bytes: int
+    passed_over: Mapping[str, int]
 
 
 class FirstStage(Protocol):
@@ -107,7 +123,9 @@ class VideoAutoencoder(nn.Module):
     """Frozen encoder and decoder of video clips; applies no scale factor.
 
     path: a diffusers VAE folder (or one with vae/ inside). inner: a built AutoencoderKLCogVideoX,
-    instead of path. encode_chunks: "whole" as SAT, "diffusers" 8 frames at a time.
+    instead of path. encode_chunks: "whole" as SAT, "frames" as diffusers (8 frames at a time), "tiles"
+    as diffusers with tiling (also 8 frames at a time), "auto" the first of these that fits
+    (limit_encode_memory; whole without it); "diffusers" is "frames". Single frames are encoded whole.
     decode_chunks: "serial" or "whole". use_slicing: one clip of the batch at a time (same outputs).
     use_tiling: process larger frames in tiles of tile_size = [rows, columns] pixels (default
     240x360). Tiling changes outputs, since each tile has its own group norm statistics.
@@ -118,8 +136,9 @@ class VideoAutoencoder(nn.Module):
         # folder of a diffusers VAE, or one with vae/ inside
         path: str | Path | None = None,
         inner: nn.Module | None = None,
-        # whole: encode a clip in one call, as SAT does; diffusers: eight frames at a time
-        encode_chunks: EncodeChunks = "whole",
+        # whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time, as
+        # diffusers does; tiles: so in tiles; auto: the first of these that fits into the memory
+        encode_chunks: EncodeChunks = "auto",
         # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
         decode_chunks: DecodeChunks = "serial",
         # one clip of the batch at a time, with the same outputs
@@ -131,7 +150,7 @@ class VideoAutoencoder(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        _check_choice("encode_chunks", encode_chunks, ("whole", "diffusers"))
+        _check_choice("encode_chunks", encode_chunks, get_args(EncodeChunks))
         _check_choice("decode_chunks", decode_chunks, ("serial", "whole"))
         if (path is None) == (inner is None):
             raise ValueError(
@@ -143,14 +162,20 @@ class VideoAutoencoder(nn.Module):
             inner = _read_folder(Path(path), dtype)
         # diffusers is imported late, so `inner` is annotated as a module and only named here.
         self.inner = cast("AutoencoderKLCogVideoX", inner)
-        self.encode_chunks = encode_chunks
+        self.encode_chunks: EncodeChunks = (
+            "frames" if encode_chunks == "diffusers" else encode_chunks
+        )
+        self.encode_mode: EncodeMode = (
+            "whole" if self.encode_chunks == "auto" else self.encode_chunks
+        )
         self.decode_chunks = decode_chunks
         self.latent_channels: int = self.inner.config["latent_channels"]
-        self.inner.use_slicing = use_slicing
-        self.use_tiling = self.has_decode_tiles = use_tiling
-        if use_tiling:
-            rows, columns = _check_tile_size(tile_size)
-            self.inner.enable_tiling(rows, columns, *TILE_OVERLAP)
+        self.use_slicing = self.has_encode_slices = use_slicing
+        self.use_tiling = use_tiling
+        default = (self.inner.tile_sample_min_height, self.inner.tile_sample_min_width)
+        # Tiles of encoding, and those of decoding: None for whole frames.
+        self.tile = (_check_tile_size(tile_size) if use_tiling else None) or default
+        self.decode_tile = self.tile if use_tiling else None
         self.eval().requires_grad_(False)
 
     @property
@@ -169,9 +194,11 @@ class VideoAutoencoder(nn.Module):
                 f"frames of {height}x{width} do not divide into latent pixels; "
                 f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
             )
-        # limit_decode_memory may have switched tiles on for decoding; encoding must not use them.
-        self.inner.use_tiling = self.use_tiling
-        is_whole = self.encode_chunks == "whole"
+        # A single frame needs little memory, and `cogfast sample` encodes it whole, too.
+        mode = self.encode_mode if num_frames > 1 else "whole"
+        self.inner.use_slicing = self.has_encode_slices
+        self._set_tile(self.tile if self.use_tiling or mode == "tiles" else None)
+        is_whole = mode == "whole"
         self.inner.num_sample_frames_batch_size = num_frames if is_whole else _DIFFUSERS_FRAMES
         posterior = self.inner.encode(video.to(self.dtype).contiguous(), return_dict=False)[0]
         return Moments(posterior.mean, posterior.logvar)  # clamped to [-30, 20] there
@@ -185,7 +212,8 @@ class VideoAutoencoder(nn.Module):
         if latents.shape[2] % 2 == 0:
             latents = torch.cat([latents[:, :, :1], latents], dim=2)
         self._set_decode_chunks(latents.shape[2])
-        self.inner.use_tiling = self.has_decode_tiles
+        self.inner.use_slicing = self.use_slicing
+        self._set_tile(self.decode_tile)
         video = self.inner.decode(latents.to(self.dtype), return_dict=False)[0]
         return video[:, :, -num_frames:]
 
@@ -205,13 +233,73 @@ class VideoAutoencoder(nn.Module):
         video = 3 * num_pixel_frames(num_latents) * height * width * self.dtype.itemsize
         if self.use_tiling:
             # The user's choice of tiles is kept, whatever the limit.
-            tile = (self.inner.tile_sample_min_height, self.inner.tile_sample_min_width)
-            return tiled(height, width, tile, per_pixel, video)
+            return tiled(height, width, self.tile, per_pixel, video)
         plan = plan_decode(height, width, per_pixel, video, num_bytes)
-        self.has_decode_tiles = plan.tile is not None
-        if plan.tile is not None:
-            self.inner.enable_tiling(*plan.tile, *TILE_OVERLAP)
+        self.decode_tile = plan.tile
         return plan
+
+    def limit_encode_memory(
+        self,
+        num_bytes: int,
+        shape: tuple[int, int, int, int],
+        ways: Sequence[EncodeWay] | None = None,
+        has_trial: bool = False,
+    ) -> EncodePlan:
+        """Choose how to encode clips of `shape` = (B, F, H, W) in at most `num_bytes`; return the plan.
+
+        ways: those to choose from, the best first; None: with "auto" whole clips, all at once or one
+        by one, then 8 frames at a time, then tiles, else what encode_chunks names. If nothing fits, the
+        plan is the one of least memory. has_trial: on a GPU, encode zeros once where the tensors fit
+        but the estimate of the convolutions' workspace does not.
+        """
+        if ways is None:
+            is_auto, mode = self.encode_chunks == "auto", self.encode_mode
+            ways = _WAYS if is_auto else ((mode, False), (mode, True))
+        plans: list[EncodePlan] = []
+        passed_over: dict[str, int] = {}
+        tried: set[tuple[str, int]] = set()
+        for mode, is_sliced in ways:
+            batch = 1 if is_sliced or self.use_slicing else shape[0]
+            if (mode, batch) in tried:
+                continue
+            tried.add((mode, batch))
+            tile = self.tile if self.use_tiling or mode == "tiles" else None
+            tensors = encode_bytes(self.inner, mode, tile, (batch, *shape[1:]))
+            estimate = int(_INSIDE_CONVOLUTIONS * tensors)
+            others = {name: n for name, n in passed_over.items() if name != mode}
+            plans.append(EncodePlan(mode, is_sliced, estimate, others))
+            self.use(plans[-1])
+            if estimate <= num_bytes:
+                return plans[-1]
+            if has_trial and tensors <= num_bytes and self._has_memory_for(shape):
+                return plans[-1]
+            passed_over[mode] = estimate
+        least = min(plans, key=lambda plan: plan.num_bytes)
+        self.use(least)
+        return least
+
+    def use(self, plan: EncodePlan) -> None:
+        """Encode as in `plan` from now on."""
+        self.encode_mode, self.has_encode_slices = plan.mode, self.use_slicing or plan.is_sliced
+
+    def _has_memory_for(self, shape: tuple[int, int, int, int]) -> bool:
+        """Whether encoding a batch of this shape works on the GPU. A CPU has no such error."""
+        device = next(self.inner.parameters()).device
+        if device.type != "cuda":
+            return False
+        batch, *size = shape
+        try:
+            self.encode(torch.zeros(batch, 3, *size, device=device))
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.empty_cache()
+        return True
+
+    def _set_tile(self, tile: tuple[int, int] | None) -> None:
+        self.inner.use_tiling = tile is not None
+        if tile is not None:
+            self.inner.enable_tiling(*tile, *TILE_OVERLAP)
 
     def _set_decode_chunks(self, num_latents: int) -> None:
         is_whole = self.decode_chunks == "whole"
@@ -223,7 +311,7 @@ def video_autoencoder_from_sat(
     decoder_config: Mapping[str, Any],
     ckpt_path: str | Path | None = None,
     ignore_keys: Sequence[str] = (),
-    encode_chunks: EncodeChunks = "whole",
+    encode_chunks: EncodeChunks = "auto",
     decode_chunks: DecodeChunks = "serial",
     use_slicing: bool = False,
     use_tiling: bool = False,
@@ -317,10 +405,10 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{key}={value!r} must be one of {', '.join(map(repr, allowed))}")
 
 
-def _check_tile_size(size: Sequence[int] | None) -> tuple[int | None, int | None]:
-    """Return rows and columns of a tile; (None, None) selects diffusers' default 240x360."""
+def _check_tile_size(size: Sequence[int] | None) -> tuple[int, int] | None:
+    """Return rows and columns of a tile; None selects diffusers' default 240x360."""
     if size is None:
-        return None, None
+        return None
     if len(size) != 2 or any(n <= 0 or n % step for n, step in zip(size, TILE_STEP, strict=True)):
         raise ValueError(
             f"tile_size={list(size)} must be [rows, columns] in pixels, rows a multiple of "
@@ -329,6 +417,16 @@ def _check_tile_size(size: Sequence[int] | None) -> tuple[int | None, int | None
     return size[0], size[1]
 
 
+# From the outputs that SAT trained with to those that need least memory.
+ENCODE_MODES: tuple[EncodeMode, ...] = get_args(EncodeMode)
+# What "auto" chooses from. Only whole clips are encoded together, so that the other latents do not
+# depend on the memory, by which the last bits of a batch and of its clips one by one differ.
+_WAYS: tuple[EncodeWay, ...] = (
+    ("whole", False),
+    ("whole", True),
+    ("frames", True),
+    ("tiles", True),
+)
 # Fractions of rows and columns by which diffusers' tiles overlap.
 TILE_OVERLAP = (1 / 6, 1 / 5)
 TILE_STEP = (48, 40)  # tile sizes whose stride falls on whole latent pixels
@@ -391,6 +489,39 @@ def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     # The dry run counted numbers of its own dtype; scale them to the decoder's.
     per_number = next(vae.parameters()).element_size() / latents.element_size()
     return _INSIDE_CONVOLUTIONS * counter.peak * per_number / (video.shape[3] * video.shape[4])
+
+
+def encode_bytes(
+    vae: AutoencoderKLCogVideoX,
+    mode: EncodeMode,
+    tile: tuple[int, int] | None,
+    shape: tuple[int, int, int, int],
+) -> int:
+    """Return the peak bytes of diffusers' encoder for clips of `shape` = (B, F, H, W) in the dtype of
+    `vae`, with the pixels and latents. The workspace of convolutions is not included."""
+    batch, num_frames, height, width = shape
+    dtype = next(vae.parameters()).dtype
+    rows, columns = (height, width) if tile is None else (min(tile[0], height), min(tile[1], width))
+    with torch.device("meta"):
+        copy = type(vae).from_config(vae.config)
+        assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
+        # nn.Module's method: diffusers' own logs a warning.
+        nn.Module.to(copy.eval(), dtype)
+        copy.num_sample_frames_batch_size = num_frames if mode == "whole" else _DIFFUSERS_FRAMES
+        # The second call needs most memory: it has the caches of the first. Later ones are like it.
+        least = 2 * _DIFFUSERS_FRAMES
+        is_long = mode != "whole" and num_frames > least
+        counted = least + num_frames % _DIFFUSERS_FRAMES if is_long else num_frames
+        clip = torch.empty(batch, 3, counted, rows, columns, dtype=dtype)
+    counter = _LiveBytes()
+    with torch.no_grad(), counter:
+        copy.encode(clip, return_dict=False)
+    # A clip on the device: uint8, float32, and in the encoder's dtype before and after its transpose.
+    pixels = 3 * batch * num_frames * height * width * (1 + 4 + 2 * dtype.itemsize)
+    latents = batch * num_latent_frames(num_frames) * height * width // SPATIAL_COMPRESSION**2
+    # Mean and log-variance of every chunk or tile, and joined.
+    moments = 4 * 2 * vae.config["latent_channels"] * latents * dtype.itemsize
+    return counter.peak + pixels + moments
 
 
 def plan_decode(

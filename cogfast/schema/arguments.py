@@ -241,7 +241,7 @@ class TrainArguments:
     sampling_fps: Annotated[int, Range(1, 1000)] | None = None
     # save latents without decoding them
     only_save_latents: bool = False
-    # memory limit of decoding in GiB; None: the free memory
+    # GiB that the autoencoder may take to encode clips or decode a video; None: the free memory
     vae_memory_gib: float | None = None
 
     @classmethod

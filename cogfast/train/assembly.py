@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config import Config, instantiate, resolve
@@ -24,6 +25,7 @@ from cogfast.data.video.settings import ClipSettings
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
+from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
@@ -130,7 +132,11 @@ def _refuse_part(what: str, report: LoadReport) -> NoReturn:
 
 
 def assemble_encoder(
-    config: Config, args: TrainArguments, transformer: DiffusionTransformer, groups: ProcessGroups
+    config: Config,
+    args: TrainArguments,
+    transformer: DiffusionTransformer,
+    groups: ProcessGroups,
+    before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
 ) -> Encoder:
     model = ModelArguments.from_config(config)
     device, dtype = groups.device, DTYPES[args.precision]
@@ -161,6 +167,7 @@ def assemble_encoder(
         image_dropout=model.noised_image_dropout,
         text_dropout=text_dropout,
         samples_at_a_time=model.en_and_decode_n_samples_a_time,
+        before_clips=before_clips,
     )
 
 

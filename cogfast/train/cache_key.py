@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
-from cogfast.data.cache.shards import Spec
+from cogfast.data.cache.shards import ENCODE_CHUNKS, Spec
 from cogfast.data.cache.source_hashes import Sources, hash_text
 from cogfast.data.video.settings import ClipSettings
+from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import resolve
 
 # Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("decode_chunks", "use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
+# Ways to encode that are an entry of their own in the spec, which "auto" chooses from. The other two
+# are among the arguments of the autoencoder that are hashed.
+_OF_SPEC = ("auto", "frames", "tiles")
 # Sub-folders of a diffusers model folder that each encoder reads.
 _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 
@@ -50,12 +54,14 @@ def cache_specs(
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
     has_image = ModelArguments.from_config(config).noised_image_input
     number = args.cached_noised_images
+    chunks = _encode_chunks(config)
     video = {
         "VAE": _identity("VAE", config.model.get("first_stage_config"), config, sources),
         "precision": args.precision,
         # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
         **({"args.cached_noised_images": number} if number else {}),
+        **({ENCODE_CHUNKS: chunks} if chunks in _OF_SPEC else {}),
         **clip,
     }
     text = {
@@ -64,6 +70,18 @@ def cache_specs(
         "precision": args.precision,
     }
     return {"video": video, "text": text}
+
+
+def _encode_chunks(config: Config) -> str | None:
+    """Return encode_chunks of the autoencoder; None if it is another first stage."""
+    node = config.model.get("first_stage_config")
+    if node is None:
+        return None
+    target, arguments = resolve(node, config.allow_import)
+    is_ours = target is video_autoencoder_from_sat
+    if not is_ours and not (isinstance(target, type) and issubclass(target, VideoAutoencoder)):
+        return None
+    return arguments.get("encode_chunks", "auto")
 
 
 def _max_length(node: Mapping, config: Config) -> int | None:
@@ -81,6 +99,7 @@ def _identity(part: str, node: Mapping | None, config: Config, sources: Sources)
         name: _described(part, value, sources)
         for name, value in arguments.items()
         if name not in (*_WITHOUT_EFFECT, "max_length")
+        and not (name == "encode_chunks" and value in _OF_SPEC)
     }
     text = json.dumps([target.__module__, target.__qualname__, described], sort_keys=True)
     return hash_text(text)[:12]

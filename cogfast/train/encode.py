@@ -32,7 +32,8 @@ class Encoder:
     to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
     image_input: image-to-video; the first frame is encoded to image latents, followed by zeros or,
     with image_on_all_frames, repeated. *_dropout: fraction of samples whose image latents or text
-    embeddings are replaced by zeros. broadcast_within_model: makes the encoders' outputs bitwise
+    embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
+    for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the encoders' outputs bitwise
     equal on all ranks of a tensor-parallel group.
     """
 
@@ -49,6 +50,7 @@ class Encoder:
         image_dropout: float = 0.0,
         text_dropout: float = 0.0,
         samples_at_a_time: int | None = None,
+        before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
         broadcast_within_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
@@ -59,6 +61,7 @@ class Encoder:
         self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
         self.image_dropout, self.text_dropout = image_dropout, text_dropout
         self.samples_at_a_time = samples_at_a_time
+        self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
 
     @property
@@ -91,8 +94,9 @@ class Encoder:
 
         has_dropout: drop captions and images at their rates, as in training.
         """
-        pixels, latents = self._latents(batch, rng)
+        # The first clips choose how they are encoded by the memory that the text encoder leaves free.
         text = self._text(batch)
+        pixels, latents = self._latents(batch, rng)
         image = self._image_latents(batch, pixels, latents, rng) if self.image_input else None
         if has_dropout and self.text_dropout > 0:
             # Drawn by the slot in the global batch: the same on every parallel layout.
@@ -135,7 +139,9 @@ class Encoder:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
         # The autoencoder runs in its own dtype, without autocast.
         dtype = _dtype(self.first_stage)
-        # Smaller calls need less memory. Each clip is still encoded whole.
+        if pixels.shape[2] > 1:
+            self._before_clips(self.first_stage, pixels)
+        # Smaller calls need less memory. They do not change how a clip is encoded.
         parts = pixels.split(self.samples_at_a_time or len(pixels))
         return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
 

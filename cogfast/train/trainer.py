@@ -47,6 +47,7 @@ from cogfast.train.optimizer import (
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
+from cogfast.train.preflight.encode_choice import EncodeChoice
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
@@ -141,7 +142,9 @@ class Trainer:
         self.exporter = Exporter(args.export, transformer, self.num_steps, DTYPES[args.precision])
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
-        self.encoder = assemble_encoder(config, args, transformer, self.groups)
+        stored = self.manifest.get("encode_way")
+        self.encode_choice = EncodeChoice(config, args, self.groups, stored)
+        self.encoder = assemble_encoder(config, args, transformer, self.groups, self.encode_choice)
         self.num_trained = count_trained(transformer)
         self.gradient_check = GradientCheck(transformer)
         self.profiler = Profiler(
@@ -418,6 +421,7 @@ class Trainer:
             "num_samples": len(self.datasets.train),
             "data_order": self.order.fingerprint,
             "attention_backend": self.attention_backend,
+            "encode_way": self.encode_choice.way or self.encode_choice.stored,
             "video_sizes": self._video_sizes(),
             "config": plain_sections(self.config),
         }

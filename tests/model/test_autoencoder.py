@@ -22,8 +22,10 @@ from torch import Tensor
 
 from cogfast.model import autoencoder as decode_memory
 from cogfast.model.autoencoder import (
+    ENCODE_MODES,
     VideoAutoencoder,
     bytes_per_pixel,
+    encode_bytes,
     plan_decode,
     video_autoencoder_from_sat,
 )
@@ -393,7 +395,8 @@ def test_diffusers_folder(tiny: TinyVae, vae: VideoAutoencoder, tmp_path: Path) 
 
 
 def test_options_are_checked(tiny: TinyVae, vae: VideoAutoencoder) -> None:
-    with pytest.raises(ValueError, match="encode_chunks='all' must be one of 'whole', 'diffusers'"):
+    match = "encode_chunks='all' must be one of 'auto', 'whole', 'frames', 'tiles', 'diffusers'"
+    with pytest.raises(ValueError, match=match):
         tiny.build(encode_chunks="all")
     with pytest.raises(ValueError, match=r"tile_size=\[100, 80\].*rows a multiple of 48"):
         tiny.build(use_tiling=True, tile_size=[100, 80])
@@ -401,6 +404,125 @@ def test_options_are_checked(tiny: TinyVae, vae: VideoAutoencoder) -> None:
         vae.encode(torch.zeros(1, 3, 1, 60, 64))
     with pytest.raises(ValueError, match="give the vae folder of a diffusers CogVideoX model"):
         VideoAutoencoder()
+
+
+@pytest.fixture(scope="module")
+def small() -> AutoencoderKLCogVideoX:
+    """diffusers' VAE with random weights, whose own tiles are 48x40."""
+    torch.manual_seed(0)
+    return AutoencoderKLCogVideoX(
+        block_out_channels=(32, 32, 32, 32),
+        layers_per_block=1,
+        sample_height=96,
+        sample_width=80,
+    ).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_every_way_to_encode_equals_diffusers_bit_for_bit(
+    dtype: torch.dtype, small: AutoencoderKLCogVideoX
+) -> None:
+    clip = torch.rand(1, 3, 17, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    found: dict[str, Tensor] = {}
+    for chunks in ("auto", "frames", "tiles"):
+        ours = VideoAutoencoder(inner=copy.deepcopy(small), encode_chunks=chunks).to(dtype)
+        # The tiles of decoding do not change those of encoding.
+        ours.limit_decode_memory(0, 1, 96, 160)
+        ours.decode(torch.zeros(1, 16, 1, 12, 20))
+        found[chunks] = ours.encode(clip).mean
+        theirs = copy.deepcopy(small).to(dtype)
+        theirs.num_sample_frames_batch_size = 17 if chunks == "auto" else 8
+        if chunks == "tiles":
+            theirs.enable_tiling()
+        expected = theirs.encode(clip.to(dtype)).latent_dist
+        assert torch.equal(found[chunks], expected.mean)
+    assert not torch.equal(found["auto"], found["frames"])
+    assert not torch.equal(found["frames"], found["tiles"])
+    image = clip[:, :, :1]  # a single frame is encoded whole
+    expected = copy.deepcopy(small).to(dtype).encode(image.to(dtype)).latent_dist.mean
+    assert torch.equal(ours.encode(image).mean, expected)
+
+
+def test_names_of_ways_to_encode(small: AutoencoderKLCogVideoX) -> None:
+    modes = {"auto": "whole", "whole": "whole", "frames": "frames", "tiles": "tiles"}
+    for chunks, mode in {**modes, "diffusers": "frames"}.items():
+        assert VideoAutoencoder(inner=small, encode_chunks=chunks).encode_mode == mode
+
+
+@torch.no_grad()
+def test_bytes_of_encoding_are_those_of_its_tensors(
+    small: AutoencoderKLCogVideoX, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's profiler adds up what the allocator gave and took back. Convolutions only allocate
+    their output here: inside they use up to 27 times their input on a CPU (im2col)."""
+
+    def allocate(conv: torch.nn.Conv3d, x: Tensor) -> Tensor:
+        sizes = zip(x.shape[2:], conv.padding, conv.kernel_size, conv.stride, strict=True)
+        sides = [(side + 2 * pad - kernel) // stride + 1 for side, pad, kernel, stride in sizes]
+        return x.new_zeros(len(x), conv.out_channels, *sides)
+
+    monkeypatch.setattr(torch.nn.Conv3d, "forward", allocate)
+    clip, found = torch.zeros(1, 3, 33, 64, 96), {}
+    for mode in ENCODE_MODES:
+        vae = VideoAutoencoder(inner=copy.deepcopy(small), encode_chunks=mode)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            vae.encode(clip)
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peak = max(itertools.accumulate(e.nbytes() for e in events))
+        tile = (48, 40) if mode == "tiles" else None
+        found[mode] = encode_bytes(small, mode, tile, (1, 33, 64, 96))
+        pixels = clip.numel() * (1 + 4 + 2 * 4)
+        # The tiles that are blended: the last kept bytes are counted for all of them.
+        assert 0.8 < peak / (found[mode] - pixels) < 1.02, mode
+    assert found["whole"] > 1.5 * found["frames"] > 2 * found["tiles"]
+
+
+def test_encoding_stays_in_its_memory() -> None:
+    """The published VAE, counted without memory: what fits decides, from whole clips to tiles."""
+    with torch.device("meta"):
+        vae = VideoAutoencoder(inner=AutoencoderKLCogVideoX().bfloat16())
+    short, long = (2, 49, 480, 720), (1, 81, 768, 1360)
+    plan = vae.limit_encode_memory(10**12, short)
+    assert (plan.mode, plan.is_sliced, plan.passed_over) == ("whole", False, {})
+    one = vae.limit_encode_memory(plan.num_bytes - 1, short)
+    assert (one.mode, one.is_sliced) == ("whole", True)
+    assert (vae.encode_mode, vae.has_encode_slices) == ("whole", True)
+    fewer = vae.limit_encode_memory(one.num_bytes - 1, short)
+    assert (fewer.mode, fewer.passed_over) == ("frames", {"whole": one.num_bytes})
+    # One map of 128 channels has 21.7 GB here.
+    tiles = vae.limit_encode_memory(24 * 10**9, long)
+    assert (tiles.mode, list(tiles.passed_over)) == ("tiles", ["whole", "frames"])
+    assert tiles.num_bytes < 8 * 10**9 and tiles.passed_over["whole"] > 7 * 21.7e9
+    assert vae.limit_encode_memory(0, long) == tiles
+    # A recorded mode and one that the config names are kept.
+    kept = vae.limit_encode_memory(0, long, [("frames", True)])
+    assert kept.num_bytes == tiles.passed_over["frames"]
+    asked = VideoAutoencoder(inner=vae.inner, encode_chunks="frames")
+    plan = asked.limit_encode_memory(10**12, long)
+    assert (plan.mode, plan.is_sliced) == ("frames", False)
+
+
+def test_a_trial_decides_where_the_estimate_is_too_cautious(
+    small: AutoencoderKLCogVideoX, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae, shape = VideoAutoencoder(inner=copy.deepcopy(small)), (2, 25, 64, 96)
+    tensors = encode_bytes(small, "whole", None, (1, 25, 64, 96))
+    tried: list[tuple] = []
+
+    def has_memory(shape: tuple) -> bool:
+        tried.append(shape)
+        return len(tried) > 1
+
+    monkeypatch.setattr(vae, "_has_memory_for", has_memory)
+    for num_bytes, has_trial, mode in (
+        (tensors - 1, True, "frames"),
+        (tensors, False, "frames"),
+        (tensors, True, "frames"),  # the first trial fails
+        (tensors, True, "whole"),
+    ):
+        assert vae.limit_encode_memory(num_bytes, shape, has_trial=has_trial).mode == mode
+    assert tried == [shape, shape]
 
 
 @torch.no_grad()

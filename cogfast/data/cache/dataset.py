@@ -64,7 +64,7 @@ class CachedVideos(CaptionedVideos):
         self._files: dict[str, list[str]] = {}
         self._places: dict[str, np.ndarray] = {}  # {kind: [n, 2]}: file and row, -1 if not cached
         for kind in _KINDS:
-            places = index.places(kind, specs[kind])
+            places = index.places(kind, self.specs[kind])
             files = {file: i for i, file in enumerate(dict.fromkeys(f for f, _ in places.values()))}
             found = (places.get(key) for key in keys[kind])
             rows = [(-1, -1) if at is None else (files[at[0]], at[1]) for at in found]
@@ -158,7 +158,8 @@ class CachedVideos(CaptionedVideos):
     def _load_index(self) -> tuple[CacheIndex, dict[str, list[str]], int]:
         """Return the index, the samples' keys, and how many videos changed since they were hashed.
 
-        Waits until a running writer has completed the index, which it does before it encodes.
+        Waits until a running writer has completed the index, which it does before it encodes. The
+        specs then say how the clips were encoded, where the configuration asks for "auto".
         """
         # Equal captions share an entry, so their key is the hash of the text alone.
         files, is_logged = source_files(self, self.used), False
@@ -169,11 +170,11 @@ class CachedVideos(CaptionedVideos):
             # Files that the writer could not read are bad samples of the cache, not changed ones.
             changed = [f for f in sources.changed(files) if not sources.was_unreadable(f)]
             keys = {"video": _keys(self, sources, set(changed)), "text": texts}
-            is_whole = all(
-                index.places(kind, self.specs[kind]).keys() >= {keys[kind][i] for i in self.used}
-                for kind in _KINDS
-            )
+            wanted = {kind: {keys[kind][i] for i in self.used} for kind in _KINDS}
+            specs = {k: index.settled(k, self.specs[k], wanted[k]) for k in _KINDS}
+            is_whole = all(index.places(k, specs[k]).keys() >= wanted[k] for k in _KINDS)
             if is_whole or not is_written:
+                self.specs = specs
                 return index, keys, len(changed)
             if not is_logged:
                 logger.info("waiting for `cogfast cache` to hash the videos")

@@ -55,6 +55,9 @@ _BEAT = 5.0  # seconds between two touches of the lock file
 _SHARD = re.compile(r"(video|text)-\d{5,12}\.safetensors")
 _HEADER = {"format": str, "specs": NotRequired[dict[str, dict[str, Any]]]}
 
+# The entry of a spec for how clips were encoded, "frames" or "tiles"; without it, whole. A
+# configuration that asks for "auto" takes entries of any of these.
+ENCODE_CHUNKS = "encode_chunks"
 # Values that entries depend on besides their source file, such as weights and dtype: {name: plain value}.
 Spec = dict[str, object]
 
@@ -157,6 +160,21 @@ class CacheIndex:
             number += 1
         return [shard for shard in self._of(kind, name) if not known.isdisjoint(shard.keys)]
 
+    def settled(self, kind: str, spec: Spec, keys: Iterable[str]) -> Spec:
+        """Return `spec` with "auto" replaced by how the entries of this spec were encoded: the newest
+        that have all `keys`, else the newest. Without such entries, return `spec` itself."""
+        if spec.get(ENCODE_CHUNKS) != "auto":
+            return spec
+        names = dict.fromkeys(s.spec for s in reversed(self.shards) if s.kind == kind)
+        made = [
+            found
+            for name in names
+            if {**(found := self.specs[name]), ENCODE_CHUNKS: "auto"} == spec
+        ]
+        wanted = set(keys)
+        whole = (found for found in made if wanted <= self.places(kind, found).keys())
+        return next(whole, made[0] if made else spec)
+
     def places(self, kind: str, spec: Spec) -> dict[str, tuple[str, int]]:
         """Map the keys of all entries made with `spec` to (file, row)."""
         shards = self._of(kind, spec_id(spec))
@@ -171,8 +189,12 @@ class CacheIndex:
         if not names or spec_id(spec) in names:
             return None
         made = self.specs[names[-1]]
+        if spec.get(ENCODE_CHUNKS) == "auto":  # differs from none
+            made = {**made, ENCODE_CHUNKS: "auto"}
+        missing = {ENCODE_CHUNKS: "whole"}
         return "; ".join(
-            f"cache made by {name} {made.get(name, 'none')}, the config has {spec.get(name, 'none')}"
+            f"cache made by {name} {made.get(name, missing.get(name, 'none'))}, the config has "
+            f"{spec.get(name, missing.get(name, 'none'))}"
             for name in {**made, **spec}
             if made.get(name) != spec.get(name)
         )

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.batches import read_sample
 from cogfast.data.cache.dataset import sample_key, source_files, used_samples
 from cogfast.data.cache.shards import (
+    ENCODE_CHUNKS,
     SHARD_SAMPLES,
     CacheIndex,
     Shard,
@@ -36,6 +38,7 @@ from cogfast.data.datasets import CaptionedVideos, Sample, SizedDataset
 from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers.read_ahead import Reads, read_ahead
 from cogfast.files import WriteError, remove_unfinished, write_text
+from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
@@ -43,6 +46,13 @@ from cogfast.train.caching.entries import encode_samples
 from cogfast.train.caching.progress import CacheProgress
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
+from cogfast.train.preflight.encode_choice import (
+    as_mode,
+    choose,
+    largest_clips,
+    log_plan,
+    memory_for_clips,
+)
 from cogfast.train.preflight.header_scan import survey_datasets
 
 logger = logging.getLogger(__name__)
@@ -105,6 +115,7 @@ class _CacheRun:
         datasets = assemble_datasets(config, dataclasses.replace(args, latent_cache=None))
         datasets, _ = survey_datasets(datasets, args, groups, global_batch=1)
         self.clips = [*_in_order(datasets.train, args.seed), *_in_order(datasets.valid, args.seed)]
+        self.how: EncodePlan | None = None  # to encode clips
         self.bad = BadSampleLog(
             folder / "bad_samples.jsonl", len(self.clips), args.max_bad_fraction
         )
@@ -118,8 +129,11 @@ class _CacheRun:
             lambda: specs_of(self.config, self.args, first.settings, sources)
         )
         keys = [sample_key(clip.dataset, clip.index, sources) for clip in self.clips]
+        # Before anything is loaded. The mode of least free memory fits on all ranks.
+        self.budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
         plan = self.groups.on_main(lambda: self._plan(specs, sources, keys))
         missing = self.groups.on_main(lambda: [s for s in plan if not is_complete(self.folder, s)])
+        self.how = self.groups.on_main(lambda: self._how_to_encode(missing))
         # Equal captions and equal clips are encoded once.
         by_text, by_video = {}, {}
         for clip, key in zip(self.clips, keys, strict=True):
@@ -163,6 +177,7 @@ class _CacheRun:
 
     def _plan(self, specs: dict[str, Spec], sources: Sources, keys: list[str]) -> list[Shard]:
         index = CacheIndex.read(self.folder)
+        specs["video"] = self._settled(specs["video"], keys)
         for kind, spec in specs.items():
             difference = index.difference(kind, spec)
             if difference is not None:
@@ -176,6 +191,41 @@ class _CacheRun:
         sources.write()
         index.write(self.folder)
         return plan
+
+    def _settled(self, spec: Spec, keys: list[str]) -> Spec:
+        """Return the spec of clips with "auto" replaced by a way to encode: that of the entries in the
+        cache if all clips have one or if it fits into the memory, else the first that fits."""
+        if spec.get(ENCODE_CHUNKS) != "auto":
+            return spec
+        # A copy of the index, to which `plan` may add.
+        index = CacheIndex.read(self.folder)
+        made = index.settled("video", spec, keys)
+        is_made = made.get(ENCODE_CHUNKS) != "auto"
+        if is_made:
+            shards = index.plan("video", made, keys, self.folder)
+            if all(is_complete(self.folder, shard) for shard in shards):
+                return made
+        stage, shape = self.video_encoder.first_stage, largest_clips(self.config, self.args)
+        assert isinstance(stage, VideoAutoencoder), "the spec of others has no way to encode"
+        has_trial = self.args.vae_memory_gib is None
+        self.how = stage.limit_encode_memory(self.budget, shape, has_trial=has_trial)
+        before = as_mode(made.get(ENCODE_CHUNKS, "whole"))
+        if before is not None and ENCODE_MODES.index(before) > ENCODE_MODES.index(self.how.mode):
+            self.how = stage.limit_encode_memory(self.budget, shape, [(before, True)])
+        log_plan(stage, shape, self.how, self.budget)
+        spec = {name: value for name, value in spec.items() if name != ENCODE_CHUNKS}
+        return spec if self.how.mode == "whole" else {**spec, ENCODE_CHUNKS: self.how.mode}
+
+    def _how_to_encode(self, missing: list[Shard]) -> EncodePlan | None:
+        """Return the plan for the missing clips; None without such, or for another first stage."""
+        is_needed = any(shard.kind == "video" for shard in missing)
+        if self.how is None and is_needed:
+            stage = self.video_encoder.first_stage
+            if isinstance(stage, VideoAutoencoder):
+                self.how = choose(
+                    stage, largest_clips(self.config, self.args), self.budget, self.args
+                )
+        return self.how
 
     def _encode(
         self,
@@ -225,7 +275,9 @@ class _CacheRun:
     ) -> Iterator[tuple[Shard, dict[str, Tensor], list[dict]]]:
         if not shards:
             return
-        encoder = self._encoder()
+        encoder = self.video_encoder
+        if self.how is not None and isinstance(encoder.first_stage, VideoAutoencoder):
+            encoder.first_stage.use(self.how)
         at_once = self.args.batch_size
         batches = [
             [clips[key] for key in shard.keys[start : start + at_once]]
@@ -252,8 +304,15 @@ class _CacheRun:
                     progress.add(len(samples))
                 yield shard, tensors, rows
 
+    @cached_property
+    def video_encoder(self) -> Encoder:
+        return self._encoder()
+
     def _encoder(self) -> Encoder:
-        """Return the frozen encoders, which are built on first use."""
+        """Return the frozen encoders, which are built on first use.
+
+        Captions have an encoder of their own, whose memory is free before clips are encoded.
+        """
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             transformer = build_transformer(self.config.model)

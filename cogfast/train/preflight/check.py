@@ -188,14 +188,18 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
                 f"args.sampling_image_size={args.sampling_image_size} must be [rows, columns]",
             )
         check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
+    _check_vae_memory(config, args)
+    if args.sampling_num_frames is not None:
+        check_latent_frames(config, network, args.sampling_num_frames)
+
+
+def _check_vae_memory(config: Config, args: TrainArguments) -> None:
     if args.vae_memory_gib is not None and args.vae_memory_gib <= 0:
         text = (
             f"args.vae_memory_gib={args.vae_memory_gib} must be above 0; null uses the memory that is "
             "free"
         )
         refuse(config, "args.vae_memory_gib", text)
-    if args.sampling_num_frames is not None:
-        check_latent_frames(config, network, args.sampling_num_frames)
 
 
 def log_unused(config: Config) -> None:
@@ -458,6 +462,7 @@ def _check_pixel_data(
     if not args.train_data:
         text = "args.train_data is empty; set it to the folders of the training videos"
         refuse(config, "args.train_data", text)
+    _check_vae_memory(config, args)
     # A user's own data set may have constants in place of these params.
     params = resolve(config.data, config.allow_import)[1]
     if "max_num_frames" in params:

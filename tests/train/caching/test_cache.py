@@ -30,7 +30,7 @@ from cogfast.data.video.settings import ClipSettings
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.schema.arguments import TrainArguments
 from cogfast.slot_random import SlotRandom
-from cogfast.train.assembly import assemble_datasets
+from cogfast.train.assembly import Datasets, assemble_datasets
 from cogfast.train.cache_key import cache_specs
 from cogfast.train.caching import command as cache_module
 from cogfast.train.caching.command import cache_latents
@@ -78,6 +78,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoencoderKLCogVideoX(
         block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=CHANNELS
     ).save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def few(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four clips of 17 frames, and the VAE."""
+    folder = write_clips(tmp_path_factory.mktemp("few"), 4)
+    shutil.copytree(data / "vae", folder / "vae")
     return folder
 
 
@@ -138,6 +146,68 @@ def test_training_from_the_cache_is_training_from_pixels(
     assert (runs["cache"].built[0] is None) == (not family.endswith("i2v"))
     assert runs["cache"].encoder._text_encoder is None
     assert None not in runs["pixels"].built
+
+
+def datasets_of(base: Path, arguments: list[str]) -> Datasets:
+    config = load_config([base], arguments)
+    return assemble_datasets(config, TrainArguments.from_config(config))
+
+
+def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
+    few: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """8 frames at a time where whole clips do not fit: latents are diffusers' own, training from the
+    cache and from pixels agree, a later run with more memory keeps the way of the cache, and a
+    resumed run that of its checkpoint."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    caplog.set_level("INFO", logger="cogfast")
+    base = write_vae_config(tmp_path / "base.yaml", few, "1.5_5b", train_iters=1)
+    vae = VideoAutoencoder(few / "vae")
+    one = vae.limit_encode_memory(1 << 40, (1, 17, 32, 32)).num_bytes
+    four = vae.limit_encode_memory(1 << 40, (4, 17, 32, 32)).num_bytes
+    ways = {"frames": (one - 1, "8 frames at a time"), "whole": (four - 1, "whole, one by one")}
+    for name, (num_bytes, way) in ways.items():
+        limit = f"args.vae_memory_gib={num_bytes / 2**30!r}"
+        cache_latents(load_config([base], [limit, f"args.latent_cache={tmp_path / name}"]))
+        assert f"clips of 17x32x32 are encoded {way}" in caplog.text
+        index = CacheIndex.read(tmp_path / name)
+        made = index.specs[index.shards[-1].spec]
+        assert made.get("encode_chunks", "whole") == name
+    before, arguments = contents(tmp_path / "frames"), [f"args.latent_cache={tmp_path / 'frames'}"]
+
+    little, runs = f"args.vae_memory_gib={ways['frames'][0] / 2**30!r}", {}
+    for name, more in (("pixels", [little]), ("cache", arguments)):
+        runs[name] = Recorder(load_config([base], [*more, f"args.save={tmp_path / name}"]))
+        runs[name].train()
+    for found, expected in zip(runs["cache"].seen, runs["pixels"].seen, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    pixels = datasets_of(base, []).train[0]["video"].float() / 127.5 - 1
+    theirs = AutoencoderKLCogVideoX.from_pretrained(few / "vae")
+    with torch.no_grad():
+        expected = theirs.encode(pixels.transpose(0, 1)[None]).latent_dist.mean[0]
+    found = datasets_of(base, arguments).train[0]["latent_mean"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+    # All entries are there: nothing is loaded, whatever fits now.
+    with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
+        cache_latents(load_config([base], arguments))
+    # Missing ones are encoded as the others were.
+    (tmp_path / "frames" / index.shards[-1].file).unlink()
+    cache_latents(load_config([base], arguments))
+    assert contents(tmp_path / "frames") == before
+    asked = ["model.first_stage_config.params.encode_chunks=tiles", *arguments]
+    with pytest.raises(
+        ValueError, match="cache made by encode_chunks frames, the config has tiles"
+    ):
+        datasets_of(base, asked)
+
+    config = load_config(
+        [base], ["args.train_iters=2", f"args.resume={run_folder(tmp_path / 'pixels')}"]
+    )
+    caplog.clear()
+    Trainer(config).train()
+    assert "clips of 17x32x32 are encoded 8 frames at a time" in caplog.text
 
 
 def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ MANIFEST = {
     "bytes": NotRequired[dict[str, _Count]],
     "checksums": NotRequired[dict[str, str]],
     "attention_backend": NotRequired[str | None],
+    "encode_way": NotRequired[tuple[str, bool] | None],  # of clips: mode, is_sliced
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
 }
 # Fields that a run needs to resume, besides the weights.

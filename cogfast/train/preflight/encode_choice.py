@@ -1,0 +1,148 @@
+"""Choose how the first stage encodes clips: whole, eight frames at a time, or in tiles.
+
+The choice is the one that first_stage_config.params.encode_chunks names, else the checkpoint's or
+the cache's, else the first one that fits into the memory of all ranks. Latents depend on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cogfast.config import Config
+from cogfast.model.autoencoder import (
+    ENCODE_MODES,
+    EncodeMode,
+    EncodePlan,
+    EncodeWay,
+    FirstStage,
+    VideoAutoencoder,
+)
+from cogfast.model.config import TransformerConfig
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.sat_network import transformer_arguments
+from cogfast.shapes import SPATIAL_COMPRESSION
+from cogfast.train.distributed.memory_plan import free_memory
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.video_size import largest_size
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_NAMES = {
+    "whole": "whole",
+    "frames": "8 frames at a time",
+    "tiles": "8 frames at a time, in tiles of {}x{} pixels",
+}
+
+
+class EncodeChoice:
+    """Makes the choice of a run when its first clip is encoded. `way` is None before.
+
+    stored: [mode, is_sliced] of the checkpoint that the run resumes from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        args: TrainArguments,
+        groups: ProcessGroups,
+        stored: Sequence[Any] | None = None,
+    ) -> None:
+        self.args, self.groups = args, groups
+        self.shape = largest_clips(config, args)
+        mode = None if stored is None else as_mode(stored[0])
+        self.stored: EncodeWay | None = None
+        if stored is not None and mode is not None:
+            self.stored = (mode, bool(stored[1]))
+        self.way: EncodeWay | None = None
+
+    def __call__(self, stage: FirstStage, clips: Tensor) -> None:
+        """Choose for `clips` [B, 3, F, H, W] and the largest clips of the configuration. All ranks
+        call this for their first clips, which they encode in the same step."""
+        if self.way is not None or not isinstance(stage, VideoAutoencoder):
+            return
+        # What fits into the least free memory fits on all ranks.
+        budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
+        _, _, num_frames, rows, columns = clips.shape
+        shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
+        is_kept = self.stored is not None and stage.encode_chunks == "auto"
+        plan = choose(stage, shape, budget, self.args, self.stored if is_kept else None)
+        # A trial on the GPU may end differently on another rank.
+        plan = self.groups.broadcast(plan)
+        stage.use(plan)
+        self.way = (plan.mode, plan.is_sliced)
+
+
+def as_mode(name: object) -> EncodeMode | None:
+    """Return a mode that a file names; None for another word."""
+    return next((mode for mode in ENCODE_MODES if mode == name), None)
+
+
+def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
+    """Return the bytes that encoding may take on this rank."""
+    if args.vae_memory_gib is not None:
+        return int(args.vae_memory_gib * _GIB)
+    return free_memory(groups.device)[0]
+
+
+def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, int]:
+    """Return (B, F, H, W) of the largest batch that a run encodes at once."""
+    network = transformer_arguments(config.model.network_config.params)
+    size = largest_size(config, TransformerConfig(**network))
+    at_once = ModelArguments.from_config(config).en_and_decode_n_samples_a_time
+    batch = max(args.batch_size, args.eval_batch_size or 1)
+    rows, columns = (side * SPATIAL_COMPRESSION for side in (size.height, size.width))
+    return min(batch, at_once or batch), size.num_frames, rows, columns
+
+
+def choose(
+    stage: VideoAutoencoder,
+    shape: tuple[int, int, int, int],
+    budget: int,
+    args: TrainArguments,
+    stored: EncodeWay | None = None,
+) -> EncodePlan:
+    """Choose how `stage` encodes clips of `shape` = (B, F, H, W) in `budget` bytes, and log it.
+
+    stored: a way to keep, whatever its memory.
+    """
+    ways = None if stored is None else [stored]
+    plan = stage.limit_encode_memory(budget, shape, ways, has_trial=args.vae_memory_gib is None)
+    log_plan(stage, shape, plan, budget)
+    return plan
+
+
+def log_plan(
+    stage: VideoAutoencoder, shape: tuple[int, int, int, int], plan: EncodePlan, budget: int
+) -> None:
+    """Log how clips of `shape` = (B, F, H, W) are encoded, and the memory that this needs."""
+    batch, num_frames, rows, columns = shape
+    others = "".join(
+        f"; {_NAMES[mode].format(*stage.tile)}: {num_bytes / _GIB:.1f}"
+        for mode, num_bytes in plan.passed_over.items()
+    )
+    logger.info(
+        "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s",
+        num_frames,
+        rows,
+        columns,
+        _NAMES[plan.mode].format(*stage.tile),
+        ", one by one" if plan.is_sliced and batch > 1 else "",
+        plan.num_bytes / _GIB,
+        budget / _GIB,
+        others,
+    )
+    if plan.num_bytes > budget:
+        logger.warning(
+            "%.1f GiB are free, but encoding %s needs about %.1f; set "
+            "model.first_stage_config.params.encode_chunks to frames or tiles, which need less and "
+            "give other latents",
+            budget / _GIB,
+            _NAMES[plan.mode].format(*stage.tile),
+            plan.num_bytes / _GIB,
+        )
