@@ -32,6 +32,7 @@ from cogfast.train.assembly import (
     assemble_order,
     assemble_transformer,
 )
+from cogfast.train.caching.encode_choice import EncodeChoice
 from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.distributed.parallelize import count_trained, run_without_dynamo
 from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
@@ -47,7 +48,6 @@ from cogfast.train.optimizer import (
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
-from cogfast.train.preflight.encode_choice import EncodeChoice
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter

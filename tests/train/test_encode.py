@@ -288,7 +288,7 @@ def test_encoded_batches_may_bring_images(dtype: torch.dtype) -> None:
 def test_what_a_batch_needs_and_the_config_lacks_is_named() -> None:
     built = Encoder(lambda: None, lambda: None, scale_factor=SCALE, patch=FLAT)
     with pytest.raises(ValueError, match="model.first_stage_config has no autoencoder"):
-        built(clips(), RNG)
+        built({**clips(), "prompt_embedding": torch.zeros(4, 2, 3)}, RNG)
     latents = torch.zeros(1, 3, 3, 2, 2)
     with pytest.raises(ValueError, match="model.conditioner_config has no text encoder"):
         built({"encoded_videos": latents, "txt": ["a"]}, RNG)

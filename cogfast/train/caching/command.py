@@ -42,17 +42,17 @@ from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
-from cogfast.train.caching.entries import encode_samples
-from cogfast.train.caching.progress import CacheProgress
-from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
-from cogfast.train.encode import Encoder
-from cogfast.train.preflight.encode_choice import (
+from cogfast.train.caching.encode_choice import (
     as_mode,
     choose,
     largest_clips,
     log_plan,
     memory_for_clips,
 )
+from cogfast.train.caching.entries import encode_samples
+from cogfast.train.caching.progress import CacheProgress
+from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.train.encode import Encoder
 from cogfast.train.preflight.header_scan import survey_datasets
 
 logger = logging.getLogger(__name__)
