@@ -30,6 +30,7 @@ class HelpAll(argparse.Action):
         file = next((path for path in _FILES if path.is_file()), None)
         if file is None:
             raise ValueError(f"--help-all: {_FILES[1]} does not exist; install cogfast again")
+        # Lines that are wider are hard to read; a pipe has no width, and gets the widest.
         columns = min(shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns, _MOST_COLUMNS)
         sys.stdout.write(plain_text(file.read_text(encoding="utf-8"), columns))
         parser.exit()
@@ -44,6 +45,7 @@ def plain_text(markdown: str, columns: int) -> str:
         if block.startswith("## "):
             blocks.append(title.upper())
         elif block.startswith("| "):
+            # Cells hold no " | " of their own: option_table writes types and meanings without it.
             rows = [
                 [cell.strip() for cell in row.strip("|").split(" | ")] for row in block.split("\n")
             ]

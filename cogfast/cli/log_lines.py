@@ -44,6 +44,7 @@ def start_logging() -> None:
     logger = logging.getLogger("cogfast")
     handler = _ToStderr()
     handler.setFormatter(_PlainText())
+    # In place of earlier handlers, so that a second command of one process does not log twice.
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO if is_first_rank() else logging.WARNING)
     # DeepSpeed calls a collective by its old name, and torch 2.13 warns about it on every rank.

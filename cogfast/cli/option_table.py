@@ -94,6 +94,7 @@ class Comments:
     """The comments of a module that stand above fields, parameters and keys of mappings."""
 
     def __init__(self, module: str) -> None:
+        # Comments are in the source alone: Python drops them when it compiles.
         source = inspect.getsource(importlib.import_module(module))
         self.lines, self.tree = source.splitlines(), ast.parse(source)
 
@@ -103,6 +104,7 @@ class Comments:
         for node in self._definition(ast.ClassDef, name).body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 meaning, header = self._above(node, node.target.id)
+                # A group lasts until the next comment between dashes.
                 group = header or group
                 found[node.target.id] = meaning, group
         return found
@@ -114,6 +116,7 @@ class Comments:
             functions = [n for n in definition.body if isinstance(n, ast.FunctionDef)]
             definition = next(n for n in functions if n.name == "__init__")
         arguments = definition.args
+        # In any order: the caller asks by name, in the order of the signature.
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         return {argument.arg: self._above(argument, argument.arg)[0] for argument in every}
 
@@ -154,6 +157,7 @@ class Comments:
         if not self.lines[first].strip().startswith(text):
             return "", ""
         comments: list[str] = []
+        # All lines of comments up to the statement before it.
         while self.lines[first - 1].strip().startswith("#"):
             first -= 1
             comments.insert(0, self.lines[first].strip().removeprefix("#").strip())
@@ -181,6 +185,7 @@ def groups() -> Iterator[Group]:
         if name != "optimizer":
             yield from _of_place(name)
     yield from _deepspeed()
+    # One row per reason: a dozen keys of the autoencoder's training share one.
     reasons: dict[str, list[str]] = {}
     for key, reason in UNUSED.items():
         reasons.setdefault(reason, []).append(key)
@@ -194,6 +199,7 @@ def _of_dataclass(where: str, schema: type) -> Iterator[Group]:
     comments = Comments(schema.__module__).of_class(schema.__name__)
     hints = typing.get_type_hints(schema, include_extras=True)
     found: dict[str, list[Option]] = {}
+    # Inherited fields have their comments in the base class, which has a group of its own.
     for one in dataclasses.fields(schema):
         if one.name in comments:
             meaning, group = comments[one.name]
@@ -299,6 +305,7 @@ def _sat_names(kind: type) -> list[str]:
 def _of_constructor(kind: Any) -> list[Option]:
     meanings = Comments(kind.__module__).of_call(kind.__name__)
     hints = typing.get_type_hints(kind.__init__, include_extras=True)
+    # Defaults from the signature, types from the hints: strings in one, objects in the other.
     parameters = inspect.signature(kind).parameters
     return [
         Option(

@@ -155,6 +155,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if sources and not Path(sources[0]).exists():
         from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
 
+        # A word that is neither a path nor an id is reported below, as a folder that is missing.
         if is_hub_id(sources[0]):
             folder = hub_folder(sources[0], "FOLDER", may_download=not found.dry_run)
             sources = [str(folder)]
@@ -223,6 +224,8 @@ def _number(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
 
 
 def _size(text: str) -> tuple[int, int]:
+    # Rows first, as everywhere in cogfast; diffusers and upstream's options name them in this
+    # order, too.
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -236,10 +239,12 @@ def _seeds(found: argparse.Namespace) -> tuple[int, ...]:
 
     found.seed becomes the first, which sets args.seed.
     """
+    # Repeated options and lists within one option can be mixed.
     words = [word.strip() for text in found.seed or () for word in text.split(",")]
     found.seed = words[0] if words else None
     if len(words) < 2:
         return ()
+    # Each seed is once in a file name, so a repeated one would overwrite its video.
     wrong = [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]
     if wrong or len(set(words)) < len(words):
         given = ",".join(words)[:80]

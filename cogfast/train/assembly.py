@@ -208,6 +208,7 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
     assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
     specs = specs_of(config, args, train.settings, Sources(folder))
+    # Both share one folder: a clip in both data sets is stored once.
     cached = None if valid is None else CachedVideos(folder, valid, specs)
     return Datasets(CachedVideos(folder, train, specs), cached)
 
@@ -218,6 +219,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
         whole = _weighed(whole, args.train_data_weights)
     train, valid = whole, None
     if isinstance(whole, CaptionedVideos) and whole.clips.splits is not None:
+        # Rows of split test are in neither part.
         train, valid = (whole.with_clips(whole.clips.in_split(n)) for n in ("train", "valid"))
         if not len(train):
             raise ValueError(
@@ -231,6 +233,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     if valid is not None and len(valid):
         return Datasets(train, valid)
     shares = [float(s) for s in args.split.split(",")]
+    # SAT's third share, of test data, is left out of both parts' sizes but counts in the sum.
     num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
     if num_valid == 0:
         return Datasets(train, None)

@@ -57,6 +57,7 @@ def _require_program(
     config: Config, key: str, what: str, variable: str, programs: tuple[str, ...], instead: str
 ) -> None:
     """Check that one of `programs` exists, or the one that the environment variable names."""
+    # Triton and Inductor ask the same variables first.
     named = os.environ.get(variable)
     if any(map(shutil.which, [named] if named else programs)):
         return

@@ -49,6 +49,7 @@ def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, text) for each missing file or folder of the frozen encoders."""
     node = config.model.get("first_stage_config")
     params = {} if is_none(node) else node.get("params") or {}
+    # SAT's key, and that of diffusers' folder; a first stage has one of them.
     for name in ("ckpt_path", "path"):
         path, key = params.get(name), f"{_FIRST_STAGE}.params.{name}"
         if path is not None and not Path(path).exists():

@@ -52,6 +52,8 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
     cache = Path(constants.HF_HUB_CACHE)
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        # All ranks of a machine come here at once; a second look finds what the first has
+        # downloaded.
         with WeakFileLock(cache / f".cogfast-{name.replace('/', '--')}.lock"):
             folder = _cached(name, key)
             if folder is None or _first_missing(folder) is not None:
@@ -107,6 +109,7 @@ def _cached(name: str, key: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
+        # Looks at the local cache alone, without the network.
         index = try_to_load_from_cache(name, "model_index.json")
     except HFValidationError as error:
         raise ValueError(f"{key}={name}: no such folder, and no id of a model ({error})") from None
@@ -120,6 +123,7 @@ def _first_missing(folder: Path) -> str | None:
 def _needed(folder: Path) -> Iterator[str]:
     """Yield the files that a whole pipeline has, shards included."""
     yield from ("model_index.json", "scheduler/scheduler_config.json")
+    # Either file is enough for the tokenizer; the message names the first if there is none.
     is_there = [name for name in _VOCABULARY if (folder / "tokenizer" / name).is_file()]
     yield f"tokenizer/{(is_there or _VOCABULARY)[0]}"
     for part, whole in _WEIGHTS.items():

@@ -34,6 +34,7 @@ def check_mesh(
         refuse(config, key, str(error))
     if world % size:
         heads = model.num_attention_heads
+        # Sizes that would fit both the ranks and the heads, for the message.
         sizes = [str(n) for n in range(1, world + 1) if world % n == 0 and heads % n == 0]
         refuse(
             config,

@@ -89,6 +89,8 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
         }
         found += [f"{_STAGE}.target", f"{_STAGE}.params.path"]
         replaced.append((_STAGE, [f"{_STAGE}.params.{name}" for name in kept]))
+        # The factor belongs to the VAE: with another one, latents would not be of the trained
+        # scale.
         factor = read_vae_config(folder / "vae").scaling_factor
         if factor is not None and factor != model["scale_factor"]:
             _check_scale(config, folder, factor)
@@ -132,6 +134,7 @@ def _is_placeholder(node: dict[str, Any], key: str) -> bool:
 
 def _kept_params(stage: dict[str, Any] | None) -> dict[str, Any]:
     """Return the params of a first stage that still apply if its weights come from elsewhere."""
+    # Chunks and tiles are choices of the user, whichever file the weights come from.
     own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}
     params = {} if stage is None or is_none(stage) else stage.get("params") or {}
     return {name: value for name, value in params.items() if name in own}
@@ -155,9 +158,11 @@ def _fill_schedules(model: dict[str, Any], folder: Path) -> list[str]:
     values = discretization_values(read_json(scheduler_file(folder), SCHEDULER))
     defaults = inspect.signature(ZeroSNRDDPMDiscretization).parameters
     found = []
+    # Denoiser, loss and sampler may each have a schedule of their own in the YAML.
     for where, node in _discretizations(model):
         params = node.get("params") or {}
         for name, value in values.items():
+            # Equal to the pipeline's already, written out or by default.
             if params.get(name, defaults[name].default) == value:
                 continue
             if name not in params:

@@ -67,6 +67,7 @@ class Exporter:
                 names = [FILE_NAME]
                 self._write_adapters(draft, manifest)
             else:
+                # The average exists only if the run's optimizer keeps one.
                 kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
                 names = [_TRANSFORMER, *([_EMA] if "shadow" in kinds else [])]
                 for name in names:
@@ -88,6 +89,7 @@ class Exporter:
         if needs_header is not None and not self.has_warned:
             logger.warning("%s: %s", FILE_NAME, needs_header)
             self.has_warned = True
+        # In the dtype of the checkpoint, float32: the file is small.
         tensors, header = peft_tensors(source)
         write_safetensors(draft / FILE_NAME, tensors, header)
 
@@ -96,6 +98,7 @@ class Exporter:
         config = identify(source)
         check_complete(source, config)
         write_transformer(source, config, folder, self.dtype)
+        # On disk before the checkpoint gets its name, as its other files are.
         for path in (*folder.iterdir(), folder):
             sync(path)
 
@@ -111,6 +114,7 @@ def _trains_adapters(transformer: nn.Module, choice: str) -> bool:
     adapters = set(filter(is_lora_parameter, parameters))
     if adapters and trained <= adapters:
         return True
+    # A run that freezes most of the model does not store what it froze.
     lacking = parameters.keys() - trained - frozen_to_keep(transformer).keys()
     reason = None
     if adapters:

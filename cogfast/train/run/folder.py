@@ -94,6 +94,7 @@ def _open(args: TrainArguments) -> tuple[Path, Path | None]:
         save, name = Path(args.save or "runs"), args.experiment_name
         run, checkpoint = _find(save, name, args.resume)
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
+            # CogVideo's trainer gives weights to start from, and no run to continue.
             run, _ = _find(save, name, None)
     is_ours = checkpoint is not None and adapters_to_resume(checkpoint) is None
     if checkpoint is not None and is_ours and run_of(checkpoint).samefile(run):
@@ -115,6 +116,7 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     run = Path(args.run_folder)
     if run.exists() and not run.is_dir():
         raise ValueError(f"args.run_folder={run} is a file; set it to a folder")
+    # The folder's own checkpoints count before those of a path, so that a restarted job continues.
     own = newest_checkpoint(run)
     if args.resume in ("auto", "latest") and own is not None:
         return own
@@ -225,6 +227,7 @@ def _named(path: Path) -> tuple[Path, Path]:
             f"args.resume={path}: no such folder; refusing to start from scratch; "
             "set it to the folder of a run or checkpoint, or to auto"
         )
+    # A path such as `.` or `..` has no name of its own, which decides what it is.
     path = path.absolute()
     checkpoint = path if is_in_run(path) else find_run_checkpoint(path)
     if checkpoint is None:

@@ -213,6 +213,7 @@ class Metrics:
         if math.isfinite(loss):
             # Per step, so that the running mean does not depend on the log interval.
             keep = _SMOOTHING**self.num_unlogged_steps
+            # The mean begins at the first loss, without a bias towards zero.
             before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss
         per_second = self.num_timed_steps * self.samples_per_step / seconds
@@ -272,6 +273,7 @@ class Metrics:
             for video in videos:
                 gif, size = _preview(video.path)
                 self.tensorboard.add_gif(step, f"samples/{video.name}", gif, size, video.text)
+        # A picture in a log is worth no run: whatever the libraries raise is logged.
         except Exception as error:
             logger.warning(
                 "step %d: the samples are not in TensorBoard (%s); training continues", step, error
@@ -288,6 +290,7 @@ class Metrics:
         if line["mfu"] is not None:
             parts += [f"MFU {100 * line['mfu']:.1f}%"]
         parts += [f"{v:.1f} GiB {k.split('_')[1]}" for k, v in line.items() if "memory" in k]
+        # An estimate from the last interval alone: it follows changes of the speed at once.
         parts += [f"{timedelta(seconds=round((self.num_steps - step) * whole / 1000))} left"]
         if line["skipped"]:
             parts += [f"{line['skipped']} non-finite steps skipped"]
@@ -366,6 +369,7 @@ def _history_until(step: int, path: Path) -> list[dict]:
         return []
     lines, problem = [], None
     try:
+        # Every whole line ends in a newline, so what follows the last one is empty or cut.
         *whole, cut = read_limited(path, _MOST_BYTES).split(b"\n")
         for number, text in enumerate(whole, 1):
             try:
