@@ -224,8 +224,7 @@ def _number(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
 
 
 def _size(text: str) -> tuple[int, int]:
-    # Rows first, as everywhere in cogfast; diffusers and upstream's options name them in this
-    # order, too.
+    # Rows first, as in data.params.video_size.
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -244,7 +243,7 @@ def _seeds(found: argparse.Namespace) -> tuple[int, ...]:
     found.seed = words[0] if words else None
     if len(words) < 2:
         return ()
-    # Each seed is once in a file name, so a repeated one would overwrite its video.
+    # A repeated seed would give the same video twice.
     wrong = [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]
     if wrong or len(set(words)) < len(words):
         given = ",".join(words)[:80]

@@ -233,7 +233,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     if valid is not None and len(valid):
         return Datasets(train, valid)
     shares = [float(s) for s in args.split.split(",")]
-    # SAT's third share, of test data, is left out of both parts' sizes but counts in the sum.
+    # The third share, SAT's test data, stays in the training data: there is no test phase.
     num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
     if num_valid == 0:
         return Datasets(train, None)
