@@ -71,8 +71,10 @@ class SamplingFlags:
         if self.negative_prompt is not None:
             put(args, "args.negative_prompt", self.negative_prompt, "--negative-prompt")
         if self.num_videos is not None:
-            # In this mode, that of SAT's inference.yaml, batch_size counts videos per prompt.
-            put(args, "args.mode", "inference", "--num-videos")
+            # In this mode, that of SAT's inference.yaml, batch_size counts videos per prompt. A model
+            # folder has it already.
+            if args["mode"] != "inference":
+                put(args, "args.mode", "inference", "--num-videos")
             put(args, "args.batch_size", self.num_videos, "--num-videos")
         return dataclasses.replace(
             config,

@@ -204,6 +204,18 @@ def test_a_negative_prompt_is_diffusers(
     assert (settings["num_steps"], settings["num_frames"]) == (STEPS, 9)
 
 
+def test_a_pipeline_takes_every_plain_option(
+    pipelines: Pipelines, capsys: pytest.CaptureFixture
+) -> None:
+    """Its folder sets keys of its own, as the command line does."""
+    words = ["--steps", "7", "--guidance", "2", "--negative-prompt", "grey", "--num-videos", "3"]
+    words += ["--frames", "9", "--size", "32x48", "--fps", "4"]
+    assert main(["sample", str(pipelines.path("5b")), "--dry-run", *words]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    for flag in words[::2]:
+        assert any(row.endswith(f"# {flag}") for row in rows), flag
+
+
 def test_a_pipeline_at_another_size_gives_diffusers_latents(
     pipelines: Pipelines, tmp_path: Path
 ) -> None:
