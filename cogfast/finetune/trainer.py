@@ -126,6 +126,11 @@ class Trainer:
         """Do as `fit`; upstream's example calls it right after the constructor."""
         self.fit()
 
+    @property
+    def data_loader(self) -> Any:
+        """Iterator over this rank's micro-batches; None before training."""
+        return None if self._run is None else self._run.batches
+
     def compute_loss(self, batch: dict) -> Tensor:
         """Return the mean loss, a float32 scalar, of a micro-batch on the device.
 

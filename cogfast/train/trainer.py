@@ -34,6 +34,7 @@ from cogfast.train.assembly import (
 )
 from cogfast.train.caching.encode_choice import EncodeChoice
 from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
+from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import count_trained, run_without_dynamo
 from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
@@ -108,6 +109,7 @@ class Trainer:
         self.folder, self.checkpoint = open_run_folder(args, self.groups)
         self.manifest: dict = {}
         self.step = 0  # optimizer steps done
+        self.batches: ModelBatches | None = None  # while it trains
         adapters = None if self.checkpoint is None else adapters_to_resume(self.checkpoint)
         if adapters is not None:
             args = self._take_adapters(adapters)
@@ -209,7 +211,7 @@ class Trainer:
         """Train from the current step to the last, or until a signal asks to stop."""
         args, engine, profiler = self.args, self.engine, self.profiler
         checkpointing = self.checkpointing
-        batches = assemble_batches(
+        batches = self.batches = assemble_batches(
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
         self._announce()

@@ -172,6 +172,7 @@ def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
 
         def compute_loss(self, batch: dict) -> Tensor:
             run = self._prepare()
+            assert self.data_loader is run.batches
             if not seen:
                 copy_adapters(run.engine.transformer, trained)
             assert self.lr_scheduler.get_last_lr() == schedule.get_last_lr()
