@@ -93,7 +93,10 @@ setup(
     package_data={"cogfast": ["py.typed"]},
     ext_modules=cpu_kernels(),
     cmdclass={"build_ext": BuildKernels},
-    data_files=[("share/cogfast/configs", sorted(map(str, Path("configs").glob("*.yaml"))))],
+    data_files=[
+        ("share/cogfast/configs", sorted(map(str, Path("configs").glob("*.yaml")))),
+        ("share/cogfast/docs", ["docs/options.md"]),  # --help-all prints it
+    ],
     install_requires=[
         "torch>=2.11,<2.14",
         f"triton>=3.6,<3.8{LINUX_X86}",
