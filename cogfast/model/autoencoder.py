@@ -122,13 +122,9 @@ class FirstStage(Protocol):
 class VideoAutoencoder(nn.Module):
     """Frozen encoder and decoder of video clips; applies no scale factor.
 
-    path: a diffusers VAE folder (or one with vae/ inside). inner: a built AutoencoderKLCogVideoX,
-    instead of path. encode_chunks: "whole" as SAT, "frames" as diffusers (8 frames at a time), "tiles"
-    as diffusers with tiling (also 8 frames at a time), "auto" the first of these that fits
-    (limit_encode_memory; whole without it); "diffusers" is "frames". Single frames are encoded whole.
-    decode_chunks: "serial" or "whole". use_slicing: one clip of the batch at a time (same outputs).
-    use_tiling: process larger frames in tiles of tile_size = [rows, columns] pixels (default
-    240x360). Tiling changes outputs, since each tile has its own group norm statistics.
+    inner: a built AutoencoderKLCogVideoX, instead of path. With encode_chunks="auto",
+    limit_encode_memory decides, and without it clips are encoded whole. "tiles" takes 8 frames at a
+    time, too; single frames are encoded whole in any case.
     """
 
     def __init__(
