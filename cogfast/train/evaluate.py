@@ -21,7 +21,8 @@ from cogfast.data.batches import BatchLoader, in_unit_range
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.video.transform import resize_and_center_crop
+from cogfast.data.video.clip import resize_picture
+from cogfast.data.video.transform import Resize
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.files import WriteError
 from cogfast.schema.arguments import TrainArguments
@@ -53,7 +54,9 @@ T = TypeVar("T")
 
 
 class Evaluator:
-    """Computes the held-out loss and samples videos. dataset: the held-out data or None.
+    """Computes the held-out loss and samples videos.
+
+    dataset: the held-out data or None. resize: how images get the size of the videos, as in training.
 
     Under ZeRO-3 all ranks must call the network together. Each step of an evaluation therefore first
     agrees on whether any rank has failed.
@@ -68,9 +71,11 @@ class Evaluator:
         args: TrainArguments,
         groups: ProcessGroups,
         folder: Path,
+        resize: Resize = "crop",
     ) -> None:
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
+        self.resize: Resize = resize
         self.batch_size = args.eval_batch_size or args.batch_size
         self.given = given_prompts(args) if args.has_evaluation else []
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
@@ -270,7 +275,7 @@ class Evaluator:
         get held-out first frames."""
         if self._are_whole(self.given):
             return [
-                Prompt(i, prompt.text, _SEED + i, _image(prompt.image, size))
+                Prompt(i, prompt.text, _SEED + i, self._image(prompt.image, size))
                 for i, prompt in enumerate(self.given)
             ]
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
@@ -301,16 +306,15 @@ class Evaluator:
             pixels = pixels.cpu()  # sync: a picture of an evaluation
             size = _pixels(video)
             if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # from a different bucket
-                pixels = resize_and_center_crop(pixels.permute(1, 2, 0)[None], size)[0]
+                pixels = resize_picture(pixels.permute(1, 2, 0), size, self.resize)
             image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")
         caption: str = text or item.get("txt", "")
         return Prompt(index, caption, _SEED + index, image, image_latents, embedding)
 
-
-def _image(path: Path | None, size: LatentSize) -> Tensor | None:
-    """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
-    return None if path is None else read_image(path, _pixels(size), "the image of a prompt")
+    def _image(self, path: Path | None, size: LatentSize) -> Tensor | None:
+        """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
+        return None if path is None else read_image(path, _pixels(size), self.resize, "the image")
 
 
 def _pixels(size: LatentSize) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cogfast.config import Config
+from cogfast.config import Config, data_arguments
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
@@ -190,6 +190,7 @@ class Trainer:
             args,
             self.groups,
             self.folder,
+            data_arguments(config).get("resize", "crop"),
         )
         # The model's largest size until the first batch sets it; compute_loss of a subclass may not.
         # With buckets, evaluations sample the configured size: the last batch's would depend on the

@@ -187,6 +187,7 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
         data,
         "5b_i2v",
         valid_data=[],
+        overrides=("data.params.resize=stretch",),
         eval_with_ema=False,
         eval_prompt_file=str(tmp_path / "prompts.txt"),
         eval_images=str(tmp_path / "images.txt"),
@@ -217,6 +218,14 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
     trainer.evaluator(4, trainer.latent_size)
     again = [load_file(samples(tmp_path, 4) / name)["latents"] for name in names]
     assert torch.equal(torch.stack(again), written)
+
+    # White in the first quarter, which a crop to the middle would cut off.
+    wide = np.zeros((32, 64, 3), np.uint8)
+    wide[:, :16] = 255
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    found = trainer.evaluator._image(tmp_path / "wide.png", trainer.latent_size)
+    assert found.shape == (3, 32, 32)
+    assert found[:, :, :7].min() > 0.99 and found[:, :, 9:].max() < -0.99
 
 
 @pytest.mark.parametrize("family", ["2b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])

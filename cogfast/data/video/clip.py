@@ -152,6 +152,11 @@ def read_image(
         pixels = read_pixels(source)
     except ValueError as error:
         raise BadSample(name, str(error)) from None
+    return resize_picture(pixels, size, resize)
+
+
+def resize_picture(pixels: Tensor, size: tuple[int, int], resize: Resize) -> Tensor:
+    """Resize a picture [H, W, 3] uint8 as clips are, to [3, rows, columns] uint8."""
     if resize == "stretch":
         return stretch_picture(pixels, size)
     return resize_and_center_crop(pixels[None], size)[0]

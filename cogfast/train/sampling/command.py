@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config
+from cogfast.config import Config, data_arguments
 from cogfast.files import WriteError, write_text
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
@@ -97,10 +97,11 @@ def sample(
             )
         num_copies = len(seeds)
     given = list(zip(prompts, images, sizes, strict=True))
+    resize = data_arguments(config).get("resize", "crop")
     wanted = []
     for i in range(len(given) * num_copies):
         text, image, size = given[i // num_copies]
-        pixels = None if image is None else read_image(image, _pixels(size))
+        pixels = None if image is None else read_image(image, _pixels(size), resize)
         is_named = len(seeds) > 1
         seed = seeds[i % num_copies] if is_named else seeds[0] + i
         wanted.append(Prompt(i, text, seed, pixels, size=size, is_named_by_seed=is_named))

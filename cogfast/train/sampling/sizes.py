@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments
-from cogfast.data.video.clip import read_pixels
+from cogfast.data.video.clip import read_pixels, resize_picture
 from cogfast.data.video.settings import checked_size
-from cogfast.data.video.transform import resize_and_center_crop
+from cogfast.data.video.transform import Resize
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.schema.arguments import TrainArguments
@@ -101,7 +101,8 @@ def open_image(path: Path, name: str = "--image") -> Tensor:
         raise ValueError(f"{name} {path}: {error}") from None
 
 
-def read_image(path: Path, size: tuple[int, int], name: str = "--image") -> Tensor:
-    """Read an image as [3, H, W] in [-1, 1], scaled to cover `size` and center-cropped."""
-    frames = resize_and_center_crop(open_image(path, name)[None], size)
-    return frames[0].float() / 127.5 - 1
+def read_image(
+    path: Path, size: tuple[int, int], resize: Resize = "crop", name: str = "--image"
+) -> Tensor:
+    """Read an image as [3, H, W] in [-1, 1], resized as the training clips are."""
+    return resize_picture(open_image(path, name), size, resize).float() / 127.5 - 1
