@@ -1,11 +1,16 @@
-"""The keys of DeepSpeed's configuration that cogfast passes on, with their types."""
+"""The keys of DeepSpeed's configuration that cogfast passes on, with their types, and "auto" values.
+
+transformers and accelerate write "auto" where one of their own options has the value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
+from cogfast.schema.config import DEFAULT
 from cogfast.schema.json_files import Range
+from cogfast.schema.values import fits
 
 _COUNT = Annotated[float, Range(0, 10**12)]  # bucket sizes are often written as 5e8
 _BATCH = Annotated[int, Range(1, 10**5)]
@@ -42,6 +47,7 @@ TOP_KEYS: dict[str, Any] = {
     "fp16": Mapping,
     # the optimizer: type and params
     "optimizer": Mapping,
+    "scheduler": Mapping | None,
     # accepted, not used; see args.activation_checkpointing
     "activation_checkpointing": Mapping,
     # dtype in which gradients are accumulated
@@ -241,7 +247,6 @@ SECTION_KEYS: dict[str, dict[str, Any]] = {
 
 # Top-level keys that DeepSpeed knows but cogfast does not support, with what to do instead.
 REFUSED_DEEPSPEED: dict[str, str] = {
-    "scheduler": "the learning rate is set by args.lr_schedule, lr_decay_style and warmup; remove it",
     "amp": "apex mixed precision is not used; enable bf16 or fp16",
     "torch_autocast": "bf16 and fp16 set the precision; enable one of them",
     "tensorboard": "TensorBoard logs are always written to the run folder; remove it",
@@ -259,3 +264,80 @@ REFUSED_DEEPSPEED: dict[str, str] = {
     "checkpoint": "DeepSpeed does not write the checkpoints; use args.save_interval and keep_last",
     "compile": "torch.compile is not in this version; remove it",
 }
+
+AUTO = "auto"
+_ADAM = ("adam", "adamw")
+# Key of deepspeed -> key of args that has the value
+_FROM_ARGS = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+_CLIPPING = 1.0  # accelerate's value for "auto", and DeepSpeed's default
+# Param of DeepSpeed's Adam and AdamW -> its default
+_ADAM_DEFAULTS = {"betas": [0.9, 0.999], "eps": 1e-8}
+# Key of zero_optimization -> its value for a width of tokens, as in transformers and accelerate
+_FROM_WIDTH: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
+
+
+def fill_auto(config: dict[str, Any], origins: dict[str, str]) -> None:
+    """Replace every "auto" of the deepspeed section, or remove it where DeepSpeed's default applies.
+
+    Updates both arguments. The args section has its defaults already. An origin names the key that
+    a value comes from.
+    """
+    section, args = config.get("deepspeed") or {}, config["args"]
+    found: dict[str, tuple[Any, str]] = {}  # dotted key -> (value, where it comes from)
+    for key, name in _FROM_ARGS.items():
+        found[key] = (args[name], f"args.{name}")
+    found["gradient_clipping"] = (_CLIPPING, "auto")
+    optimizer = _mapping(section.get("optimizer"))
+    for name in ("lr", "weight_decay"):
+        found[f"optimizer.params.{name}"] = (args[name], f"args.{name}")
+    if str(optimizer.get("type")).lower() in _ADAM:
+        for name, value in _ADAM_DEFAULTS.items():
+            found[f"optimizer.params.{name}"] = (value, "auto")
+    network = _mapping(_mapping(config["model"].get("network_config")).get("params"))
+    width = network.get("hidden_size")
+    if isinstance(width, int):
+        for name, rule in _FROM_WIDTH.items():
+            found[f"zero_optimization.{name}"] = (rule(width), "auto: hidden_size")
+    is_set = any(origins.get(f"args.{name}", DEFAULT) != DEFAULT for name in ("bf16", "fp16"))
+    for name in ("bf16", "fp16"):
+        if is_set:
+            found[f"{name}.enabled"] = (args[name], f"args.{name}")
+        elif _mapping(section.get(name)).get("enabled") == AUTO:
+            # Without the section, the dtype of the weights decides.
+            _forget(section, name, f"deepspeed.{name}", origins)
+    _replace(section, "", TOP_KEYS, found, origins)
+
+
+def _replace(
+    node: dict[str, Any],
+    where: str,
+    types: Mapping[str, Any],
+    found: Mapping[str, tuple[Any, str]],
+    origins: dict[str, str],
+) -> None:
+    for name, value in list(node.items()):
+        key = f"{where}{name}"
+        # The scheduler is not used at all.
+        if isinstance(value, dict) and key != "scheduler":
+            _replace(value, f"{key}.", SECTION_KEYS.get(key, {}), found, origins)
+        elif value == AUTO and key in found:
+            node[name], origins[f"deepspeed.{key}"] = found[key]
+        elif value == AUTO and not fits(AUTO, types.get(name, int)):
+            _forget(node, name, f"deepspeed.{key}", origins)
+
+
+def _forget(node: dict[str, Any], name: str, key: str, origins: dict[str, str]) -> None:
+    del node[name]
+    for old in [old for old in origins if old == key or old.startswith(f"{key}.")]:
+        del origins[old]
+
+
+def _mapping(node: object) -> dict[str, Any]:
+    return node if isinstance(node, dict) else {}

@@ -39,6 +39,7 @@ UNUSED: dict[str, str] = {
     "model.augmentation_dropout": "SAT reads it nowhere",
     "model.no_cond_log": "captions are written beside every sample",
     "deepspeed.activation_checkpointing": _TORCH_CHECKPOINTING,
+    "deepspeed.scheduler": "args.lr_schedule, lr_decay_style and warmup set the learning rate",
     "deepspeed.zero_optimization.load_from_fp32_weights": "checkpoints hold the exact fp32 weights",
     "DiffusionTransformer.adm_in_channels": "read only with num_classes, which no CogVideoX has",
     "DiffusionTransformer.parallel_output": _NOT_SAT_NETWORK,

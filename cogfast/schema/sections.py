@@ -10,7 +10,7 @@ from typing import Any
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import check_component, is_component
 from cogfast.schema.config import DEFAULT, SECTIONS, move_origin
-from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS
+from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS, fill_auto
 from cogfast.schema.sat_classes import NETWORKS
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import (
@@ -99,6 +99,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
         elif args[key] is None:
             args[key] = []
     _spread_checkpointing(config, origins)
+    fill_auto(config, origins)
 
 
 def check_sections(

@@ -130,7 +130,7 @@ WRONG = {
     "deepspeed.zero_optimization.offload_optimizer.ratio=2": "ratio=2 must be a number from 0 to 1",
     "deepspeed.aio.block_size=0": "deepspeed.aio.block_size=0 must be a whole number from 1",
     "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
-    "deepspeed.scheduler.type=WarmupLR": "the learning rate is set by args.lr_schedule",
+    "deepspeed.scheduler=WarmupLR": "deepspeed.scheduler='WarmupLR' must be a mapping",
     "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Adam, AdamW or a class",
     "deepspeed.optimizer.params.betas=[0.9]": "betas=[0.9] must be a list of 2 (a number, a number)",
 }

@@ -1,0 +1,203 @@
+"""DeepSpeed configurations of transformers, accelerate and CogVideo's trainer, with "auto" in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cogfast.__main__ import main
+from cogfast.config import Config, load_config
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.config import to_dict
+from cogfast.train.distributed.zero_engine import deepspeed_config
+from cogfast.train.preflight.mesh import check_global_batch
+from tests.support.tiny_run import ROOT
+
+# The sections of zero2.yaml, zero2_offload.yaml, zero3.yaml and zero3_offload.yaml of CogVideo's trainer.
+ZERO2 = """
+    "stage": 2,
+    "allgather_partitions": true,
+    "allgather_bucket_size": 2e8,
+    "overlap_comm": true,
+    "reduce_scatter": true,
+    "reduce_bucket_size": 5e8,
+    "contiguous_gradients": true"""
+ZERO3 = """
+    "overlap_comm": true,
+    "contiguous_gradients": true,
+    "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "sub_group_size": 1e9,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": "auto",
+    "stage3_prefetch_bucket_size": 5e8,
+    "stage3_param_persistence_threshold": 1e5,
+    "stage": 3"""
+OFFLOAD = ', "offload_%s": {"device": "cpu", "pin_memory": true}'
+ZERO = {
+    "zero2": ZERO2,
+    "zero2_offload": ZERO2 + OFFLOAD % "optimizer",
+    "zero3": ZERO3,
+    "zero3_offload": ZERO3 + OFFLOAD % "optimizer" + OFFLOAD % "param",
+}
+WHOLE = """{
+  "bf16": {"enabled": true},
+  "optimizer": {
+    "type": "AdamW",
+    "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": true, "adam_w_mode": true}
+  },
+  "scheduler": {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+  },
+  "zero_optimization": {%s},
+  "gradient_accumulation_steps": 1,
+  "train_micro_batch_size_per_gpu": 1,
+  "train_batch_size": "auto",
+  "gradient_clipping": "auto",
+  "steps_per_print": 2000,
+  "wall_clock_breakdown": false
+}"""
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_the_files_of_cogvideos_trainer_are_deepspeed_sections(name: str, tmp_path: Path) -> None:
+    """Two of them have a key twice, once as "auto"."""
+    base = tmp_path / "base.yaml"
+    base.write_text(f"args: {{lr: 0.002, weight_decay: 0.3}}\ndeepspeed: {WHOLE % ZERO[name]}\n")
+    config = load_config([base])
+    section = to_dict(config.deepspeed)
+    assert section["optimizer"]["params"] == {
+        "lr": 0.002,
+        "weight_decay": 0.3,
+        "torch_adam": True,
+        "adam_w_mode": True,
+    }
+    assert section["gradient_clipping"] == 1.0
+    assert "train_batch_size" not in section
+    zero = section["zero_optimization"]
+    assert "auto" not in zero.values() and zero["reduce_bucket_size"] == 5e8
+    if name.startswith("zero3"):
+        assert zero["stage3_prefetch_bucket_size"] == 5e8
+        assert zero["stage3_param_persistence_threshold"] == 1e5
+        assert "stage3_gather_16bit_weights_on_model_save" not in zero
+    assert config.unused == {
+        "deepspeed.scheduler": "args.lr_schedule, lr_decay_style and warmup set the learning rate"
+    }
+    assert config.origins["deepspeed.optimizer.params.lr"] == "args.lr"
+    args = TrainArguments.from_config(config)
+    assert (args.lr, args.weight_decay, args.precision) == (0.002, 0.3, "bf16")
+    assert args.zero_stage == int(name[4])
+    given = deepspeed_config(config, args)
+    assert "scheduler" not in given and "auto" not in str(given)
+
+
+def filled(*overrides: str) -> Config:
+    return load_config([], overrides)
+
+
+def test_batch_sizes_come_from_args() -> None:
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    given = ["args.batch_size=3", "args.gradient_accumulation_steps=2"]
+    config = filled(*given, *(f"deepspeed.{name}=auto" for name in auto))
+    assert to_dict(config.deepspeed) == {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+    }
+    assert config.origins["deepspeed.train_micro_batch_size_per_gpu"] == "args.batch_size"
+    assert "deepspeed.train_batch_size" not in config.origins
+    check_global_batch(config, TrainArguments.from_config(config), world_size=4)
+
+
+def test_a_dry_run_shows_where_a_value_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(
+        "args: {lr: 0.5, bf16: true}\ndeepspeed: {optimizer: {type: AdamW, params: {}}}"
+    )
+    names = ("lr", "betas", "eps", "weight_decay", "fused")
+    autos = [f"deepspeed.optimizer.params.{name}=auto" for name in names]
+    autos += ["deepspeed.bf16.enabled=auto", "deepspeed.scheduler={type: WarmupLR}"]
+    assert main(["train", "--base", str(base), "--dry-run", *autos]) == 0
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {
+        "lr: 0.5 # args.lr",
+        "betas: [0.9, 0.999] # auto",
+        "eps: 1.0e-08 # auto",
+        "weight_decay: 0.01 # args.weight_decay",
+        "enabled: true # args.bf16",
+    } <= lines
+    assert any(line.startswith("# deepspeed.scheduler is accepted and not used") for line in lines)
+    assert not any("fused" in line for line in lines)
+
+
+@pytest.mark.parametrize(("args", "expected"), [((), {}), (("args.bf16=true",), {"bf16": True})])
+def test_precision(args: tuple, expected: dict) -> None:
+    """Without a word in args, the dtype of the weights decides, as without the section."""
+    autos = ("deepspeed.bf16={enabled: auto}", "deepspeed.fp16={enabled: auto, loss_scale: 0}")
+    section = to_dict(filled(*args, *autos).deepspeed)
+    if not expected:
+        assert section == {}
+    else:
+        assert section == {
+            "bf16": {"enabled": True},
+            "fp16": {"enabled": False, "loss_scale": 0},
+        }
+
+
+def test_bucket_sizes_follow_the_width() -> None:
+    """The rule is that of transformers and accelerate: of 3072, 9.4 million elements."""
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+    names += ("stage3_param_persistence_threshold", "allgather_bucket_size", "sub_group_size")
+    autos = [f"deepspeed.zero_optimization.{name}=auto" for name in names]
+    assert to_dict(filled(*autos).deepspeed) == {"zero_optimization": {}}
+    config = load_config([ROOT / "configs" / "cogvideox_5b.yaml"], autos)
+    zero = to_dict(config.deepspeed)["zero_optimization"]
+    assert zero == dict(zip(names, (9437184, 8493465, 30720), strict=False))
+    assert config.origins[f"deepspeed.zero_optimization.{names[0]}"] == "auto: hidden_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("args.batch_size=2", "deepspeed.train_micro_batch_size_per_gpu=1"),
+            r"command line: args.batch_size=2, but deepspeed.train_micro_batch_size_per_gpu=1; chan",
+        ),
+        (
+            ("args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=2"),
+            r"args.batch_size=1, but deepspeed.train_micro_batch_size_per_gpu=2; change one of them",
+        ),
+        (
+            ("args.gradient_accumulation_steps=4", "deepspeed.gradient_accumulation_steps=2"),
+            r"args.gradient_accumulation_steps=4, but deepspeed.gradient_accumulation_steps=2",
+        ),
+        (
+            ("deepspeed.train_batch_size=4",),
+            r"deepspeed.train_batch_size=4 does not fit 8 data-parallel ranks: train_micro_batch_s",
+        ),
+    ],
+)
+def test_two_values_of_one_thing_are_refused(overrides: tuple, message: str) -> None:
+    config = filled(*overrides)
+    with pytest.raises(ValueError, match=message):
+        check_global_batch(config, TrainArguments.from_config(config), world_size=8)
+
+
+def test_a_runs_saved_configuration_does_not_contradict_itself(tmp_path: Path) -> None:
+    saved = tmp_path / "training_config.yaml"
+    saved.write_text(filled("deepspeed.train_micro_batch_size_per_gpu=4").to_yaml())
+    config = load_config([saved], ["deepspeed.train_micro_batch_size_per_gpu=2"])
+    check_global_batch(config, TrainArguments.from_config(config), world_size=1)
+
+
+@pytest.mark.parametrize("twice", ["a: 1, a: 2", "a: auto, a: auto", "a: 1, b: auto, a: 1"])
+def test_other_keys_that_occur_twice_are_refused(twice: str, tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(f"deepspeed: {{zero_optimization: {{{twice}}}}}\n")
+    with pytest.raises(ValueError, match="base.yaml.*duplicate key a"):
+        load_config([base])
