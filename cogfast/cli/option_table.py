@@ -283,6 +283,7 @@ def _of_place(name: str) -> Iterator[Group]:
         module, _, class_name = path.rpartition(".")
         if module.startswith("cogfast") and path not in _WRITTEN_OUT:
             kind = getattr(importlib.import_module(module), class_name)
+            # Samplers share one constructor, and so one table.
             owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
             found.setdefault(owner, []).append(kind)
     for owner, kinds in found.items():
@@ -383,6 +384,7 @@ def _table(options: Sequence[Option]) -> str:
 def main(argv: Sequence[str]) -> None:
     file = Path(argv[0]) if argv else FILE
     text = render()
+    # A key without a meaning is worth no row: the command fails before it writes.
     missing = [one.key for group in groups() for one in group.options if not one.meaning]
     if missing:
         raise ValueError(f"no comment above {', '.join(missing)}; write one with its meaning")

@@ -346,6 +346,7 @@ def _flag_overrides(found: argparse.Namespace) -> list[str]:
     if values.get("resume") is not None:
         # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
         overrides.append(f"args.resume={json.dumps(values['resume'])}")
+    # A flag that is left out sets nothing, so that it does not overwrite a file's value.
     if values.get("accept_changes"):
         overrides.append("args.accept_changes=true")
     for key, value in values.items():

@@ -101,6 +101,7 @@ def parallelize(
     check_model_parallel_size(group.size, transformer.config)
     if group.size == 1:
         return
+    # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
     column, row = ColumnParallelLinear, RowParallelLinear
     if splits_rows:
         column, row = RowGatheringLinear, RowScatteringLinear

@@ -37,6 +37,7 @@ def _start_gather(rows: Tensor, group: TensorParallelGroup) -> Tensor:
 
 def _joined(gathered: Tensor, group: TensorParallelGroup) -> Tensor:
     """Wait for `_start_gather` and join its result -> [B, S, N]."""
+    # Ranks are joined along dim 0, but their rows follow each other along dim 1.
     pieces = _ops.wait_tensor(gathered).unflatten(0, (group.size, -1))
     return pieces.transpose(0, 1).flatten(1, 2)
 
@@ -116,6 +117,7 @@ class _GatheringLinear(torch.autograd.Function):
         # The collectives run beside the matmuls and are waited for when their result is needed.
         gathered = _start_gather(x, group) if needs_dw else None
         if needs_dx:
+            # Each rank has a part of the sum over the outputs: a reduce-scatter adds and splits it.
             dx = _start_scatter(grad @ weight, group)
         rows = grad.flatten(0, -2)
         if gathered is not None:

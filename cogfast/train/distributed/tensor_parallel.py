@@ -148,6 +148,7 @@ def share_vectors(vectors: Sequence[Tensor], group: TensorParallelGroup) -> Sequ
 
 def take_share(parameter: Tensor, shard: Shard) -> nn.Parameter:
     """Copy this rank's shard of a parameter, so that the whole parameter can be freed."""
+    # A clone, since a view would keep the whole parameter in memory.
     share = shard.of(parameter.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(share, parameter.requires_grad)
 
@@ -174,6 +175,7 @@ class ParallelLinear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply with the local shard, without communication."""
+        # A deferred bias, sharded or whole, goes to the kernel behind the linear.
         return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
 
@@ -240,6 +242,7 @@ class ParallelLora(LoraLinear):
 
     def _cut(self, name: str, matrices: nn.ParameterDict, dim: int) -> nn.ParameterDict:
         shards = {part: self.group.shard(matrix.shape, dim) for part, matrix in matrices.items()}
+        # Checkpoints and loaders ask for these: a rank reads and writes its part of each matrix.
         self.shards |= {f"{name}.{part}": shard for part, shard in shards.items()}
         return nn.ParameterDict({part: take_share(matrices[part], shards[part]) for part in shards})
 

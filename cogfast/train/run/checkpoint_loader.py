@@ -56,6 +56,7 @@ def load_checkpoint(
     _refuse_damage(path, groups, damage)
     _fill_frozen(files, engine)
     for piece in engine.slices:
+        # Counters are those of a parameter; all of a partition have had the same steps.
         for key, value in manifest["counters"][piece.parameter].items():
             engine.set_counter(piece.part, key, value)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
@@ -121,6 +122,7 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
         )
     parameters = engine.transformer.named_parameters()
     have = {n: whole_shape(p) for n, p in parameters if p.requires_grad}
+    # Whole shapes on both sides, so that the layouts of both runs do not matter.
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     if have == saved:
         return
