@@ -77,6 +77,10 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
             {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}},
             TRAINER,
         ),
+        "model.first_stage_config.params.encode_chunks": (
+            "auto" if args.enable_tiling else "frames",
+            "--enable_tiling",
+        ),
         "model.en_and_decode_n_samples_a_time": (
             1 if args.enable_slicing else None,
             "--enable_slicing",

@@ -79,6 +79,8 @@ def test_every_family_gives_a_configuration(options, family, training_type):
     assert model["conditioner_config"]["params"]["emb_models"][0]["ucg_rate"] == 0
     assert model["scale_factor"] == 0.7
     assert network.modules.pos_embed_config.params.get("positions", "integer") == "integer"
+    stage = model["first_stage_config"]["params"]
+    assert stage == {"path": f"{config.args.load}/vae", "encode_chunks": "auto"}
     sampler = model["sampler_config"]
     assert sampler["target"].endswith("VPSDEDPMPP2MSampler")
     assert sampler["params"]["num_steps"] == 50
@@ -125,6 +127,9 @@ def test_steps_come_before_epochs_and_clips_by_time(options):
     assert (both.args.train_iters, both.args.epochs) == (7, None)
     epochs = translate(Args(**options(train_epochs=3)))
     assert (epochs.args.train_iters, epochs.args.epochs) == (None, 3)
+    tiled = translate(Args(**options(enable_tiling=False, enable_slicing=False)))
+    assert tiled.model.first_stage_config.params.encode_chunks == "frames"
+    assert tiled.model.en_and_decode_n_samples_a_time is None
     params = both.data.params
     assert (params.frame_selection, params.short_clips, params.fps) == ("uniform", "pad", 8)
     assert params.resize == "crop"
