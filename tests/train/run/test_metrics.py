@@ -17,13 +17,14 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.metrics import Metrics, forward_flops, memory_gib, train_flops
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import ROOT, launch_ranks, run_folder, write_clips, write_config
-from tests.support.tiny_transformers import tiny
+from tests.support.tiny_transformers import inputs, tiny
 
 KEYS = {
     "step",
@@ -353,6 +354,20 @@ def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.M
     assert received[0]["id"] == received[0]["name"] == run.name
     assert received[0]["resume"] == "allow"
     assert received[1:] == [(1, lines(tmp_path)[0]["loss"]), 0]
+
+
+@pytest.mark.parametrize("targets", [("to_q", "to_out.0"), ("ff.net.0.proj", "ff.net.2")])
+def test_flops_of_adapters_are_those_that_run(targets: tuple[str, ...]) -> None:
+    counted = []
+    adapted = tiny("5b", lora_rank=4, lora_targets=targets)
+    for model in (adapted, tiny("5b")):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(**inputs("5b"))
+        counted.append(counter.get_total_flops() / 2)  # two samples
+    num_tokens = 10 + 4 * 24
+    linear, attention = forward_flops(adapted.config, num_tokens)
+    found = train_flops(adapted.config, num_tokens) - 2 * linear - 3 * attention
+    assert found == pytest.approx(3 * (counted[0] - counted[1]), rel=1e-6)
 
 
 def test_flops_of_a_layer_by_hand() -> None:
