@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(argv))
     keep_streams()
     kept = _KEPT.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
-    last_line = lambda reason: f"cogfast: {reason}{kept}" if is_first_rank() else ""
-    signals = StopSignals(last_line, on_first=_interrupt, patience=_UNWIND_SECONDS)
+    last_line = lambda reason: f"cogfast: {reason}" if is_first_rank() else ""
+    signals = StopSignals(last_line, on_first=_interrupt, patience=_UNWIND_SECONDS, kept=kept)
     status = 0
     with signals:
         with contextlib.suppress(Interrupted):
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             number = signals.received[0]
             reason = f"ended by {name_of(number)}"
             tell_torchrun(reason)
-            write_last_line(last_line(reason))
+            write_last_line(last_line(reason + signals.kept))
             end_by(number)
     settle_signals()
     return status

@@ -106,6 +106,8 @@ class TrainArguments:
     split: str = "1,0,0"
     # cache folder that `cogfast cache` filled; training reads it instead of the videos
     latent_cache: str | None = None
+    # fill latent_cache as `cogfast cache` does before training; then the encoders leave the memory
+    encode_first: bool = False
     # image-to-video: number of noised first frames cached per clip; each step draws one.
     # 0: cache the frame itself; each step noises and encodes it
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0

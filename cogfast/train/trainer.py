@@ -32,6 +32,7 @@ from cogfast.train.assembly import (
     assemble_order,
     assemble_transformer,
 )
+from cogfast.train.caching.command import encode_first
 from cogfast.train.caching.encode_choice import EncodeChoice
 from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.distributed.model_batches import ModelBatches
@@ -94,6 +95,8 @@ class Trainer:
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
+        if args.encode_first:
+            encode_first(config, args, self.groups)
         self.accumulation = args.gradient_accumulation_steps
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
         # Before the model is built: headers determine buckets and order, and unreadable data should

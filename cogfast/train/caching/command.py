@@ -7,6 +7,7 @@ divided among the ranks, each of which writes its own.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import time
@@ -54,6 +55,7 @@ from cogfast.train.caching.progress import CacheProgress
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.header_scan import survey_datasets
+from cogfast.train.run.stop_signals import keeping
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +84,28 @@ class Clip:
 def cache_latents(config: Config) -> None:
     """Encode all samples of args.train_data and args.valid_data into args.latent_cache."""
     args = TrainArguments.from_config(config)
-    assert args.latent_cache is not None, "check_cache asks for a folder"
     groups = start_processes()
+    _fill(config, args, groups, "`cogfast cache`")
+    groups.close()
+
+
+def encode_first(config: Config, args: TrainArguments, groups: ProcessGroups) -> None:
+    """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
+    kept = (
+        f"; the shards that are complete are kept in {args.latent_cache}, and the same command "
+        "continues from there"
+    )
+    # Each rank encodes other clips, also the ranks that share a model later.
+    groups = dataclasses.replace(groups, tensor=None, model_control=None, data=None)
+    with keeping(kept):
+        _fill(config, args, groups, "the same command")
+    gc.collect()
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _fill(config: Config, args: TrainArguments, groups: ProcessGroups, command: str) -> None:
+    assert args.latent_cache is not None, "preflight asks for a folder"
     folder = Path(args.latent_cache)
     try:
         with ExitStack() as stack:
@@ -92,10 +114,9 @@ def cache_latents(config: Config) -> None:
             groups.gather(None)  # all ranks are done before rank 0 releases the cache
     except WriteError as error:
         raise RuntimeError(
-            f"args.latent_cache: {error}; the cache stays valid: free disk space and run "
-            "`cogfast cache` again; it continues from there"
+            f"args.latent_cache: {error}; the cache stays valid: free disk space and run {command} "
+            "again; it continues from there"
         ) from None
-    groups.close()
 
 
 def _own(stack: ExitStack, folder: Path) -> None:

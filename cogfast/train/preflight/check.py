@@ -425,6 +425,9 @@ def _check_data(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
     _check_noised_images(config, args, model)
+    if args.encode_first and args.latent_cache is None:
+        text = "args.encode_first=true fills a latent cache, but args.latent_cache is not set"
+        refuse(config, "args.encode_first", f"{text}; set it to a folder: args.latent_cache=PATH")
     if _video_data(config) is not None:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:

@@ -17,7 +17,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from cogfast.data.workers.signals import STOP_SIGNALS
@@ -37,7 +37,7 @@ class StopSignals:
     last_line: given the reason, returns the line to write if the process is ended while the main
     thread is busy. on_first: called in the main thread for the first signal; may raise. announce:
     called for it in another thread; may log. patience: seconds that the main thread has to end after
-    the first signal; None: no limit.
+    the first signal; None: no limit. kept: text about the work that stays, which follows the reason.
 
     If two are nested, the inner one listens. When it ends without an error, the work is done, and the
     outer one ignores signals.
@@ -55,9 +55,10 @@ class StopSignals:
         on_first: Callable[[int], None] | None = None,
         announce: Callable[[int], None] | None = None,
         patience: float | None = None,
+        kept: str = "",
     ) -> None:
         self.last_line, self.on_first, self.announce = last_line, on_first, announce
-        self.patience = patience
+        self.patience, self.kept = patience, kept
         self.received: list[int] = []
         self.is_done = False
         self._before: dict[int, Any] = {}
@@ -125,9 +126,22 @@ class StopSignals:
 
         The main thread may hold the lock of sys.stderr.
         """
-        write_last_line(self.last_line(reason))
+        write_last_line(self.last_line(reason + self.kept))
         # The status that shells give a process that a signal has ended.
         os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def keeping(kept: str) -> Iterator[None]:
+    """Let the last line of a command that a signal ends say what is kept of the work inside."""
+    signals = StopSignals._innermost
+    if signals is None:
+        yield
+        return
+    before, signals.kept = signals.kept, kept
+    yield
+    # Not after an error: the line is written once the command has unwound.
+    signals.kept = before
 
 
 def name_of(number: int) -> str:

@@ -35,10 +35,12 @@ from cogfast.train.cache_key import cache_specs
 from cogfast.train.caching import command as cache_module
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
+from cogfast.train.run.stop_signals import Interrupted, StopSignals
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     CHANNELS,
     losses,
+    read_run_weights,
     run,
     run_folder,
     start,
@@ -208,6 +210,52 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     caplog.clear()
     Trainer(config).train()
     assert "clips of 17x32x32 are encoded 8 frames at a time" in caplog.text
+
+
+def test_encoding_first_trains_as_from_a_cache_that_was_there(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same cache and weights bit for bit, after an interruption too; nothing is built if the
+    cache is complete."""
+    base = write_config(tmp_path / "base.yaml", few, train_iters=2)
+
+    def trained(name: str, cache: str, *more: str) -> tuple[Trainer, dict[str, Tensor]]:
+        folders = f"args.latent_cache={tmp_path / cache}", f"args.save={tmp_path / name}"
+        trainer = Trainer(load_config([base], [*folders, *more]))
+        trainer.train()
+        return trainer, read_run_weights(trainer.folder / "checkpoints" / "00000002")
+
+    cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'before'}"]))
+    _, expected = trained("two commands", "before")
+
+    def interrupt(*args: object) -> None:
+        raise Interrupted
+
+    # The captions are encoded, the clips are not.
+    with StopSignals(lambda reason: reason, kept="; nothing") as signals:
+        with monkeypatch.context() as patched, pytest.raises(Interrupted):
+            patched.setattr(cache_module, "encode_samples", interrupt)
+            trained("interrupted", "first", "args.encode_first=true")
+        assert signals.kept.startswith("; the shards that are complete are kept in")
+        signals.kept = "; nothing"
+        assert [p.name for p in (tmp_path / "first").glob("*-0*")] == ["text-00000.safetensors"]
+        trainer, found = trained("one command", "first", "args.encode_first=true")
+        assert signals.kept == "; nothing"
+    assert contents(tmp_path / "first") == contents(tmp_path / "before")
+    assert trainer.encoder._first_stage is None and trainer.encoder._text_encoder is None
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
+        Trainer(
+            load_config(
+                [base], [f"args.latent_cache={tmp_path / 'first'}", "args.encode_first=true"]
+            )
+        )
+    with pytest.raises(
+        ValueError, match=r"args.encode_first=true fills a latent cache, but .*set it"
+    ):
+        Trainer(load_config([base], ["args.encode_first=true"]))
 
 
 def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path) -> None:
