@@ -215,7 +215,7 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
 def test_encoding_first_trains_as_from_a_cache_that_was_there(
     few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same cache and weights bit for bit, after an interruption too; nothing is built if the
+    """One command leaves the cache and weights of two bit for bit, also if interrupted; nothing is built if the
     cache is complete."""
     base = write_config(tmp_path / "base.yaml", few, train_iters=2)
 
