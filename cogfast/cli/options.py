@@ -369,6 +369,7 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a list from argparse into names of files or folders, and key=value overrides."""
     # A file name may contain "=".
     is_override = [("=" in item and not os.path.exists(item)) for item in items]
+    # Both keep their order: a later override of one key wins.
     names = [item for item, is_one in zip(items, is_override, strict=True) if not is_one]
     return names, [item for item, is_one in zip(items, is_override, strict=True) if is_one]
 
@@ -377,6 +378,7 @@ def _run_config(folder: Path) -> Path | None:
     """Find the configuration of a run or of a checkpoint's run; None if `folder` is neither."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
+    # A checkpoint has its run's configuration, in the folder of the run.
     places = (folder / _RUN_CONFIG, run_of(folder) / _RUN_CONFIG)
     return next((path for path in places if path.is_file()), None)
 
