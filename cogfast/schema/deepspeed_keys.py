@@ -47,6 +47,7 @@ TOP_KEYS: dict[str, Any] = {
     "fp16": Mapping,
     # the optimizer: type and params
     "optimizer": Mapping,
+    # accepted, not used; see args.lr_schedule
     "scheduler": Mapping | None,
     # accepted, not used; see args.activation_checkpointing
     "activation_checkpointing": Mapping,
