@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cogfast.finetune.accelerate import read_launch
 from cogfast.finetune.schemas import Args
 from cogfast.schema.config import to_dict
 from cogfast.schema.json_files import read_limited
@@ -18,6 +19,7 @@ from cogfast.schema.yaml_files import read_yaml
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**19
+_LAUNCH = Path("accelerate launch")  # named in messages in place of a file
 _FIX = "give a DeepSpeed configuration in JSON or YAML"
 # Key of the file -> the option that sets the same
 _SAME = {
@@ -32,20 +34,23 @@ _SAME = {
 
 def deepspeed_file(args: Args) -> Path | None:
     """Return the file of --deepspeed_config, or the one that `accelerate launch` names."""
-    found = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    return args.deepspeed_config or (Path(found) if found else None)
+    return args.deepspeed_config or read_launch(os.environ).file
 
 
 def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     """Return {key of the deepspeed section: (value, the file)}; {} without a file.
 
+    Without a file, the launch by accelerate may describe ZeRO itself.
+
     "auto" where an option has the value is left out. Raises ValueError where the file contradicts
     an option: which of them wins would be a guess.
     """
-    file = deepspeed_file(args)
-    if file is None:
-        return {}
-    section = _read(file)
+    launch, file = read_launch(os.environ), deepspeed_file(args)
+    if launch.precision not in (None, args.mixed_precision):
+        option = f"--mixed_precision {args.mixed_precision}"
+        _refuse(option, _LAUNCH, "mixed_precision", launch.precision)
+    section = dict(launch.section) if file is None else _read(file)
+    file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
     for key, name in _SAME.items():
