@@ -144,6 +144,10 @@ class Args:
     resize: Literal["crop", "stretch"] = _own(
         "cut what exceeds the shape, or squeeze the picture as CogVideo's trainer does", "crop"
     )
+    latent_cache: Path | None = _own(
+        "folder of encoded clips, in place of data_root/cache/cogfast; the word none encodes in each step",
+        None,
+    )
     deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
     yaml: Path | None = _own("CogKit's YAML, below the options given here", None)
     overrides: list[str] = _own("override the configuration: args.log_interval=1", factory=list)

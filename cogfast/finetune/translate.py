@@ -147,6 +147,10 @@ def _data_settings(args: Args) -> Settings:
             "data.params.video_column": (videos, "--video_column"),
             "args.train_data": ([str(args.data_root)], "--data_root"),
         }
+    cache = args.latent_cache or args.data_root / "cache" / "cogfast"
+    if str(cache) != "none":
+        settings["args.latent_cache"] = (str(cache), "--latent_cache")
+        settings["args.encode_first"] = (True, "--latent_cache")
     if args.fps is not None:
         settings["data.params.fps"] = (args.fps, "--fps")
     if args.image_column is not None and args.model_type == "i2v":

@@ -130,6 +130,10 @@ def test_steps_come_before_epochs_and_clips_by_time(options):
     tiled = translate(Args(**options(enable_tiling=False, enable_slicing=False)))
     assert tiled.model.first_stage_config.params.encode_chunks == "frames"
     assert tiled.model.en_and_decode_n_samples_a_time is None
+    assert both.args.encode_first is True
+    assert both.args.latent_cache.endswith("/data/cache/cogfast")
+    each_step = translate(Args(**options(latent_cache="none"))).args
+    assert (each_step.encode_first, each_step.latent_cache) == (False, None)
     params = both.data.params
     assert (params.frame_selection, params.short_clips, params.fps) == ("uniform", "pad", 8)
     assert params.resize == "crop"
