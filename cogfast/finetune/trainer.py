@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 import cogfast.train.trainer
 from cogfast.cli.log_lines import start_logging
 from cogfast.config import Config
+from cogfast.files import write_text
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
 from cogfast.schema.json_files import read_json
@@ -146,4 +148,7 @@ class Trainer:
             self.lr_scheduler = LearningRate(run)
             self.state.num_trainable_parameters = run.num_trained
             self.state.total_batch_size_count = run.global_batch
+            if run.groups.is_main:
+                text = json.dumps(self.args.model_dump(), indent=2, default=str)
+                write_text(run.folder / "args.json", text + "\n")
         return self._run

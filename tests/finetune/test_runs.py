@@ -355,6 +355,7 @@ def check_folder(out: Path, training: str) -> None:
     checkpoint = out / "checkpoint-4"
     assert (out / "latest").exists()
     assert (out / "logs").is_dir()
+    assert Args(**json.loads((out / "args.json").read_text())).output_dir == out
     if training == "lora":
         tensors = load_file(checkpoint / "pytorch_lora_weights.safetensors")
         assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
