@@ -37,7 +37,7 @@ def test_a_prompts_file_lies_in_its_folder(tmp_path: Path) -> None:
         assert name.isascii() and name.isprintable() and len(name) < 100
         assert name[0].isdigit() and not set(name) & set("/\\ *?[$`;|%~")
     rows = [_Row(name, text, None) for name, text in zip(names, PROMPTS, strict=True)]
-    _write_overview(tmp_path, rows)
+    _write_overview(tmp_path, rows, "")
     found = json.loads((tmp_path / "prompts.json").read_text(encoding="utf-8"))
     assert list(found.items()) == list(zip(names, PROMPTS, strict=True))
 

@@ -251,9 +251,11 @@ def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> Non
         Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
     lines = [f"a block@@{tmp_path / f'{name}.png'}" for name in ("tall", "wide")]
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
-    arguments = ["sample", str(folder), few, *LATENTS, "args.mode=finetune", "--seed", str(SEED)]
+    arguments = ["sample", str(folder), few, *LATENTS, "args.mode=finetune"]
     both = [
         *arguments,
+        "--seed",
+        str(SEED),
         "--prompt-file",
         str(tmp_path / "prompts.txt"),
         "--out",
