@@ -148,6 +148,9 @@ class Args:
         "folder of encoded clips, in place of data_root/cache/cogfast; the word none encodes in each step",
         None,
     )
+    trust_cache: bool = _own(
+        "take clips and captions from data_root/cache, which CogVideo's trainer has filled", False
+    )
     deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
     yaml: Path | None = _own("CogKit's YAML, below the options given here", None)
     overrides: list[str] = _own("override the configuration: args.log_interval=1", factory=list)
@@ -252,6 +255,11 @@ def _check_combinations(args: Args) -> None:
         raise ValueError(
             f"--validation_videos {cut(args.validation_videos)}: no CogVideoX model here takes a "
             "video as its condition; leave it out"
+        )
+    if args.trust_cache and str(args.latent_cache) == "none":
+        raise ValueError(
+            "--trust_cache copies entries into the latent cache, but --latent_cache none has none; leave "
+            "one of them out"
         )
     if not args.do_validation:
         return

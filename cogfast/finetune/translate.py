@@ -103,8 +103,8 @@ def _check_family(args: Args, family: Family) -> None:
     """Raise ValueError if the name, the type or the precision does not fit the model's folder."""
     check_name(args.model_name)
     member = family.member
-    kind = "i2v" if member.has_image else "t2v"
-    name = f"cogvideox{'1.5' if member.patch.version == '1.5' else ''}-{kind}"
+    name = member.diffusers_trainer_name
+    kind = name[-3:]
     # A registered name of the user's own says nothing about the model.
     is_named_wrong = args.model_name in BUILT_IN and args.model_name != name
     if is_named_wrong or args.model_type != kind:
@@ -151,6 +151,8 @@ def _data_settings(args: Args) -> Settings:
     if str(cache) != "none":
         settings["args.latent_cache"] = (str(cache), "--latent_cache")
         settings["args.encode_first"] = (True, "--latent_cache")
+    if args.trust_cache:
+        settings["args.trusted_cache"] = (str(args.data_root / "cache"), "--trust_cache")
     if args.fps is not None:
         settings["data.params.fps"] = (args.fps, "--fps")
     if args.image_column is not None and args.model_type == "i2v":
@@ -257,6 +259,13 @@ def notices(args: Args) -> list[str]:
                 )
     if args.image_column is not None and args.model_type == "t2v":
         found.append(f"--image_column {args.image_column}: a text-to-video model takes no images")
+    theirs = args.data_root / "cache"
+    has_theirs = any((theirs / name).is_dir() for name in ("video_latent", "prompt_embeddings"))
+    if has_theirs and not args.trust_cache and str(args.latent_cache) != "none":
+        found.append(
+            f"{theirs} has clips or captions that CogVideo's trainer encoded: --trust_cache takes them; "
+            "without it all are encoded by cogfast"
+        )
     if not args.pin_memory:
         found.append("--pin_memory false has no effect: batches for a GPU are always pinned")
     for name, why in (

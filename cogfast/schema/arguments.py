@@ -108,6 +108,9 @@ class TrainArguments:
     latent_cache: str | None = None
     # fill latent_cache as `cogfast cache` does before training; then the encoders leave the memory
     encode_first: bool = False
+    # folder that CogVideo's diffusers trainer filled, its data_root/cache: latent_cache takes clips and
+    # captions from there, by file name and caption. null: copies of them in latent_cache are not used
+    trusted_cache: str | None = None
     # image-to-video: number of noised first frames cached per clip; each step draws one.
     # 0: cache the frame itself; each step noises and encodes it
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0

@@ -209,8 +209,9 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
     specs = specs_of(config, args, train.settings, Sources(folder))
     # Both share one folder: a clip in both data sets is stored once.
-    cached = None if valid is None else CachedVideos(folder, valid, specs)
-    return Datasets(CachedVideos(folder, train, specs), cached)
+    trusts = args.trusted_cache is not None
+    cached = None if valid is None else CachedVideos(folder, valid, specs, trusts)
+    return Datasets(CachedVideos(folder, train, specs, trusts), cached)
 
 
 def _video_datasets(config: Config, args: TrainArguments) -> Datasets:

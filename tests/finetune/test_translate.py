@@ -142,6 +142,24 @@ def test_steps_come_before_epochs_and_clips_by_time(options):
     assert (params.frame_selection, params.short_clips, params.fps) == ("timestamp", "skip", 4)
 
 
+def test_their_cache_is_taken_only_if_it_is_trusted(options, tmp_path, capsys):
+    """Without the option, a line names it if the cache is there."""
+    assert translate(Args(**options())).args.trusted_cache is None
+    theirs = tmp_path / "data" / "cache"
+    (theirs / "cogfast").mkdir(parents=True)
+    assert notices(Args(**options())) == []
+    (theirs / "prompt_embeddings").mkdir()
+    (line,) = notices(Args(**options()))
+    assert line.startswith(f"{theirs} has clips or captions") and "--trust_cache takes them" in line
+    assert notices(Args(**options(trust_cache=True))) == []
+    assert notices(Args(**options(latent_cache="none"))) == []
+    main(["finetune", *words(options()), "--trust-cache", "--dry-run"])
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "trusted_cache" in x)
+    assert str(theirs) in line and "--trust_cache" in line
+    with pytest.raises(ValueError, match="--trust_cache copies .* but --latent_cache none"):
+        Args(**options(trust_cache=True, latent_cache="none"))
+
+
 # --- DeepSpeed files ---
 
 UPSTREAM_ZERO2 = {

@@ -17,6 +17,7 @@ from cogfast.data.cache.shards import (
     Spec,
     is_being_written,
     read_row,
+    trusted_key,
 )
 from cogfast.data.cache.source_hashes import Sources, hash_text
 from cogfast.data.datasets import CaptionedVideos
@@ -50,12 +51,18 @@ class CachedVideos(CaptionedVideos):
     "num_padded"}. Reading an item waits until its shards are written.
 
     videos: the data set that this one replaces. specs: {"video", "text"}, the specs that the
-    entries must have been made with.
+    entries must have been made with. trusts: take entries from args.trusted_cache, too.
     """
 
-    def __init__(self, folder: Path, videos: CaptionedVideos, specs: dict[str, Spec]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        videos: CaptionedVideos,
+        specs: dict[str, Spec],
+        trusts: bool = False,
+    ) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
-        self.folder, self.specs = folder, specs
+        self.folder, self.specs, self.trusts = folder, specs, trusts
         if videos.settings.buckets is not None and videos.clips.buckets is None:
             return  # buckets are not assigned yet; `with_clips` assigns them
         self.used = used_samples(self)
@@ -64,7 +71,7 @@ class CachedVideos(CaptionedVideos):
         self._files: dict[str, list[str]] = {}
         self._places: dict[str, np.ndarray] = {}  # {kind: [n, 2]}: file and row, -1 if not cached
         for kind in _KINDS:
-            places = index.places(kind, self.specs[kind])
+            places = index.places(kind, self.specs[kind], trusts)
             files = {file: i for i, file in enumerate(dict.fromkeys(f for f, _ in places.values()))}
             found = (places.get(key) for key in keys[kind])
             rows = [(-1, -1) if at is None else (files[at[0]], at[1]) for at in found]
@@ -73,15 +80,17 @@ class CachedVideos(CaptionedVideos):
             kind: np.array([(folder / file).exists() for file in files], dtype=bool)
             for kind, files in self._files.items()
         }
-        self._check(index, num_changed)
+        self._check(index, keys, num_changed)
 
     def with_clips(self, clips: ClipList) -> CachedVideos:
-        return CachedVideos(self.folder, super().with_clips(clips), self.specs)
+        return CachedVideos(self.folder, super().with_clips(clips), self.specs, self.trusts)
 
     def __getitem__(self, index: int) -> dict:
         self.wait(index)
         tensors, about = self._read_row("video", index)
         text, _ = self._read_row("text", index)
+        if "logvar" in tensors:  # one number for a whole entry of args.trusted_cache
+            tensors["logvar"] = tensors["logvar"].expand(tensors["mean"].shape)
         return {
             **{name: tensors[stored] for name, stored in _STORED.items() if stored in tensors},
             "prompt_embedding": text["embedding"],
@@ -171,8 +180,12 @@ class CachedVideos(CaptionedVideos):
             changed = [f for f in sources.changed(files) if not sources.was_unreadable(f)]
             keys = {"video": _keys(self, sources, set(changed)), "text": texts}
             wanted = {kind: {keys[kind][i] for i in self.used} for kind in _KINDS}
-            specs = {k: index.settled(k, self.specs[k], wanted[k]) for k in _KINDS}
-            is_whole = all(index.places(k, specs[k]).keys() >= wanted[k] for k in _KINDS)
+            specs = {
+                k: index.settled(k, self.specs[k], wanted[k], trusts=self.trusts) for k in _KINDS
+            }
+            is_whole = all(
+                index.places(k, specs[k], self.trusts).keys() >= wanted[k] for k in _KINDS
+            )
             if is_whole or not is_written:
                 self.specs = specs
                 return index, keys, len(changed)
@@ -181,7 +194,7 @@ class CachedVideos(CaptionedVideos):
                 is_logged = True
             time.sleep(_POLL)
 
-    def _check(self, index: CacheIndex, num_changed: int) -> None:
+    def _check(self, index: CacheIndex, keys: dict[str, list[str]], num_changed: int) -> None:
         """Raise ValueError if samples are not in the index, or are missing without a writer."""
         total = len(self.used)
         files = {kind: at[self.used, 0] for kind, at in self._places.items()}
@@ -194,6 +207,8 @@ class CachedVideos(CaptionedVideos):
             elif not why:
                 changed = f"{num_changed} videos changed or moved since caching"
                 why = changed if num_changed else "new captions"
+                if self._has_trusted(index, keys):
+                    why = "the others are from a trusted cache, and args.trusted_cache is not set"
             raise ValueError(
                 f"args.latent_cache={self.folder}: {why}: {usable} of {total} usable; run "
                 "`cogfast cache` again with this configuration"
@@ -207,6 +222,17 @@ class CachedVideos(CaptionedVideos):
             )
         if missing:
             logger.info("%d of %d samples are still being encoded", missing, total)
+
+    def _has_trusted(self, index: CacheIndex, keys: dict[str, list[str]]) -> bool:
+        """Whether entries of args.trusted_cache are left out that the samples could have."""
+        if self.trusts:
+            return False
+        for kind in _KINDS:
+            places = index.places(kind, self.specs[kind])
+            left = (i for i in self.used if self._places[kind][i, 0] < 0)
+            if any(trusted_key(keys[kind][i]) in places for i in left):
+                return True
+        return False
 
 
 def _keys(videos: CaptionedVideos, sources: Sources, changed: set[str]) -> list[str]:

@@ -53,6 +53,7 @@ _WRITTEN_IN_PLACE = ("writer", "bad_samples.jsonl")
 _BEAT = 5.0  # seconds between two touches of the lock file
 
 _SHARD = re.compile(r"(video|text)-\d{5,12}\.safetensors")
+_TRUSTED = "trusted-"
 _HEADER = {"format": str, "specs": NotRequired[dict[str, dict[str, Any]]]}
 
 # The entry of a spec for how clips were encoded, "frames" or "tiles"; without it, whole. A
@@ -67,7 +68,7 @@ class Shard:
     """A line of the index. file: name, which starts with the kind. keys: one per row, in order.
 
     The key of a video row is the content hash of the file and of the sample's own settings; the
-    key of a text row is the hash of the caption.
+    key of a text row is the hash of the caption. See `trusted_key` for entries of args.trusted_cache.
     """
 
     file: str
@@ -160,7 +161,7 @@ class CacheIndex:
             number += 1
         return [shard for shard in self._of(kind, name) if not known.isdisjoint(shard.keys)]
 
-    def settled(self, kind: str, spec: Spec, keys: Iterable[str]) -> Spec:
+    def settled(self, kind: str, spec: Spec, keys: Iterable[str], *, trusts: bool = False) -> Spec:
         """Return `spec` with "auto" replaced by how the entries of this spec were encoded: the newest
         that have all `keys`, else the newest. Without such entries, return `spec` itself."""
         if spec.get(ENCODE_CHUNKS) != "auto":
@@ -172,13 +173,25 @@ class CacheIndex:
             if {**(found := self.specs[name]), ENCODE_CHUNKS: "auto"} == spec
         ]
         wanted = set(keys)
-        whole = (found for found in made if wanted <= self.places(kind, found).keys())
+        whole = (found for found in made if wanted <= self.places(kind, found, trusts).keys())
         return next(whole, made[0] if made else spec)
 
-    def places(self, kind: str, spec: Spec) -> dict[str, tuple[str, int]]:
-        """Map the keys of all entries made with `spec` to (file, row)."""
+    def places(self, kind: str, spec: Spec, trusts: bool = False) -> dict[str, tuple[str, int]]:
+        """Map the keys of all entries made with `spec` to (file, row).
+
+        trusts: a key without an entry gets the trusted one.
+        """
         shards = self._of(kind, spec_id(spec))
-        return {key: (s.file, row) for s in shards for row, key in enumerate(s.keys)}
+        found = {key: (s.file, row) for s in shards for row, key in enumerate(s.keys)}
+        if trusts:
+            own = ((k.removeprefix(_TRUSTED), at) for k, at in found.items() if is_trusted(k))
+            found = dict(own) | found
+        return found
+
+    def complete_keys(self, kind: str, spec: Spec, folder: Path) -> set[str]:
+        """Return the keys of all entries made with `spec` whose shards are written."""
+        shards = self._of(kind, spec_id(spec))
+        return {key for shard in shards if is_complete(folder, shard) for key in shard.keys}
 
     def _of(self, kind: str, spec: str) -> list[Shard]:
         return [s for s in self.shards if (s.kind, s.spec) == (kind, spec)]
@@ -198,6 +211,15 @@ class CacheIndex:
             for name in {**made, **spec}
             if made.get(name) != spec.get(name)
         )
+
+
+def trusted_key(key: str) -> str:
+    """Return the key of an entry from args.trusted_cache, which only runs with that key use."""
+    return _TRUSTED + key
+
+
+def is_trusted(key: str) -> bool:
+    return key.startswith(_TRUSTED)
 
 
 def spec_id(spec: Spec) -> str:

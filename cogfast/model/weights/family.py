@@ -31,6 +31,12 @@ class Member:
     text_length: int
     scale_factor: float  # latents = scale_factor * output of the VAE
 
+    @property
+    def diffusers_trainer_name(self) -> str:
+        """The --model_name of CogVideo's diffusers trainer. 2B and 5B share one."""
+        version = "1.5" if self.patch.joins_frames else ""
+        return f"cogvideox{version}-{'i2v' if self.has_image else 't2v'}"
+
 
 COGVIDEOX_2B = Member(
     name="CogVideoX-2B",

@@ -31,7 +31,9 @@ from cogfast.data.cache.shards import (
     Spec,
     Writer,
     is_complete,
+    is_trusted,
     rows_of,
+    trusted_key,
     write_shard,
 )
 from cogfast.data.cache.source_hashes import Sources, hash_text
@@ -42,7 +44,7 @@ from cogfast.files import WriteError, remove_unfinished, write_text
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.assembly import assemble_datasets, assemble_encoder, specs_of
+from cogfast.train.assembly import DTYPES, assemble_datasets, assemble_encoder, specs_of
 from cogfast.train.caching.encode_choice import (
     as_mode,
     choose,
@@ -52,6 +54,7 @@ from cogfast.train.caching.encode_choice import (
 )
 from cogfast.train.caching.entries import encode_samples
 from cogfast.train.caching.progress import CacheProgress
+from cogfast.train.caching.trusted import TrustedCache, TrustedFile, choose_trusted
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.header_scan import survey_datasets
@@ -137,6 +140,7 @@ class _CacheRun:
         datasets, _ = survey_datasets(datasets, args, groups, global_batch=1)
         self.clips = [*_in_order(datasets.train, args.seed), *_in_order(datasets.valid, args.seed)]
         self.how: EncodePlan | None = None  # to encode clips
+        self.trusted: dict[str, TrustedFile] = {}  # by key of the entry
         self.bad = BadSampleLog(
             folder / "bad_samples.jsonl", len(self.clips), args.max_bad_fraction
         )
@@ -150,6 +154,8 @@ class _CacheRun:
             lambda: specs_of(self.config, self.args, first.settings, sources)
         )
         keys = [sample_key(clip.dataset, clip.index, sources) for clip in self.clips]
+        if self.args.trusted_cache is not None:
+            keys = self._trust(specs, keys)
         # Before anything is loaded. The mode of least free memory fits on all ranks.
         self.budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
         plan = self.groups.on_main(lambda: self._plan(specs, sources, keys))
@@ -212,6 +218,73 @@ class _CacheRun:
         sources.write()
         index.write(self.folder)
         return plan
+
+    def _trust(self, specs: dict[str, Spec], keys: list[str]) -> list[str]:
+        """Find what args.trusted_cache has; return the keys of the clips, of which some are trusted."""
+        videos = {id(clip.dataset): clip.dataset for clip in self.clips}.values()
+        dtype = DTYPES[self.args.precision]
+        cache = TrustedCache(self.config, self.args, dtype, videos)
+        clips: dict[str, TrustedFile | None] = {}
+        captions: dict[str, TrustedFile | None] = {}
+        for clip, key in zip(self.clips, keys, strict=True):
+            if clips.get(key) is None:
+                clips[key] = cache.of_clip(clip.dataset, clip.index)
+            if clip.text_key not in captions:
+                captions[clip.text_key] = cache.of_caption(clip.caption)
+        taken, clips_left = choose_trusted("video", clips, specs["video"], self.folder, self.groups)
+        texts, texts_left = choose_trusted(
+            "text", captions, specs["text"], self.folder, self.groups
+        )
+        for key, file in [*clips.items(), *captions.items()]:
+            if file is not None:
+                self.trusted[trusted_key(key)] = file
+        encoded = f"{clips_left} clips" * (clips_left > 0)
+        encoded += " and " * (clips_left > 0 and texts_left > 0)
+        encoded += f"{texts_left} captions" * (texts_left > 0)
+        logger.info(
+            "%d of %d clips and %d of %d captions are taken from %s%s",
+            len(taken),
+            len(clips),
+            len(texts),
+            len(captions),
+            cache.folder,
+            f"; {encoded} are encoded" if encoded else "",
+        )
+        settings = self.clips[0].dataset.settings
+        if taken and (settings.resize, settings.frame_selection) != ("stretch", "uniform"):
+            logger.info(
+                "%s holds clips squeezed to their size, with frames spread over the video; this run has "
+                "data.params.resize=%s and frame_selection=%s for the clips that it encodes",
+                cache.folder,
+                settings.resize,
+                settings.frame_selection,
+            )
+        self.clips = [
+            dataclasses.replace(clip, text_key=trusted_key(clip.text_key))
+            if clip.text_key in texts
+            else clip
+            for clip in self.clips
+        ]
+        return [trusted_key(key) if key in taken else key for key in keys]
+
+    def _read_trusted(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Read the tensors of those keys that are trusted."""
+        found = {}
+        for key in filter(is_trusted, keys):
+            file = self.trusted.get(key)
+            if file is None:
+                raise RuntimeError(
+                    f"args.trusted_cache={self.args.trusted_cache}: a file that the latent cache was made "
+                    "with is gone; restore it, or set the key to null to encode all clips"
+                )
+            try:
+                found[key] = file.read()
+            except ValueError as error:
+                raise RuntimeError(
+                    f"args.trusted_cache: {file.path} has changed since the start: {error}; run the "
+                    "same command again"
+                ) from None
+        return found
 
     def _settled(self, spec: Spec, keys: list[str]) -> Spec:
         """Return the spec of clips with "auto" replaced by a way to encode: that of the entries in the
@@ -279,10 +352,15 @@ class _CacheRun:
             tensors, rows = {}, []
             for start in range(0, len(shard.keys), _CAPTIONS_AT_ONCE):
                 keys = shard.keys[start : start + _CAPTIONS_AT_ONCE]
-                captions = [clips[key].caption for key in keys]
-                embeddings = encoder.encode_text(captions).cpu()  # sync: into a file
-                for i, (caption, embedding) in enumerate(zip(captions, embeddings, strict=True)):
-                    row = {"caption": caption}
+                trusted = self._read_trusted(keys)
+                left = [key for key in keys if key not in trusted]
+                found = dict(trusted)
+                if left:
+                    captions = [clips[key].caption for key in left]
+                    embeddings = encoder.encode_text(captions).cpu()  # sync: into a file
+                    found |= zip(left, embeddings, strict=True)
+                for i, key in enumerate(keys):
+                    row, embedding = {"caption": clips[key].caption}, found[key]
                     if embedding.isfinite().all():
                         tensors[f"{start + i}.embedding"] = embedding.clone()
                     else:
@@ -318,7 +396,12 @@ class _CacheRun:
                 for start in range(0, len(shard.keys), at_once):
                     keys, samples = shard.keys[start : start + at_once], next(read)
                     for row, entry in encode_samples(
-                        samples, keys, encoder, self.args.cached_noised_images, self.groups.device
+                        samples,
+                        keys,
+                        encoder,
+                        self.args.cached_noised_images,
+                        self.groups.device,
+                        self._read_trusted(keys),
                     ):
                         tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
                         rows.append(row)

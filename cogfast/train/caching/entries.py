@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -14,6 +14,8 @@ from cogfast.data.datasets import Sample
 from cogfast.model.autoencoder import Moments
 from cogfast.train.encode import Encoder
 
+_NO_VARIANCE = -1e4  # logarithm; its exponential is 0 in float32
+
 
 def encode_samples(
     samples: Sequence[Sample | BadSample],
@@ -21,22 +23,29 @@ def encode_samples(
     encoder: Encoder,
     num_noised_images: int,
     device: torch.device,
+    trusted: Mapping[str, Tensor],
 ) -> Iterator[tuple[dict, dict[str, Tensor]]]:
     """Yield (metadata, tensors) of each sample. Consecutive samples of one size share a batch.
 
     keys: content keys, which seed the noise of the noised images. num_noised_images: 0 stores the
-    first frame as uint8 instead (image-to-video).
+    first frame as uint8 instead (image-to-video). trusted: {key: scaled latents} of samples that are
+    not encoded.
     """
     # Buckets give clips of several sizes, which cannot be stacked; bad samples form groups, too.
-    for _, group in groupby(zip(samples, keys, strict=True), key=lambda pair: _size(pair[0])):
+    pairs = zip(samples, keys, strict=True)
+    for _, group in groupby(pairs, key=lambda pair: (_size(pair[0]), pair[1] in trusted)):
         together, their_keys = zip(*group, strict=True)
         if isinstance(together[0], BadSample):
             yield from (({"bad": bad.reason}, {}) for bad in together)
             continue
-        clips = torch.stack([sample["video"] for sample in together])
-        pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
-        # Mean and variance, so that each epoch can draw another sample of the latents.
-        parts = _tensors("", encoder.encode_moments(pixels))
+        if their_keys[0] in trusted:
+            latents = torch.stack([trusted[key] for key in their_keys])
+            parts = _of_sample(latents, encoder.scale_factor)
+        else:
+            clips = torch.stack([sample["video"] for sample in together])
+            pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
+            # Mean and variance, so that each epoch can draw another sample of the latents.
+            parts = _tensors("", encoder.encode_moments(pixels))
         if encoder.image_input:
             images = torch.stack(
                 [s["images"] if "images" in s else s["video"][0] for s in together]
@@ -60,6 +69,14 @@ def _tensors(prefix: str, moments: Moments) -> dict[str, Tensor]:
     if moments.logvar is not None:
         tensors[f"{prefix}logvar"] = moments.logvar.cpu()  # sync: into a file
     return tensors
+
+
+def _of_sample(latents: Tensor, scale_factor: float) -> dict[str, Tensor]:
+    """Return the moments of scaled latents [B, C, T, h, w], which every epoch uses as they are."""
+    # float32: rounded to bf16, the quotient would not give the latents again.
+    mean = latents.float() / scale_factor
+    # All samples of a batch need a variance. The reader expands this one, which is 0.
+    return {"mean": mean, "logvar": mean.new_full((len(mean), 1, 1, 1, 1), _NO_VARIANCE)}
 
 
 def _size(sample: Sample | BadSample) -> object:

@@ -428,6 +428,7 @@ def _check_data(
     if args.encode_first and args.latent_cache is None:
         text = "args.encode_first=true fills a latent cache, but args.latent_cache is not set"
         refuse(config, "args.encode_first", f"{text}; set it to a folder: args.latent_cache=PATH")
+    _check_trusted_cache(config, args)
     if _video_data(config) is not None:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:
@@ -437,6 +438,24 @@ def _check_data(
             f"args.latent_cache={args.latent_cache} does not work with {config.data.target}: the cache "
             "replaces video files; use a data set of video files, or set args.latent_cache=null",
         )
+
+
+def _check_trusted_cache(config: Config, args: TrainArguments) -> None:
+    folder = args.trusted_cache
+    if folder is None:
+        return
+    text = f"args.trusted_cache={folder}"
+    if args.latent_cache is None:
+        text += (
+            " is copied into a latent cache, but args.latent_cache is not set; set it to a folder"
+        )
+    elif not Path(folder).is_dir():
+        text += (
+            " is no folder; set it to data_root/cache of CogVideo's diffusers trainer, or to null"
+        )
+    else:
+        return
+    refuse(config, "args.trusted_cache", text)
 
 
 def _check_noised_images(config: Config, args: TrainArguments, model: ModelArguments) -> None:

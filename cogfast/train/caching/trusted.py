@@ -1,0 +1,175 @@
+"""Finds the clips and captions that CogVideo's diffusers trainer has encoded (args.trusted_cache).
+
+video_latent/<model>/<frames>x<rows>x<columns>/<stem of the video>.safetensors
+                                "encoded_video" [C, T, h, w], one scaled sample of the latents
+prompt_embeddings/<sha256 of the caption>.safetensors
+                                "prompt_embedding" [L, E]
+
+No file says which video, weights or settings it was made with, so users have to ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cogfast.config import Config
+from cogfast.data.cache.shards import CacheIndex, Spec, trusted_key
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.model.config import TransformerConfig
+from cogfast.model.weights.family import Family
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.json_files import brief
+from cogfast.schema.sat_network import transformer_arguments
+from cogfast.shapes import SPATIAL_COMPRESSION, num_latent_frames
+from cogfast.train.distributed.process_groups import ProcessGroups
+
+logger = logging.getLogger(__name__)
+
+_LINES = 20  # warnings of one kind, after which only their number is logged
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedFile:
+    """A file of the trusted cache, with the name, shape and dtype that its tensor must have."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """Read the tensor; ValueError with the reason if this run cannot use it."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tensor = file.get_tensor(self.name)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot be read ({brief(str(error))})") from None
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(
+                f"{self.name} has shape {list(tensor.shape)}, this run {list(self.shape)}"
+            )
+        if tensor.dtype != self.dtype:
+            raise ValueError(f"{self.name} is {tensor.dtype}, this run has {self.dtype}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{self.name} is not finite")
+        return tensor
+
+
+class TrustedCache:
+    """The folder args.trusted_cache, as a run of this model, size and precision reads it.
+
+    videos: the data sets of the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        args: TrainArguments,
+        dtype: torch.dtype,
+        videos: Iterable[CaptionedVideos],
+    ) -> None:
+        assert args.trusted_cache is not None, "the caller asks only with a folder"
+        self.folder, self.dtype = Path(args.trusted_cache), dtype
+        network = TransformerConfig(**transformer_arguments(config.model.network_config.params))
+        self.channels = network.out_channels
+        self.text_shape = (network.text_length, network.text_hidden_size)
+        self.model_name = Family.of_config(network).member.diffusers_trainer_name
+        self._shared = self._find_shared(videos)
+
+    def of_clip(self, videos: CaptionedVideos, index: int) -> TrustedFile | None:
+        """Return the file of a sample; None if there is none or its name fits several videos."""
+        clips, settings = videos.clips, videos.settings_of(index)
+        is_part = clips.spans is not None and not np.isnan(clips.spans[index]).all()
+        is_member = clips.places is not None and clips.places[index, 0] >= 0
+        stem = Path(clips.files[index]).stem
+        # Their trainer reads whole files only.
+        if is_part or is_member or stem in self._shared:
+            return None
+        frames, (rows, columns) = settings.max_num_frames, settings.video_size
+        path = self.folder / "video_latent" / self.model_name / f"{frames}x{rows}x{columns}"
+        latent = (num_latent_frames(frames), rows // SPATIAL_COMPRESSION)
+        shape = (self.channels, *latent, columns // SPATIAL_COMPRESSION)
+        return self._file(path / f"{stem}.safetensors", "encoded_video", shape)
+
+    def of_caption(self, caption: str) -> TrustedFile | None:
+        name = hashlib.sha256(caption.encode("utf-8", "surrogatepass")).hexdigest()
+        path = self.folder / "prompt_embeddings" / f"{name}.safetensors"
+        return self._file(path, "prompt_embedding", self.text_shape)
+
+    def _file(self, path: Path, name: str, shape: tuple[int, ...]) -> TrustedFile | None:
+        # Opening a pipe would block.
+        return TrustedFile(path, name, shape, self.dtype) if path.is_file() else None
+
+    def _find_shared(self, videos: Iterable[CaptionedVideos]) -> set[str]:
+        """Return the stems that several videos have; warn of those with a file."""
+        files = defaultdict(dict)
+        for one in videos:
+            for name in one.clips.files:
+                files[Path(name).stem][name] = None
+        shared = {stem: list(names) for stem, names in files.items() if len(names) > 1}
+        stored = {path.stem for path in self.folder.glob(f"video_latent/{self.model_name}/*/*")}
+        _warn(
+            f"{' and '.join(names[:3])}{' and others' * (len(names) > 3)} share {stem}.safetensors "
+            f"in {self.folder}, which may be of either: they are encoded"
+            for stem, names in shared.items()
+            if stem in stored
+        )
+        return set(shared)
+
+
+def choose_trusted(
+    kind: str,
+    files: Mapping[str, TrustedFile | None],
+    spec: Spec,
+    folder: Path,
+    groups: ProcessGroups,
+) -> tuple[set[str], int]:
+    """Return the keys of `files` that have, or get, a trusted entry, and how many are not in the cache
+    and have none.
+
+    An entry that cogfast encoded is preferred. Each rank checks a part of the files.
+    """
+
+    def complete() -> set[str]:
+        index = CacheIndex.read(folder)
+        return index.complete_keys(kind, index.settled(kind, spec, files, trusts=True), folder)
+
+    written = groups.on_main(complete)
+    taken = {key for key in files if key not in written and trusted_key(key) in written}
+    new = [(key, file) for key, file in files.items() if key not in written | taken]
+    found = {key: file for key, file in new if file is not None}
+    mine = list(found)[groups.rank :: groups.world_size]
+    reasons: dict[str, str] = {}
+    for of_rank in groups.gather({key: why for key in mine if (why := _fault(found[key]))}):
+        reasons |= of_rank
+    _warn(f"{found[key].path}: {why}; it is encoded instead" for key, why in reasons.items())
+    taken |= found.keys() - reasons.keys()
+    return taken, len({key for key, _ in new} - taken)
+
+
+def _fault(file: TrustedFile) -> str | None:
+    try:
+        file.read()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _warn(lines: Iterable[str]) -> None:
+    number = 0
+    for number, line in enumerate(lines, 1):
+        if number <= _LINES:
+            logger.warning("args.trusted_cache: %s", line)
+    if number > _LINES:
+        logger.warning("args.trusted_cache: and %d more such files", number - _LINES)

@@ -1,0 +1,252 @@
+"""Clips and captions that CogVideo's diffusers trainer has encoded (args.trusted_cache)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cogfast.config import Config, load_config
+from cogfast.data.batches import BatchLoader
+from cogfast.data.cache.dataset import CachedVideos
+from cogfast.schema.arguments import TrainArguments
+from cogfast.shapes import PatchSize
+from cogfast.slot_random import SlotRandom
+from cogfast.train.assembly import assemble_datasets, assemble_order
+from cogfast.train.caching import command
+from cogfast.train.caching.command import cache_latents
+from cogfast.train.encode import Encoder
+from cogfast.train.preflight.check import check_cache
+from tests.support.tiny_run import CHANNELS, SIDE, run, write_clips
+from tests.train.caching.test_cache import contents, write_vae_config
+
+NUM_CLIPS, SCALE = 4, 0.7
+FOLDER = {
+    "5b": f"cogvideox-t2v/9x{SIDE}x{SIDE}",
+    "5b_i2v": f"cogvideox-i2v/9x{SIDE}x{SIDE}",
+    "1.5_5b": f"cogvideox1.5-t2v/17x{SIDE}x{SIDE}",
+}
+Theirs = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips, and a small VAE with random weights in vae/."""
+    folder = write_clips(tmp_path_factory.mktemp("data"), NUM_CLIPS)
+    torch.manual_seed(0)
+    AutoencoderKLCogVideoX(
+        block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=CHANNELS
+    ).save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.fixture
+def theirs(data: Path, tmp_path: Path) -> Theirs:
+    """Write data_root/cache with the statements of their T2VDataset and Trainer.encode_video."""
+    vae = AutoencoderKLCogVideoX.from_pretrained(data / "vae")
+
+    def write(
+        family: str = "5b", without: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+    ) -> Path:
+        torch.manual_seed(1)
+        num_frames = 17 if family.startswith("1.5") else 9
+        latents = tmp_path / "cache" / "video_latent" / FOLDER[family]
+        texts = tmp_path / "cache" / "prompt_embeddings"
+        latents.mkdir(parents=True)
+        texts.mkdir()
+        for i in set(range(NUM_CLIPS)) - set(without):
+            frames = torch.rand(1, 3, num_frames, SIDE, SIDE) * 2 - 1
+            with torch.no_grad():
+                encoded = vae.encode(frames).latent_dist.sample() * SCALE
+            encoded = encoded[0].to(dtype)
+            save_file({"encoded_video": encoded}, latents / f"{i}.safetensors")
+            prompt = f"bar number {i} moves"
+            name = str(hashlib.sha256(prompt.encode()).hexdigest())
+            embedding = torch.randn(8, 16).to(dtype)
+            save_file({"prompt_embedding": embedding}, texts / f"{name}.safetensors")
+        return tmp_path / "cache"
+
+    return write
+
+
+def build(
+    data: Path, tmp_path: Path, family: str = "5b", *more: str, trusts: bool = True
+) -> Config:
+    base = write_vae_config(tmp_path / "base.yaml", data, family)
+    # The result in float32 depends on how many clips are encoded together.
+    words = [f"args.latent_cache={tmp_path / 'ours'}", "model.en_and_decode_n_samples_a_time=1"]
+    words += more
+    return load_config([base], [*words, *[f"args.trusted_cache={tmp_path / 'cache'}"] * trusts])
+
+
+def dataset(config: Config) -> CachedVideos:
+    found = assemble_datasets(config, TrainArguments.from_config(config)).train
+    assert isinstance(found, CachedVideos)
+    return found
+
+
+def batch_of(config: Config) -> dict:
+    videos = dataset(config)
+    order = assemble_order(videos, 0, NUM_CLIPS)
+    with BatchLoader(videos, order, micro_batch=NUM_CLIPS, num_workers=0) as batches:
+        return next(batches)
+
+
+def latents_of(batch: dict) -> Tensor:
+    """Latents that a step trains on, before they are padded to whole patches."""
+    patch = PatchSize(1, 2, 2)
+    encoder = Encoder(lambda: None, lambda: None, scale_factor=SCALE, patch=patch)
+    return encoder(batch, SlotRandom(0, 0, batch["slots"], 0, "cpu"))[0]
+
+
+@pytest.mark.parametrize("family", FOLDER)
+def test_training_gets_the_batch_of_their_data_set(
+    data: Path,
+    tmp_path: Path,
+    theirs: Theirs,
+    family: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Latents and embeddings of their files, without a text encoder, and the first frame."""
+    caplog.set_level(logging.INFO)
+    folder, config = theirs(family), build(data, tmp_path, family)
+    check_cache(config)
+    for name in ("encode_moments", "encode_text"):
+        monkeypatch.setattr(Encoder, name, lambda *given: pytest.fail("is encoded"))
+    cache_latents(config)
+    text = f"4 of 4 clips and 4 of 4 captions are taken from {folder}"
+    assert text in caplog.messages
+    assert f"{folder} holds clips squeezed to their size" in caplog.text
+
+    batch = batch_of(config)
+    stems = [Path(path).stem for path in batch["paths"]]
+    assert sorted(stems) == ["0", "1", "2", "3"]
+    files = folder / "video_latent" / FOLDER[family]
+    expected = torch.stack([load_file(files / f"{s}.safetensors")["encoded_video"] for s in stems])
+    torch.testing.assert_close(latents_of(batch), expected, rtol=2e-7, atol=0)
+    for text, found in zip(batch["txt"], batch["prompt_embedding"], strict=True):
+        name = hashlib.sha256(text.encode()).hexdigest()
+        stored = load_file(folder / "prompt_embeddings" / f"{name}.safetensors")
+        assert torch.equal(found, stored["prompt_embedding"])
+    assert ("images" in batch) == family.endswith("i2v")
+
+
+def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
+    data: Path, tmp_path: Path, theirs: Theirs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch may mix both. Without the key, the entries of their files are not used."""
+    caplog.set_level(logging.INFO)
+    folder = theirs(without=(0,))
+    files = folder / "video_latent" / FOLDER["5b"]
+    of_text = sorted((folder / "prompt_embeddings").iterdir())
+    (files / "1.safetensors").write_bytes((files / "1.safetensors").read_bytes()[:-8])
+    whole = load_file(files / "2.safetensors")["encoded_video"]
+    save_file({"encoded_video": whole[:, :2].contiguous()}, files / "2.safetensors")
+    save_file({"prompt_embedding": torch.full((8, 16), torch.nan)}, of_text[0])
+    save_file({"prompt_embedding": torch.ones(8, 16, dtype=torch.bfloat16)}, of_text[1])
+
+    config = build(data, tmp_path)
+    cache_latents(config)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w] == [
+        f"{files / '1.safetensors'}: cannot be read (Error while deserializing header: incomplete "
+        "metadata, file not fully covered)",
+        f"{files / '2.safetensors'}: encoded_video has shape [8, 2, 4, 4], this run [8, 3, 4, 4]",
+        f"{of_text[0]}: prompt_embedding is not finite",
+        f"{of_text[1]}: prompt_embedding is torch.bfloat16, this run has torch.float32",
+    ]
+    text = "1 of 4 clips and 1 of 4 captions are taken from"
+    assert f"{text} {folder}; 3 clips and 3 captions are encoded" in caplog.messages
+    # One clip of theirs beside three with a variance, which are those of a cache without theirs.
+    mixed = latents_of(batch_of(config))
+    plain = build(data, tmp_path, "5b", f"args.latent_cache={tmp_path / 'plain'}", trusts=False)
+    cache_latents(plain)
+    batch = batch_of(plain)
+    expected = latents_of(batch)
+    for path, found, other in zip(batch["paths"], mixed, expected, strict=True):
+        if Path(path).stem == "3":
+            other = load_file(files / "3.safetensors")["encoded_video"]
+        torch.testing.assert_close(found, other, rtol=2e-7, atol=0)
+
+    # The first run's copies are enough for the second, even if nothing is left of the files.
+    shutil.rmtree(folder / "video_latent")
+    before = (tmp_path / "ours" / "index.jsonl").read_bytes()
+    cache_latents(config)
+    assert (tmp_path / "ours" / "index.jsonl").read_bytes() == before
+
+    untrusted = build(data, tmp_path, trusts=False)
+    with pytest.raises(ValueError, match="from a trusted cache, and args.trusted_cache is not set"):
+        dataset(untrusted)
+    cache_latents(untrusted)
+    assert torch.equal(latents_of(batch_of(untrusted)), expected)
+    # An entry that cogfast encoded is preferred from now on.
+    assert torch.equal(latents_of(batch_of(config)), expected)
+
+
+def test_latents_in_bf16_are_not_rounded_again(data: Path, tmp_path: Path, theirs: Theirs) -> None:
+    """In a batch with a clip that cogfast has encoded."""
+    folder = theirs(without=(0,), dtype=torch.bfloat16)
+    config = build(data, tmp_path, "5b", "deepspeed.bf16.enabled=true")
+    cache_latents(config)
+    batch = batch_of(config)
+    for path, found in zip(batch["paths"], latents_of(batch), strict=True):
+        if (stem := Path(path).stem) != "0":
+            file = folder / "video_latent" / FOLDER["5b"] / f"{stem}.safetensors"
+            assert torch.equal(found.bfloat16(), load_file(file)["encoded_video"])
+
+
+@pytest.mark.soak
+def test_two_ranks_write_the_files_of_one(data: Path, tmp_path: Path, theirs: Theirs) -> None:
+    theirs(without=(0,))
+    cache_latents(build(data, tmp_path))
+    words = [f"args.latent_cache={tmp_path / 'two'}", f"args.trusted_cache={tmp_path / 'cache'}"]
+    words.append("model.en_and_decode_n_samples_a_time=1")
+    output = run(["cache", "--base", str(tmp_path / "base.yaml"), *words], 2).stdout
+    assert output.count("3 of 4 clips and 3 of 4 captions are taken from") == 1
+    assert contents(tmp_path / "two") == contents(tmp_path / "ours")
+
+
+def test_a_stem_that_two_videos_share_is_not_trusted(
+    data: Path, tmp_path: Path, theirs: Theirs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder, other = theirs(), tmp_path / "other"
+    for part in ("videos/1.mp4", "labels/1.txt"):
+        (other / part).parent.mkdir(parents=True)
+        shutil.copy(data / part.replace("1", "2"), other / part)
+    config = build(data, tmp_path, "5b", f"args.train_data=[{data},{other}]")
+    cache_latents(config)
+    line = f"{data}/videos/1.mp4 and {other}/videos/1.mp4 share 1.safetensors in {folder}"
+    assert caplog.text.count(line) == 1
+    assert f"3 of 4 clips and 4 of 4 captions are taken from {folder}; 1 clips" in caplog.text
+
+
+def test_a_file_that_changes_while_clips_are_encoded_ends_the_run(
+    data: Path, tmp_path: Path, theirs: Theirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, choose = theirs(), command.choose_trusted
+
+    def damage(*given: object) -> object:
+        found = choose(*given)  # type: ignore[arg-type]
+        for path in folder.rglob("*.safetensors"):
+            path.write_bytes(b"short")
+        return found
+
+    monkeypatch.setattr(command, "choose_trusted", damage)
+    with pytest.raises(RuntimeError, match=r"has changed since the start: cannot be read .*again"):
+        cache_latents(build(data, tmp_path))
+
+
+def test_a_wrong_key_ends_in_one_line(data: Path, tmp_path: Path) -> None:
+    gone = build(data, tmp_path)
+    with pytest.raises(ValueError, match=r"args.trusted_cache=.*/cache is no folder; set it"):
+        check_cache(gone)
