@@ -89,7 +89,8 @@ class CheckpointWriter:
     def save(self, step: int, extra: dict, export: Export | None = None) -> None:
         """Copy the state of `step` and start to write it; `extra` goes into the manifest.
 
-        export: called on rank 0, in the thread, before the checkpoint gets its name. If the disk is full, it logs an error, keeps the earlier checkpoints, and training continues.
+        export: called on rank 0, in the thread, before the checkpoint gets its name. If the disk is
+        full, an error is logged, the earlier checkpoints are kept, and training continues.
         """
         self.wait()
         try:
