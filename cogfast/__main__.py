@@ -14,6 +14,7 @@ from cogfast.cli.standard_streams import keep_streams
 from cogfast.schema.values import Problems, one_line, printable
 from cogfast.train.distributed.process_watch import (
     OTHER_RANK,
+    is_lost_connection,
     is_of_another_rank,
     tell_torchrun,
     watch_launcher,
@@ -238,7 +239,8 @@ def _is_raised_by_cogfast(error: BaseException) -> bool:
 
 def _line(error: Exception) -> str:
     line = printable(one_line(str(error)))
-    if _is_raised_by_cogfast(error):
+    # gloo raises its errors in C++, so that the last frame may be one of cogfast's.
+    if _is_raised_by_cogfast(error) and not is_lost_connection(error):
         return line
     return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]})"
 

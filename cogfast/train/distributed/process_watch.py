@@ -49,13 +49,18 @@ def is_of_another_rank(error: BaseException) -> bool:
     """
     seen: BaseException | None = error
     while seen is not None:
-        kind = type(seen)
-        is_torchs = kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist")
-        is_lost = isinstance(seen, RuntimeError) and _LOST_CONNECTION.search(str(seen)) is not None
-        if is_torchs or is_lost or kind.__name__ == "OtherRankError":
+        if is_lost_connection(seen) or type(seen).__name__ == "OtherRankError":
             return True
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return False
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether torch raised `error` because a collective lost its connection."""
+    kind = type(error)
+    if kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist"):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
 
 
 def tell_torchrun(text: str) -> None:
