@@ -17,7 +17,8 @@ _BATCH = Annotated[int, Range(1, 10**5)]
 _CHECKPOINTS = Annotated[int, Range(1, 10**5)] | None
 _STEPS = Annotated[int, Range(1, 10**9)] | None
 
-# Top-level key -> type. The comment above a key is its meaning in docs/options.md. Source: deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
+# Top-level key -> type. The comment above a key is its meaning in docs/options.md. Source:
+# deepspeed/runtime/config.py, DeepSpeedConfig._initialize_params.
 TOP_KEYS: dict[str, Any] = {
     # samples per step of all ranks; must equal the product of the next two and the replicas
     "train_batch_size": Annotated[int, Range(1, 10**9)],

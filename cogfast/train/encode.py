@@ -33,8 +33,8 @@ class Encoder:
     image_input: image-to-video; the first frame is encoded to image latents, followed by zeros or,
     with image_on_all_frames, repeated. *_dropout: fraction of samples whose image latents or text
     embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
-    for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the encoders' outputs bitwise
-    equal on all ranks of a tensor-parallel group.
+    for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
+    encoders' outputs bitwise equal on all ranks of a tensor-parallel group.
     """
 
     def __init__(
