@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.optimization import get_scheduler
 from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cogfast.train.trainer
@@ -24,7 +26,9 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer, get_model_cls
 from cogfast.finetune.schemas import PLACEHOLDER
+from cogfast.finetune.translate import translate
 from cogfast.slot_random import SlotRandom
+from cogfast.train.encode import Encoder
 from tests.finetune.test_translate import KINDS, UPSTREAM_ZERO2
 from tests.support.tiny_run import ROOT, free_port, read_run_weights, run
 from tests.support.video_files import constant_rate, write_clip
@@ -330,6 +334,38 @@ printf '%s\\n' "${{MODEL_ARGS[@]}}" "${{OUTPUT_ARGS[@]}}" "${{DATA_ARGS[@]}}" "$
 """
 # What a test of seconds adds. An option that is given twice has its last value.
 ADDED = ["--train_steps", "4", "--num_workers", "0", SMALL, "args.log_interval=1"]
+
+
+def test_a_run_trains_from_the_cache_of_their_trainer(options, data, tmp_path, monkeypatch):
+    """data_root/cache at its place, with captions as the list has them; nothing is encoded."""
+    root = tmp_path / "data"
+    shutil.copytree(data, root, ignore=shutil.ignore_patterns("cache"))
+    args = options("2b", data_root=root, trust_cache=True, rank=4)
+    config = translate(Args(**args))
+    network = config.model.network_config.params
+    latents = root / "cache" / "video_latent" / "cogvideox-t2v" / "9x32x48"
+    texts = root / "cache" / "prompt_embeddings"
+    latents.mkdir(parents=True)
+    texts.mkdir()
+    rows = network.modules.pos_embed_config.params.text_length
+    stored = []
+    for i in range(4):
+        stored.append(torch.randn(network.out_channels, 3, 4, 6))
+        save_file({"encoded_video": stored[i]}, latents / f"{i}.safetensors")
+        name = hashlib.sha256(f"a red block, number {i}".encode()).hexdigest()
+        save_file({"prompt_embedding": torch.randn(rows, WIDTH)}, texts / f"{name}.safetensors")
+    for name in ("encode_moments", "encode_text"):
+        monkeypatch.setattr(Encoder, name, lambda *given: pytest.fail("is encoded"))
+    seen = []
+
+    class Recorder(CogVideoXT2VLoraTrainer):
+        def compute_loss(self, batch: dict) -> Tensor:
+            seen.append(batch["latent_mean"] * config.model.scale_factor)
+            return super().compute_loss(batch)
+
+    Recorder(Args(**args)).fit()
+    (found,) = seen
+    assert any(torch.allclose(found[0], latent, rtol=1e-6, atol=0) for latent in stored)
 
 
 def script_words(folder: Path, family: str, training: str, data: Path, out: Path) -> list[str]:
