@@ -105,6 +105,24 @@ class Encoder:
             image = _dropped(image, rng.uniform("image_dropout") < self.image_dropout)
         return latents, Conditioning(text=text, image_latents=image)
 
+    @torch.no_grad()
+    def encode_batch(self, batch: dict, rng: SlotRandom) -> dict:
+        """Return a batch on the device with encodings in place of pixels, captions and moments.
+
+        They are those that a call draws from `rng`: "encoded_videos" [B, C, T, h, w], scaled, in
+        float32, "prompt_embedding" [B, L, E] and, for image-to-video, "images" [B, 3, H, W] in
+        [-1, 1], where the batch has images.
+        """
+        text = self._text(batch)
+        pixels, latents = self._unpadded_latents(batch, rng)
+        encoded = {"encoded_videos": latents, "prompt_embedding": text}
+        if self.image_input and "images" in batch:
+            encoded["images"] = in_unit_range(batch["images"])
+        elif self.image_input and pixels is not None:
+            encoded["images"] = pixels[:, :, 0]
+        replaced = ("mp4", "latent_mean", "latent_logvar")
+        return {key: value for key, value in batch.items() if key not in replaced} | encoded
+
     def num_frames(self, batch: dict) -> int:
         """Return the number of pixel frames of the batch's clips, even if it holds latents."""
         for key in ("encoded_videos", "latent_mean"):
@@ -115,6 +133,11 @@ class Encoder:
         )
 
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
+        pixels, latents = self._unpadded_latents(batch, rng)
+        # CogVideoX 1.5 joins two latent frames in a token, but clips have an odd number.
+        return pixels, pad_latent_frames(latents, self.patch)
+
+    def _unpadded_latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         if "encoded_videos" in batch:
             pixels, latents = None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
         elif "latent_mean" in batch:  # [B, C, T, h, w], not scaled
@@ -127,8 +150,7 @@ class Encoder:
                 1, 2
             )  # [B, 3, F, H, W]: the only permute from file to network
             latents = self.encode_video(pixels, rng, "first_stage")
-        # CogVideoX 1.5 joins two latent frames in a token, but clips have an odd number.
-        return pixels, pad_latent_frames(latents, self.patch)
+        return pixels, latents
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""

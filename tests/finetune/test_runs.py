@@ -30,7 +30,7 @@ from cogfast.finetune.translate import translate
 from cogfast.slot_random import SlotRandom
 from cogfast.train.encode import Encoder
 from tests.finetune.test_translate import KINDS, UPSTREAM_ZERO2
-from tests.support.tiny_run import ROOT, free_port, read_run_weights, run
+from tests.support.tiny_run import ROOT, free_port, losses, read_run_weights, run
 from tests.support.video_files import constant_rate, write_clip
 from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
@@ -262,6 +262,40 @@ def copy_adapters(transformer: torch.nn.Module, trained: dict[str, Tensor]) -> N
             tensor.copy_(ours[name])
 
 
+@pytest.mark.parametrize("cache", [None, "none"], ids=["cached", "encoded in each step"])
+@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
+def test_an_overridden_loss_gets_upstreams_batches(family, cache, options, tmp_path):
+    """It sees upstream's keys, and with the own loss of these batches the run is the same."""
+    trainer = get_model_cls(KINDS[family][0], "lora")
+    shapes = set()
+
+    class Recorder(trainer):
+        def compute_loss(self, batch: dict) -> Tensor:
+            assert not {"mp4", "latent_mean", "latent_logvar"} & batch.keys()
+            keys = ("encoded_videos", "prompt_embedding", "images")
+            shapes.add(tuple((key, *batch[key].shape) for key in keys if key in batch))
+            if "images" in batch:
+                assert batch["images"].is_floating_point() and batch["images"].abs().max() <= 1
+            return super().compute_loss(batch)
+
+    given = options(
+        family, train_steps=3, learning_rate=1e-2, lr_warmup_steps=0, latent_cache=cache
+    )
+    trainer(Args(**given)).fit()
+    Recorder(Args(**given | {"output_dir": tmp_path / "recorded"})).fit()
+    assert losses(tmp_path / "recorded") == losses(tmp_path / "out")
+    frames = 5 if family.startswith("1.5") else 3
+    length = 224 if family.startswith("1.5") else 226
+    videos = ("encoded_videos", 1, 16, frames, 4, 6)
+    images = [("images", 1, 3, *SIZE)] if family.endswith("i2v") else []
+    assert len(shapes) == 1
+    found = shapes.pop()
+    assert found[0] == videos and found[2:] == tuple(images)
+    assert (
+        found[1][:2] == ("prompt_embedding", 1) and found[1][2] <= length and found[1][3] == WIDTH
+    )
+
+
 def test_the_printed_configuration_trains_the_same_weights(options, tmp_path):
     """All weights, bit for bit; and the last checkpoint is a model that diffusers opens."""
     trainer = CogVideoXT2VSftTrainer(
@@ -360,7 +394,7 @@ def test_a_run_trains_from_the_cache_of_their_trainer(options, data, tmp_path, m
 
     class Recorder(CogVideoXT2VLoraTrainer):
         def compute_loss(self, batch: dict) -> Tensor:
-            seen.append(batch["latent_mean"] * config.model.scale_factor)
+            seen.append(batch["encoded_videos"])
             return super().compute_loss(batch)
 
     Recorder(Args(**args)).fit()
