@@ -126,11 +126,13 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument(
         "--image",
         action="append",
-        metavar="PNG",
-        help="first frame; one for all prompts or one per prompt",
+        metavar="FILE",
+        help="picture for the first frame; one for all prompts or one per prompt",
     )
     parser.add_argument(
-        "--ema", action=argparse.BooleanOptionalAction, help="use the averaged (EMA) weights"
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="use the averaged (EMA) weights; default: those of FOLDER, not those of args.load",
     )
     parser.add_argument(
         "--lora",
@@ -143,7 +145,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     )
     parser.add_argument("--out", metavar="DIR", help="output folder; default: args.output_dir")
     _add_sampling_flags(parser)
-    parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value")
+    text = "a run, a model folder or a hub id; key=value overrides a key of the configuration"
+    parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
     found = _parse(parser, argv, visible=("seed", "negative_prompt"))
     seeds = _seeds(found)
     base, moved = _split_overrides(found.base or [])
@@ -194,7 +197,12 @@ def _add_sampling_flags(parser: Parser) -> None:
         ("--steps", "N", _number(int, 1000), "sampling steps" + own),
         ("--guidance", "X", _number(float, 1000), "guidance scale; 1: no guidance" + own),
         ("--negative-prompt", "TEXT", str, "text that guidance leads away from; default: none"),
-        ("--frames", "N", _number(int, 10**5), "frames: 8N+1, of CogVideoX1.5 16N+1" + own),
+        (
+            "--frames",
+            "N",
+            _number(int, 10**5),
+            "number of frames: 8k+1, with CogVideoX1.5 16k+1" + own,
+        ),
         ("--size", "HxW", _size, "rows and columns in pixels, such as 480x720" + own),
         ("--fps", "N", _number(int, 1000), "frames per second of the files" + own),
         (

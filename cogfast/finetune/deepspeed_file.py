@@ -38,9 +38,9 @@ def deepspeed_file(args: Args) -> Path | None:
 
 
 def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
-    """Return {key of the deepspeed section: (value, the file)}; {} without a file.
+    """Return {key of the deepspeed section: (value, the file)}.
 
-    Without a file, the launch by accelerate may describe ZeRO itself.
+    Without a file, they come from the variables of `accelerate launch`; {} if there are none.
 
     "auto" where an option has the value is left out. Raises ValueError where the file contradicts
     an option: which of them wins would be a guess.

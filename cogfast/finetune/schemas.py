@@ -63,12 +63,12 @@ class Args:
 
     model_path: Path = _model("folder or hub id of a diffusers pipeline")
     model_name: str = _model("cogvideox-t2v, cogvideox-i2v, cogvideox1.5-t2v or cogvideox1.5-i2v")
-    model_type: Literal["i2v", "t2v"] = _model("image-to-video or text-to-video")
-    training_type: Literal["lora", "sft"] = _model("train adapters, or all weights", "lora")
+    model_type: Literal["i2v", "t2v"] = _model("i2v (image-to-video) or t2v (text-to-video)")
+    training_type: Literal["lora", "sft"] = _model("lora (adapters) or sft (all weights)", "lora")
 
     output_dir: Path = _output("folder of the run", factory=_dated_folder)
     report_to: Literal["tensorboard", "wandb", "all"] | None = _output(
-        "where to log; TensorBoard files are always written", None
+        "tensorboard, wandb or all; TensorBoard files are always written", None
     )
     tracker_name: str = _output("project of Weights & Biases", "finetrainer-cogvideo")
 
@@ -78,7 +78,7 @@ class Args:
         "file with the path of a video per line; the same as caption_column: a file of metadata"
     )
     image_column: Path | None = _data(
-        "file with the path of a first frame per line; none: the clips' own", None
+        "file with the path of a first frame per line; default: the clips' own", None
     )
     train_resolution: tuple[Count, Count, Count] = _data("frames x height x width: 49x480x720")
     num_workers: Annotated[int, Range(0, 256)] = _data("processes per rank that read videos", 8)
@@ -90,7 +90,7 @@ class Args:
     batch_size: Count = _train("samples per rank and micro-batch", 1)
     gradient_accumulation_steps: Count = _train("micro-batches per step", 1)
     mixed_precision: Literal["no", "fp16", "bf16"] = _train(
-        "weights and activations; optimizer state is float32", "no"
+        "no (float32), fp16 or bf16 weights and activations; optimizer state is float32", "no"
     )
     learning_rate: Positive = _train("peak learning rate", 2e-5)
     optimizer: str = _train("adamw or adam", "adamw")
@@ -98,7 +98,7 @@ class Args:
     beta2: Fraction = _train("decay of the second moment", 0.95)
     beta3: Fraction = _train("accepted; only prodigy and came have it", 0.98)
     epsilon: Positive = _train("added to the root of the second moment", 1e-8)
-    weight_decay: Positive = _train("of matrices, not of norms and biases", 1e-4)
+    weight_decay: Positive = _train("weight decay, without norms and biases", 1e-4)
     max_grad_norm: Positive = _train("gradients of a larger norm are scaled to it", 1.0)
     lr_scheduler: Literal[
         "constant",
@@ -107,14 +107,19 @@ class Args:
         "cosine",
         "cosine_with_restarts",
         "polynomial",
-    ] = _train("learning rate over the steps", "constant_with_warmup")
+    ] = _train(
+        "constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial",
+        "constant_with_warmup",
+    )
     lr_warmup_steps: Annotated[int, Range(0, 10**9)] = _train("steps of linear warm-up", 100)
     lr_num_cycles: Count = _train("restarts of cosine_with_restarts", 1)
     lr_power: Positive = _train("exponent of polynomial", 1.0)
 
     gradient_checkpointing: bool = _system("recompute what does not fit into memory", True)
     enable_slicing: bool = _system("encode and decode one video at a time", True)
-    enable_tiling: bool = _system("encode in parts where a video does not fit", True)
+    enable_tiling: bool = _system(
+        "whole videos, 8 frames at a time or tiles, the first that fits; false: 8 frames", True
+    )
     nccl_timeout: Count = _system("accepted; seconds to wait for other ranks are fixed", 1800)
 
     checkpointing_steps: Count = _save("steps between checkpoints", 200)
@@ -128,32 +133,41 @@ class Args:
     )
 
     do_validation: bool = _valid("sample videos during training and at the end", False)
-    validation_steps: Count | None = _valid("steps between validations", None)
-    validation_dir: Path | None = _valid("folder of the following files", None)
-    validation_prompts: str | None = _valid("file with a prompt per line", None)
-    validation_images: str | None = _valid("file with the path of a first frame per line", None)
+    validation_steps: Count | None = _valid(
+        "steps between validations; do_validation needs it", None
+    )
+    validation_dir: Path | None = _valid(
+        "folder of the following files; do_validation needs it", None
+    )
+    validation_prompts: str | None = _valid(
+        "file with a prompt per line; do_validation needs it", None
+    )
+    validation_images: str | None = _valid(
+        "file with the path of a first frame per line; do_validation of i2v needs it", None
+    )
     validation_videos: str | None = _valid("refused: no model here reads videos", None)
     gen_fps: Annotated[int, Range(1, 1000)] = _valid("frames per second of sampled videos", 15)
 
     fps: Annotated[float, Range(0.01, 1000)] | None = _own(
-        "pick frames by time at this rate; none: spread them over the clip", None
+        "pick frames by time at this rate; default: spread them over the clip", None
     )
     frame_selection: Literal["uniform", "timestamp"] | None = _own(
-        "spread frames over the clip, or pick them by time; none: by time with --fps", None
+        "uniform (over the clip) or timestamp; default: timestamp with --fps, else uniform", None
     )
     resize: Literal["crop", "stretch"] = _own(
-        "cut what exceeds the shape, or squeeze the picture as CogVideo's trainer does", "crop"
+        "crop what exceeds the shape, or stretch, as CogVideo's trainer does", "crop"
     )
     latent_cache: Path | None = _own(
-        "folder of encoded clips, in place of data_root/cache/cogfast; the word none encodes in each step",
-        None,
+        "folder of encoded clips; default: data_root/cache/cogfast; none: encode in each step", None
     )
     trust_cache: bool = _own(
         "take clips and captions from data_root/cache, which CogVideo's trainer has filled", False
     )
     deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
-    yaml: Path | None = _own("CogKit's YAML, below the options given here", None)
-    overrides: list[str] = _own("override the configuration: args.log_interval=1", factory=list)
+    yaml: Path | None = _own("a CogKit YAML file; options given here override it", None)
+    overrides: list[str] = _own(
+        "override a key of the configuration: args.log_interval=1", factory=list
+    )
     dry_run: bool = _own("print the configuration with the origin of each value, and stop", False)
 
     def __post_init__(self) -> None:
@@ -228,7 +242,7 @@ def _value(name: str, value: Any, annotation: Any) -> Any:
 def _shown(default: Any) -> str:
     if isinstance(default, list):
         return " ".join(default)
-    return "none" if default is None else show(default).strip("'")
+    return "not set" if default is None else show(default).strip("'")
 
 
 def _number(kind: type, text: Any) -> Any:

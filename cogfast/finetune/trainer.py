@@ -25,7 +25,7 @@ _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PREPARATION = (
     "cogfast prepares a run from its configuration; pass key=value words in Args.overrides"
 )
-_ENCODING = "the clips are encoded once for all runs, into a cache that does not know this method"
+_ENCODING = "clips are encoded once, into a cache that all trainer classes share; change the batch at the start of compute_loss"
 # Methods and attributes of upstream's Trainer that nothing calls here -> the reason
 _NOT_CALLED = {
     **dict.fromkeys(
@@ -53,7 +53,7 @@ _NOT_CALLED = {
 
 @dataclass
 class State:
-    """Facts about a run. The last three are set by Trainer.fit."""
+    """Facts about a run. The last two are 0 until Trainer.fit prepares it."""
 
     train_frames: int
     train_height: int
@@ -71,7 +71,7 @@ class LearningRate:
         self._run = run
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of the current step, which is the next one between two steps."""
+        """Return the rate of the current step; between two steps, that of the next step."""
         return [self._run.learning_rate(self._run.step)]
 
 

@@ -264,7 +264,7 @@ print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
         assert group in headings
     for name, (_, default, is_required) in SHELL.items():
         (line,) = [text for text in lines if text.startswith(f"  --{name} ")]
-        shown = "required" if is_required else "none" if default is None else default
+        shown = "required" if is_required else "not set" if default is None else default
         shown = " ".join(shown) if isinstance(shown, list) else shown
         shown = str(shown).lower() if isinstance(shown, bool) else shown
         assert line.endswith(f"[{shown}]"), line

@@ -189,7 +189,7 @@ def test_script_defaults_load() -> None:
 
 def test_options_that_pages_name_exist() -> None:
     known = {
-        "args": {f.name for f in fields(TrainArguments)},
+        "args": {f.name for f in fields(TrainArguments)} | {"json"},  # the file args.json
         "model": {f.name for f in fields(ModelArguments)} | set(load("cogvideox_5b").model),
         "data.params": {
             name

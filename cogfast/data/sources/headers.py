@@ -77,7 +77,7 @@ def read_headers(clips: ClipList) -> list[Header]:
 
 
 def index_of(clips: ClipList) -> Path:
-    """The path of the index, one for each deepest folder that holds all files of a data set."""
+    """Return the path of the index of the deepest folder that holds all files of a data set."""
     # commonprefix compares characters: what follows the last slash may be a part of a name.
     folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
     return index_file("headers", [folder])

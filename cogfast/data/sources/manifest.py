@@ -88,7 +88,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
                 f"{where} has no path; write the path of its video into column path (or one of "
                 f"{', '.join(_PATHS[1:])})"
             )
-        check_caption_size(len(caption), f"{where}: caption")
+        check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
         if not caption:
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones.

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
-_OTHER_TOOLS = ("height",)  # no misspelling of weight
+_OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
 Names = Mapping[
     str, Sequence[str]
 ]  # {column: names under which it is read, the first that is there}
@@ -57,8 +57,8 @@ def read_rows(
 ) -> Iterator[tuple[str, dict]]:
     """Yield (place, {name: value}) for every row; the place is "line 3", or "entry 3" of a list.
 
-    required: columns that the header of a CSV must have. spelled: columns of which a name that is
-    almost the same is refused.
+    required: columns that the header of a CSV must have. spelled: columns of which names
+    that are almost the same are refused.
     """
     known = {name for aliases in names.values() for name in aliases}
     if file.suffix.lower() == ".csv":
@@ -140,7 +140,7 @@ def _check_columns(
     """Log columns that are not read; raise ValueError for one that looks misspelt."""
     unknown = sorted(name for name in found if name not in known)
     for name in unknown:
-        # 0.75 is stricter than for keys: manifests have columns of other tools.
+        # A higher cutoff than for keys: manifests have columns of other tools.
         near = difflib.get_close_matches(str(name).lower().strip(), spelled, n=1, cutoff=0.75)
         if near and name not in _OTHER_TOOLS:
             raise ValueError(

@@ -156,7 +156,7 @@ class _CacheRun:
         keys = [sample_key(clip.dataset, clip.index, sources) for clip in self.clips]
         if self.args.trusted_cache is not None:
             keys = self._trust(specs, keys)
-        # Before anything is loaded. The mode of least free memory fits on all ranks.
+        # Measured before anything is loaded. What fits into the least free memory fits on all ranks.
         self.budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
         plan = self.groups.on_main(lambda: self._plan(specs, sources, keys))
         missing = self.groups.on_main(lambda: [s for s in plan if not is_complete(self.folder, s)])
@@ -287,8 +287,11 @@ class _CacheRun:
         return found
 
     def _settled(self, spec: Spec, keys: list[str]) -> Spec:
-        """Return the spec of clips with "auto" replaced by a way to encode: that of the entries in the
-        cache if all clips have one or if it fits into the memory, else the first that fits."""
+        """Return the spec of clips with a mode in place of encode_chunks "auto".
+
+        The mode of the cache's entries is kept if all clips have one or if it fits into the memory;
+        otherwise the first mode that fits is taken.
+        """
         if spec.get(ENCODE_CHUNKS) != "auto":
             return spec
         # A copy of the index, to which `plan` may add.

@@ -73,7 +73,7 @@ def _tensors(prefix: str, moments: Moments) -> dict[str, Tensor]:
 
 def _of_sample(latents: Tensor, scale_factor: float) -> dict[str, Tensor]:
     """Return the moments of scaled latents [B, C, T, h, w], which every epoch uses as they are."""
-    # float32: rounded to bf16, the quotient would not give the latents again.
+    # In float32: a quotient that is rounded to bf16 would not give the latents again.
     mean = latents.float() / scale_factor
     # All samples of a batch need a variance. The reader expands this one, which is 0.
     return {"mean": mean, "logvar": mean.new_full((len(mean), 1, 1, 1, 1), _NO_VARIANCE)}

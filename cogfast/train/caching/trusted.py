@@ -135,8 +135,7 @@ def choose_trusted(
     folder: Path,
     groups: ProcessGroups,
 ) -> tuple[set[str], int]:
-    """Return the keys of `files` that have, or get, a trusted entry, and how many are not in the cache
-    and have none.
+    """Return the keys of `files` whose entries are trusted, and how many others are still to be encoded.
 
     An entry that cogfast encoded is preferred. Each rank checks a part of the files.
     """

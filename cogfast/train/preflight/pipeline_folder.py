@@ -78,7 +78,7 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
     if load is None or not (Path(load) / "vae" / "config.json").is_file():
         return config
     model, folder = to_dict(config.model), Path(load)
-    # Dotted keys that are taken from the folder, and keys below which nothing of a file is left.
+    # Dotted keys that are taken from the folder, and keys whose values in the files it replaces whole.
     found, replaced = [], []
     stage = model.get("first_stage_config")
     if _has_no_path(config, stage):

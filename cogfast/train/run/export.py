@@ -1,8 +1,8 @@
-"""Writes files that diffusers loads into a checkpoint before it is published (args.export).
+"""Adds files in diffusers' format to a checkpoint before it gets its name (args.export).
 
     <checkpoint>/pytorch_lora_weights.safetensors    LoRA: pipe.load_lora_weights(<checkpoint>)
-    <checkpoint>/transformer/                        all weights: CogVideoXTransformer3DModel
-    <checkpoint>/transformer_ema/                    .from_pretrained; the second holds the average
+    <checkpoint>/transformer/                        all weights: from_pretrained of diffusers' class
+    <checkpoint>/transformer_ema/                    the same for the averaged (EMA) weights
 
 Rank 0's writing thread reads the files that all ranks have just written, one tensor at a time, and
 writes what `cogfast convert` writes.

@@ -52,7 +52,7 @@ class SamplingFlags:
             before, guider = sampler.get("num_steps"), sampler.get("guider_config") or {}
             put(sampler, f"{_SAMPLER}.num_steps", self.steps, "--steps")
             own = guider.get("params") or {}
-            # A ramp of another length was chosen on purpose.
+            # A guider with another number of steps keeps it: it was set on its own.
             if "num_steps" in own and own["num_steps"] == before:
                 key = f"{_SAMPLER}.guider_config.params.num_steps"
                 put(own, key, self.steps, "--steps")
@@ -71,8 +71,8 @@ class SamplingFlags:
         if self.negative_prompt is not None:
             put(args, "args.negative_prompt", self.negative_prompt, "--negative-prompt")
         if self.num_videos is not None:
-            # In this mode, that of SAT's inference.yaml, batch_size counts videos per prompt. A model
-            # folder has it already.
+            # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
+            # prompt. The settings of a model folder have it already.
             if args["mode"] != "inference":
                 put(args, "args.mode", "inference", "--num-videos")
             put(args, "args.batch_size", self.num_videos, "--num-videos")

@@ -49,7 +49,7 @@ class Strength:
     def exponent(self, name: str, rank: int) -> int:
         """Return the power of two in a matrix: A or B of a pair of this rank."""
         of_a = self.exponents_of_a.get(name.replace(".matrix_B.", ".matrix_A."), 0)
-        # Where A has none of the exponent, B has all of it.
+        # B takes what A does not: without an entry, all of it.
         whole = _exponent(self.lora_alpha / rank)
         assert whole is not None, f"{name}: {self.lora_alpha} / {rank}"
         return of_a if ".matrix_A." in name else whole - of_a
@@ -76,7 +76,7 @@ def into_matrices(source: WeightSource, dtype: torch.dtype | None) -> Strength |
     strength = Strength(lora_alpha_of(source))
     if not strength.fits(source.shapes):
         return None
-    # Only what A takes is stored: for bf16 and float32 that is nothing.
+    # Exponents of A that are not 0. In bf16 and float32 B takes the whole factor.
     exponents = {}
     for name, rank in _pairs(source.shapes):
         pair = name, name.replace(".matrix_A.", ".matrix_B.")
@@ -136,8 +136,8 @@ def _exponent(strength: float) -> int | None:
 def _share_of_a(a: float, b: float, exponent: int) -> int:
     """Return A's share of an exponent after which the largest elements of A and B are closest.
 
-    float16 is normal from 2^-14 to 2^16: 1/128 of a B of 1e-3 would lose bits, where A has them to
-    spare. a, b: the largest elements.
+    float16 is normal from 2^-14 to 2^16: a B of 1e-3 times 1/128 would lose bits, but A is larger and
+    can take a part of the factor. a, b: the largest elements.
     """
     if not (0 < a < math.inf and 0 < b < math.inf):
         return 0
