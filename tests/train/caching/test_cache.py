@@ -362,7 +362,9 @@ def killed_again_and_again(
     for delay in delays:
         process = start(arguments)
         wait_for((cache / "index.jsonl").exists, process)
-        wait_for((cache / "writer").exists, process)
+        # A start that finds little left to do may end between two looks.
+        is_over = lambda p=process: p.poll() is not None
+        wait_for(lambda over=is_over: over() or (cache / "writer").exists(), process)
         time.sleep(delay)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
