@@ -39,10 +39,10 @@ from bench.clips.sample_clips import (  # noqa: E402
 )
 from bench.clips.shape_look import read_frames, score  # noqa: E402
 from cogfast.config import load_config  # noqa: E402
+from cogfast.core.shapes import num_latent_frames  # noqa: E402
 from cogfast.kernels.block_kernels import choose_kernels  # noqa: E402
 from cogfast.model.transformer import build_transformer  # noqa: E402
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  # noqa: E402
-from cogfast.shapes import num_latent_frames  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"

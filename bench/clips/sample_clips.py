@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.slot_random import random_unit
+from cogfast.core.slot_random import random_unit
 
 SIZE = 64  # pixels
 NUM_FRAMES = 9

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from bench.scaling.traffic import Layout, Traffic, count_traffic
 from cogfast.config import load_config
+from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.video_size import LatentSize
 
 ROOT = Path(__file__).resolve().parents[2]

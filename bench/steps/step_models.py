@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.model.config import TransformerConfig
-from cogfast.shapes import PatchSize, TokenGrid
 
 LORA_RANK = 128
 

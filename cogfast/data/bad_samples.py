@@ -8,7 +8,7 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-from cogfast.files import set_aside
+from cogfast.core.files import set_aside
 from cogfast.schema.json_files import check, read_limited
 from cogfast.schema.values import printable
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cogfast.slot_random import random_bits, random_unit
+from cogfast.core.slot_random import random_bits, random_unit
 
 _EPOCHS_KEPT = 3  # permutations in memory; one step needs more only if the data set is tiny
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread most evenly modulo 1

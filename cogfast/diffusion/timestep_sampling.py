@@ -8,10 +8,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Schedule
 from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
 from cogfast.schema.json_files import Range
-from cogfast.slot_random import SlotRandom
 
 
 class DiscreteSampling:

@@ -14,7 +14,7 @@ from torch import Tensor
 import cogfast.train.trainer
 from cogfast.cli.log_lines import start_logging
 from cogfast.config import Config
-from cogfast.files import write_text
+from cogfast.core.files import write_text
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
 from cogfast.schema.json_files import read_json

@@ -122,7 +122,7 @@ def _check_family(args: Args, family: Family) -> None:
 
 def _data_settings(args: Args) -> Settings:
     frames, *size = args.train_resolution
-    # Without a rate, frames are spread over the clip and short clips are padded, as in their trainer.
+    # If no rate is given, frames are spread and short clips are padded, as in their trainer.
     selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
     captions, videos = str(args.caption_column), str(args.video_column)
     settings: Settings = {

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
-from cogfast.model.weights.source import check_tensors, first_of
-from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
-from cogfast.schema.sat_network import autoencoder_sizes
-from cogfast.shapes import (
+from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     num_latent_frames,
     num_pixel_frames,
 )
+from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.source import check_tensors, first_of
+from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.schema.sat_network import autoencoder_sizes
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLCogVideoX
@@ -90,7 +90,7 @@ class FirstStage(Protocol):
     """A frozen video autoencoder: what an nn.Module must have to be model.first_stage_config's.
 
     Pixels are [B, 3, F, H, W] in [-1, 1] and latents [B, C, T, h, w] with F = 4(T-1)+1, H = 8h and
-    W = 8w (cogfast/shapes.py). Latents are unscaled: callers apply model.scale_factor. Inputs come on
+    W = 8w (cogfast/core/shapes.py). Latents are unscaled: callers apply model.scale_factor. Inputs come on
     the module's device and in the dtype of its first parameter, or in float32 if it has none. The
     same input must give the same moments, because a latent cache stores them. The cache's key has the
     dotted path of the class: a cache is unusable after the class has moved.
@@ -289,7 +289,7 @@ class VideoAutoencoder(nn.Module):
         except torch.OutOfMemoryError:
             return False
         finally:
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # sync: once, before the first clip is encoded
         return True
 
     def _set_tile(self, tile: tuple[int, int] | None) -> None:
@@ -415,8 +415,8 @@ def _check_tile_size(size: Sequence[int] | None) -> tuple[int, int] | None:
 
 # From the outputs that SAT trained with to those that need least memory.
 ENCODE_MODES: tuple[EncodeMode, ...] = get_args(EncodeMode)
-# What "auto" chooses from. Only whole clips are encoded together, so that the other latents do not
-# depend on the memory, by which the last bits of a batch and of its clips one by one differ.
+# "auto" takes the first of these that fits. Only whole clips are also encoded in batches: the last
+# bits of a batch differ from those of single clips, and latents should not depend on the memory.
 _WAYS: tuple[EncodeWay, ...] = (
     ("whole", False),
     ("whole", True),

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.kernels.qk_norm_rope3d import Rotation
-from cogfast.shapes import PatchSize, TokenGrid
 
 
 def patchify(latents: Tensor, patch: PatchSize) -> Tensor:

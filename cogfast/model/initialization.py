@@ -8,10 +8,10 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor, nn
 
+from cogfast.core.slot_random import random_bits
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import LoraLinear, is_lora_parameter
 from cogfast.model.weights.shard import Shard
-from cogfast.slot_random import random_bits
 
 STD = 0.02  # linears of SAT's transformer layers (sat/model/transformer.py)
 

@@ -24,7 +24,7 @@ TARGETS = {
     "ff.net.0.proj": ("fc1", 0),
     "ff.net.2": ("fc2", 0),
 }
-# What SAT adapts, and the diffusers trainer by default.
+# SAT adapts these, and so does the diffusers trainer by default.
 DEFAULT_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 # Equal parts of a linear's output
 NUM_PARTS = {"attention.qkv": 3, "attention.out": 1, "fc1": 1, "fc2": 1}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -27,7 +28,6 @@ from cogfast.model.freeze import DEFAULT_FROZEN_PREFIXES, freeze
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import add_lora
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.shapes import PatchSize, TokenGrid
 
 BlockCall = Callable[[Tensor, Tensor, int, Rotation | None], Tensor]  # as Block.forward
 

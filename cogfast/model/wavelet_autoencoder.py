@@ -16,8 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent_frames
 from cogfast.model.autoencoder import DecodePlan, Moments
-from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent_frames
 
 COLOURS = 3
 NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2

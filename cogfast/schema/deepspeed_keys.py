@@ -312,7 +312,7 @@ def fill_auto(config: dict[str, Any], origins: dict[str, str]) -> None:
         if is_set:
             found[f"{name}.enabled"] = (args[name], f"args.{name}")
         elif _mapping(section.get(name)).get("enabled") == AUTO:
-            # Without the section, the dtype of the weights decides.
+            # The section is removed: then the dtype of the weights decides.
             _forget(section, name, f"deepspeed.{name}", origins)
     _replace(section, "", TOP_KEYS, found, origins)
 

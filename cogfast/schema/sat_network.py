@@ -221,7 +221,7 @@ def transformer_arguments(
     patch_size may be an integer (CogVideoX 1.0) or [t, h, w] (1.5). The interpolations may be set
     beside num_frames or in pos_embed_config. unused: receives accepted keys without effect.
     """
-    from cogfast.shapes import PatchSize  # here, since it imports torch
+    from cogfast.core.shapes import PatchSize  # here, since it imports torch
 
     unused = {} if unused is None else unused
     if isinstance(params, DictConfig):
@@ -231,7 +231,7 @@ def transformer_arguments(
     _require(fields, NETWORK_REQUIRED, where)
     _require_positive(fields, fields.keys() - {"default_ofs"}, where)
     fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
-    # As in SAT, the embedding is as wide as the model by default.
+    # The embedding is as wide as the model by default, as in SAT.
     if fields.get("time_embed_dim") is None:
         fields["time_embed_dim"] = fields["hidden_size"]
     where_args = join(where, "transformer_args")
@@ -373,7 +373,7 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
 
     ValueError if the two sections do not describe one autoencoder.
     """
-    from cogfast.shapes import TEMPORAL_COMPRESSION  # here, since it imports torch
+    from cogfast.core.shapes import TEMPORAL_COMPRESSION  # here, since it imports torch
 
     encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
     # Fixed values of the CogVideoX autoencoder, which diffusers' class assumes

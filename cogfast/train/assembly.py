@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config import Config, instantiate, resolve
+from cogfast.core.slot_random import random_bits
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.cache.shards import Spec
@@ -32,7 +33,6 @@ from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.places import is_none
-from cogfast.slot_random import random_bits
 from cogfast.train.cache_key import cache_specs
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
+from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
-from cogfast.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
-from cogfast.slot_random import SlotRandom, random_bits
 
 # The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
 # (upstream sat/diffusion_video.py add_noise_to_first_frame).

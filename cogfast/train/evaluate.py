@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from cogfast.core.files import WriteError
+from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import BatchLoader, in_unit_range
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -24,10 +27,7 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.clip import resize_picture
 from cogfast.data.video.transform import Resize
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.files import WriteError
 from cogfast.schema.arguments import TrainArguments
-from cogfast.shapes import SPATIAL_COMPRESSION
-from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest

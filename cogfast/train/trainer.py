@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments
+from cogfast.core.shapes import TokenGrid
+from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
@@ -21,8 +23,6 @@ from cogfast.model.weights.formats.run_manifest import (
     step_of,
 )
 from cogfast.schema.arguments import TrainArguments
-from cogfast.shapes import TokenGrid
-from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import (
     DTYPES,
     assemble_batches,

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cogfast.config import Config, data_arguments
+from cogfast.core.shapes import (
+    SPATIAL_COMPRESSION,
+    num_latent_frames,
+)
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import COGVIDEOX_5B
 from cogfast.schema.sat_network import POSITION_KEY, transformer_arguments
-from cogfast.shapes import (
-    SPATIAL_COMPRESSION,
-    num_latent_frames,
-)
 
 logger = logging.getLogger(__name__)
 

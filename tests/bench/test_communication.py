@@ -172,7 +172,7 @@ def test_blocks_below_the_first_adapters_have_no_backward() -> None:
         count_traffic(replace(config, lora_layers=layers), Layout(data_size=1, model_size=2), 100)
         for layers in ((0, 1), (1,))
     )
-    # Without adapters in block 0: no sum of fc1's input there, none of QKV's in block 1.
+    # Block 0 has no adapters: there is no sum of fc1's input there, none of QKV's in block 1.
     unit, adapters = 100 * config.hidden_size * 2, 4 * 4 * config.hidden_size * 2
     assert every.activations - last.activations == 2 * unit + adapters
 

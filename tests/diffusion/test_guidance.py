@@ -59,7 +59,7 @@ def test_dynamic_scale_by_step_rises_from_1():
     scales = [guider.scale_at(999 - 20 * i, step=i, num_steps=50) for i in range(51)]
     assert scales == sorted(scales)
     assert scales[0] == 1 and scales[50] == pytest.approx(7)
-    # By hand: (25 / 50)^2.5 = 0.1767767, 1 + 6 (1 - cos(0.1767767 pi)) / 2 = 1.4509
+    # Computed by hand: (25 / 50)^2.5 = 0.1767767, 1 + 6 (1 - cos(0.1767767 pi)) / 2 = 1.4509
     assert scales[25] == pytest.approx(1.45091, abs=1e-4)
 
 

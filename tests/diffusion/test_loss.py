@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScaling
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
-from cogfast.slot_random import SlotRandom
 
 SHAPE = (4, 3, 2, 4, 4)  # B C T h w
 TEXT = Conditioning(text=torch.zeros(4, 5, 8))

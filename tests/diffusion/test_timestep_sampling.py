@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
-from cogfast.slot_random import SlotRandom
 
 SCHEDULE = ZeroSNRDDPMDiscretization()
 

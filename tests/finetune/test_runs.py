@@ -24,10 +24,10 @@ from torch import Tensor
 import cogfast.train.trainer
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.core.slot_random import SlotRandom
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer, get_model_cls
 from cogfast.finetune.schemas import PLACEHOLDER
 from cogfast.finetune.translate import translate
-from cogfast.slot_random import SlotRandom
 from cogfast.train.encode import Encoder
 from tests.finetune.test_translate import KINDS, UPSTREAM_ZERO2
 from tests.support.tiny_run import ROOT, free_port, losses, read_run_weights, run
@@ -205,7 +205,7 @@ def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
     assert len(seen) == steps
     for found, expected in seen:
         assert found == pytest.approx(expected, rel=1e-5)
-    # What diffusers reads from the checkpoint has the strength that was trained.
+    # The file that diffusers reads from the checkpoint has the strength that was trained.
     stock = CogVideoXTransformer3DModel.from_pretrained(pipelines.path("5b") / "transformer")
     stock.norm_out.norm.eps = 1e-6
     file = args["output_dir"] / "checkpoint-20" / "pytorch_lora_weights.safetensors"
@@ -366,7 +366,7 @@ VALIDATION_ARGS=(
 printf '%s\\n' "${{MODEL_ARGS[@]}}" "${{OUTPUT_ARGS[@]}}" "${{DATA_ARGS[@]}}" "${{TRAIN_ARGS[@]}}" \\
     "${{SYSTEM_ARGS[@]}}" "${{CHECKPOINT_ARGS[@]}}" "${{VALIDATION_ARGS[@]}}"
 """
-# What a test of seconds adds. An option that is given twice has its last value.
+# These make a test of seconds. An option that is given twice has its last value.
 ADDED = ["--train_steps", "4", "--num_workers", "0", SMALL, "args.log_interval=1"]
 
 

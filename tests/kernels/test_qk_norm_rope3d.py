@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel_ops.launch_sweep import QK_BACKWARD, QK_FORWARD
+from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.gpu.qk_norm_rope3d import (
     BACKWARD_LAUNCH,
     FORWARD_LAUNCH,
@@ -25,7 +26,6 @@ from cogfast.kernels.qk_norm_rope3d import (
     qk_norm_rope3d_reference,
 )
 from cogfast.model.embeddings import RotaryPositions
-from cogfast.shapes import TokenGrid
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 # Samples, text rows, (frames, rows, columns), heads, head width.

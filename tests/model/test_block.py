@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import Block
 from cogfast.model.embeddings import RotaryPositions
 from cogfast.model.lora import add_lora
-from cogfast.shapes import TokenGrid
 from tests.support.kernels.triton_on_cpu import launchers_on_cpu
 from tests.support.tiny_run import ROOT
 

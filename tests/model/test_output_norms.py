@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
+from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.adaptive_layernorm import layernorm
 from cogfast.kernels.gpu.adaptive_layernorm import Backward, launch_backward, launch_forward
 from cogfast.kernels.gpu.launch import HAS_TRITON
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.shapes import TokenGrid
 from tests.support.tiny_transformers import tiny
 
 NORMS = ("final_norm.weight", "final_norm.bias", "output_norm.weight", "output_norm.bias")

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from cogfast.core.shapes import TokenGrid
 from cogfast.model.embeddings import PositionTable, RotaryPositions, sincos_table
-from cogfast.shapes import TokenGrid
 from tests.support.tiny_transformers import inputs, tiny
 
 GRID = TokenGrid(3, 4, 5)

@@ -98,7 +98,7 @@ def test_fp16_leaves_the_linears_that_overflow_in_float32(t5_folder: Path) -> No
 
 def test_other_folder_layouts_give_the_same_numbers(t5_folder: Path, tmp_path: Path) -> None:
     expected = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
-    # What transformers writes today: tokenizer.json in place of spiece.model.
+    # transformers writes this today: tokenizer.json in place of spiece.model.
     rewritten = tmp_path / "rewritten"
     expected.transformer.save_pretrained(rewritten)
     expected.tokenizer.save_pretrained(rewritten)
@@ -141,7 +141,7 @@ def test_a_vocabulary_without_words_is_refused(t5_folder: Path, tmp_path: Path) 
     (folder / "spiece.model").unlink()
     from transformers import T5Tokenizer
 
-    # What transformers makes of a T5 folder whose vocabulary it does not find.
+    # transformers makes this of a T5 folder whose vocabulary it does not find.
     T5Tokenizer().save_pretrained(folder)
     with pytest.raises(ValueError, match="lacks plain English words"):
         T5TextEncoder(str(folder))

@@ -50,7 +50,7 @@ HOSTILE = [
     "cogfast.train.run.folder.subprocess.run",
     "cogfast.config.load_config",
     "cogfast.model.transformer.DiffusionTransformer.__init__",
-    "cogfast.shapes.torch.os.system",
+    "cogfast.core.shapes.torch.os.system",
     "os.system",
     "subprocess.Popen",
     "builtins.eval",

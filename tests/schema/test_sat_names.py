@@ -9,12 +9,12 @@ import yaml
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from cogfast.core.shapes import PatchSize
 from cogfast.schema.components import import_target, resolve
 from cogfast.schema.deepspeed_keys import SECTION_KEYS
 from cogfast.schema.sat_classes import REFUSED, TARGETS
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.schema.sat_unused import UNUSED
-from cogfast.shapes import PatchSize
 
 # Hidden size, layers, heads, in channels, text length, patch, position, interpolation, ofs, LoRA:
 # read off the published model cards and files by hand.

@@ -30,12 +30,12 @@ from transformers import T5Config, T5EncoderModel
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae.names import to_sat
-from cogfast.slot_random import SlotRandom
 from cogfast.train.encode import Encoder
 from cogfast.train.sampling.sizes import read_image
 from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder

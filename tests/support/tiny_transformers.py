@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from cogfast.core.shapes import PatchSize
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
-from cogfast.shapes import PatchSize
 
 _T2V_5B = TransformerConfig(
     num_layers=2,

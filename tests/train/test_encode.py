@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.core.shapes import PatchSize
+from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.model.autoencoder import Moments
-from cogfast.shapes import PatchSize
-from cogfast.slot_random import SlotRandom, random_bits
 from cogfast.train.encode import Encoder
 
 SCALE = 0.7

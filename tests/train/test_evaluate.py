@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import Dataset
 
 from cogfast.config import load_config
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.reader import open_video
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.slot_random import SlotRandom
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.sampling.generate import VideoMaker
 from cogfast.train.trainer import Trainer
@@ -160,7 +160,7 @@ def test_samples_come_from_the_weights_asked_for(
         with trainer.engine.weights(kind), torch.no_grad():
             rng = SlotRandom(0, 0, [0, 1], 0)
             text = encoder.text_encoder(["a bar moves", "another one"])
-            # Of two steps only the first adds noise, drawn once.
+            # Only the first of two steps adds noise, drawn once.
             generated[kind] = trainer.diffusion.sampler.with_num_steps(2)(
                 trainer.diffusion.denoiser,
                 trainer.engine.transformer,

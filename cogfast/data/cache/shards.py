@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, NotRequired
 import torch
 from torch import Tensor
 
+from cogfast.core.files import WriteError, write_text, write_whole
 from cogfast.data.cache.source_hashes import hash_text, unreadable
-from cogfast.files import WriteError, write_text, write_whole
 from cogfast.schema.json_files import brief, parse_json
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from cogfast.core.files import write_text
 from cogfast.data.sources.store import Store
-from cogfast.files import write_text
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once

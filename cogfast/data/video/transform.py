@@ -14,7 +14,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.shapes import TEMPORAL_COMPRESSION
+from cogfast.core.shapes import TEMPORAL_COMPRESSION
 
 FrameSelection = Literal["timestamp", "sat", "uniform"]
 Resize = Literal["crop", "stretch"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.files import write_whole
+from cogfast.core.files import write_whole
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -95,7 +95,7 @@ def preview_gif(video: Tensor | np.ndarray, fps: float) -> tuple[bytes, tuple[in
         Image.fromarray(frame).resize((columns, rows), Image.Resampling.BICUBIC)
         for frame in frames[::stride]
     ]
-    # As close as Pillow's default, median cut, and a hundred times faster.
+    # Pillow's default, median cut, takes nine times as long for about the same error.
     first, *others = [picture.quantize(256, Image.Quantize.FASTOCTREE) for picture in small]
     file, milliseconds = io.BytesIO(), 1000 * stride / fps
     first.save(file, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)

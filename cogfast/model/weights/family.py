@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cogfast.core.shapes import PatchSize
 from cogfast.model.config import TransformerConfig
-from cogfast.shapes import PatchSize
 
 Shapes = Mapping[str, tuple[int, ...]]  # {cogfast's parameter name: shape}
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import PatchSize
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.json_files import brief
-from cogfast.shapes import PatchSize
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_NAME = 200  # characters

@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from cogfast.core.shapes import TokenGrid
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
@@ -22,7 +23,6 @@ from cogfast.model.weights.lora.adapters import adapters_of, model_width
 from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
-from cogfast.shapes import TokenGrid
 
 if TYPE_CHECKING:
     from diffusers import CogVideoXTransformer3DModel

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.core.files import WriteError, remove_unfinished, write_text
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.batches import read_sample
 from cogfast.data.cache.dataset import sample_key, source_files, used_samples
@@ -40,7 +41,6 @@ from cogfast.data.cache.source_hashes import Sources, hash_text
 from cogfast.data.datasets import CaptionedVideos, Sample, SizedDataset
 from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers.read_ahead import Reads, read_ahead
-from cogfast.files import WriteError, remove_unfinished, write_text
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
 from cogfast.schema.arguments import TrainArguments
@@ -102,9 +102,9 @@ def encode_first(config: Config, args: TrainArguments, groups: ProcessGroups) ->
     groups = dataclasses.replace(groups, tensor=None, model_control=None, data=None)
     with keeping(kept):
         _fill(config, args, groups, "the same command")
-    gc.collect()
+    gc.collect()  # sync: once, before training begins
     if groups.device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # sync: as above
 
 
 def _fill(config: Config, args: TrainArguments, groups: ProcessGroups, command: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
     EncodeMode,
@@ -25,7 +26,6 @@ from cogfast.model.autoencoder import (
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.video_size import largest_size
@@ -66,7 +66,7 @@ class EncodeChoice:
         call this for their first clips, which they encode in the same step."""
         if self.way is not None or not isinstance(stage, VideoAutoencoder):
             return
-        # What fits into the least free memory fits on all ranks.
+        # A way that fits into the least free memory fits on all ranks.
         budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
         _, _, num_frames, rows, columns = clips.shape
         shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)

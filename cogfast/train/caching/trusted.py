@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.data.cache.shards import CacheIndex, Spec, trusted_key
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.model.config import TransformerConfig
@@ -29,7 +30,6 @@ from cogfast.model.weights.family import Family
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)

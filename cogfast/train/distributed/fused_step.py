@@ -271,7 +271,7 @@ class FusedStep:
         gradient = zero.get_gradient_for_reduction(parameter)
         place = buffer.narrow(0, front + self._start(part, parameter), parameter.numel())
         place.copy_(gradient.reshape(-1))
-        # As in DeepSpeed's method: the bucket, where the gradient was, is used again.
+        # The gradient moves out of the bucket, which is used again, as in DeepSpeed's method.
         gradient.data = place.view_as(gradient)
 
     def _make_buffer(self, part: int) -> tuple[Tensor, int]:

@@ -158,7 +158,7 @@ def _cut_rows(
 
 
 def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | None:
-    # Without weights there is no gradient to sum.
+    # A norm that has no weights has no gradient to sum.
     if norm is None or not norm.elementwise_affine:
         return norm
     return SharedHeadNorm(norm, group)

@@ -204,7 +204,7 @@ def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKern
         return min(max(num_text - group.rank * num_rows, 0), num_rows)
 
     def shared(*vectors: Tensor | None) -> list[Tensor | None]:
-        # Without affine norms all are None.
+        # All are None if no norm is affine.
         given = [v for v in vectors if v is not None]
         if not any(v.requires_grad for v in given):
             return list(vectors)

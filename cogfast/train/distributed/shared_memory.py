@@ -199,7 +199,7 @@ def map_rows(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
     def reserve() -> tuple[int, int, str]:
         name = f"cogfast-{secrets.token_hex(16)}"
         files.append(os.memfd_create(name))
-        # Without it, a machine without memory would end the process at its first write.
+        # Memory is reserved: otherwise a machine without memory would end the process at its first write.
         os.posix_fallocate(files[0], 0, nbytes)
         return os.getpid(), files[0], name
 

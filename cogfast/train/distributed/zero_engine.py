@@ -181,7 +181,7 @@ class ZeroEngine:
         self.num_skipped = torch.zeros((), device=self.engine.device)
         self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
         self.found_inf: Tensor | None = None  # whether the current step is skipped
-        # By identity: DeepSpeed keeps the Parameter objects and replaces their data.
+        # Parameters are compared by identity: DeepSpeed keeps the Parameter objects and replaces their data.
         names = {id(p): name for name, p in transformer.named_parameters()}
         if self.stage == 3:
             self.parts = self.zero.fp32_partitioned_groups_flat

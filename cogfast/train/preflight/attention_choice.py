@@ -36,7 +36,7 @@ def check_attention(config: Config, args: TrainArguments, head_width: int) -> No
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    # What decides whether a backend can run; batch and length do not.
+    # These decide whether a backend can run; batch and length do not.
     case = (device, DTYPES[args.precision], head_width, args.deterministic)
     reason = reason_unavailable(name, *case)
     if reason is not None:

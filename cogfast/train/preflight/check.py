@@ -244,7 +244,7 @@ def _check_paths(config: Config, args: TrainArguments) -> None:
     missing = list(_missing_load(args))
     videos = _video_data(config)
     if videos is not None:
-        # Without evaluation, valid_data is not read and need not exist.
+        # If nothing is evaluated, valid_data is not read and need not exist.
         used = ["train_data", *(["valid_data"] if args.has_evaluation else [])]
         for name in used:
             for source in getattr(args, name):

@@ -69,7 +69,7 @@ def warn_of_different_schedules(diffusion: Diffusion) -> None:
 def _try(config: Config, key: str, build: Callable[[], object]) -> None:
     try:
         build()
-    # What constructors of PyTorch and of users' classes raise for a wrong value.
+    # Constructors of PyTorch and of users' classes raise these for a wrong value.
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         text = " ".join(str(error).split())
         named = error.key if isinstance(error, KeyProblem) else text.partition("=")[0]

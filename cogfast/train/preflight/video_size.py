@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cogfast.config import Config
-from cogfast.schema.config import refuse
-from cogfast.shapes import (
+from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
     PatchSize,
@@ -14,6 +13,7 @@ from cogfast.shapes import (
     check_video_size,
     num_pixel_frames,
 )
+from cogfast.schema.config import refuse
 
 
 def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:

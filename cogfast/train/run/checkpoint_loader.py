@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.files import DamageError
+from cogfast.core.files import DamageError
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.model.weights.formats.run_manifest import refusal, verify_files
 from cogfast.train.distributed.process_groups import ProcessGroups

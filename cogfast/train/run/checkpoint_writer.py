@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cogfast.files import WriteError, sync, write_text
+from cogfast.core.files import WriteError, sync, write_text
 from cogfast.model.weights.formats.run_manifest import (
     FORMAT,
     checkpoint_name,

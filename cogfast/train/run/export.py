@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from cogfast.files import sync
+from cogfast.core.files import sync
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.formats.diffusers import write_transformer
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_tensors

@@ -20,7 +20,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
-from cogfast.files import WriteError, set_aside, write_text
+from cogfast.core.files import WriteError, set_aside, write_text
 from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.model.weights.formats.run_manifest import (
     find_run_checkpoint,

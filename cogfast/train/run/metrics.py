@@ -17,9 +17,9 @@ from typing import NotRequired
 import torch
 from torch import Tensor
 
+from cogfast.core.files import WriteError, set_aside, write_text, write_whole
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
-from cogfast.files import WriteError, set_aside, write_text, write_whole
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.json_files import parse_json, read_limited
@@ -183,7 +183,7 @@ class Metrics:
         """
         loss = loss.detach().float()
         is_finite = loss.isfinite()
-        # Without a branch, which would need the loss on the host in every step.
+        # There is no branch, which would need the loss on the host in every step.
         self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
     def end_step(self, step: int, tokens_per_sample: int) -> None:

@@ -25,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cogfast.files import UNFINISHED, WriteError, write_text, write_whole
+from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 

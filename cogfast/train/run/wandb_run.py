@@ -47,7 +47,7 @@ class WandbRun:
         """Upload mp4 files, each with its prompt as caption, under the key `samples`."""
 
         def log() -> None:
-            # Without fps: W&B warns that the file decides it.
+            # fps is left out: W&B warns that the file decides it.
             files = [
                 self._wandb.Video(str(path), caption=text, format="mp4") for path, text in videos
             ]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, data_arguments
-from cogfast.files import WriteError, write_text
+from cogfast.core.files import WriteError, write_text
+from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.config import to_dict
-from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.parallelize import run_without_dynamo
@@ -70,7 +70,7 @@ def sample(
     if groups.is_main:
         log_unused(config)
         warn_of_different_schedules(diffusion)
-    # Without a run, --ema reads the averaged weights of args.load.
+    # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     transformer = assemble_transformer(
         config, args, groups, source, ema, allow_missing=args.force_inference

@@ -99,7 +99,7 @@ class SamplingFlags:
 
     def _latent_frames(self, config: Config) -> int:
         """Return --frames in latent frames, with the padding of CogVideoX 1.5."""
-        from cogfast.shapes import check_num_frames, num_latent_frames, num_pixel_frames
+        from cogfast.core.shapes import check_num_frames, num_latent_frames, num_pixel_frames
 
         assert self.frames is not None, "called for --frames"
         network = transformer_arguments(config.model.network_config.params)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cogfast.core.files import WriteError, write_whole
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
-from cogfast.files import WriteError, write_whole
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
-from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Diffusion
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.encode import Encoder

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.model.weights.identify import identify
@@ -19,7 +20,6 @@ from cogfast.model.weights.vae.names import read_vae_config
 from cogfast.schema.json_files import brief, read_json
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import show
-from cogfast.shapes import SPATIAL_COMPRESSION
 from cogfast.train.preflight.pipeline_folder import (
     SCHEDULER,
     discretization_values,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments
+from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.data.video.clip import read_pixels, resize_picture
 from cogfast.data.video.settings import checked_size
 from cogfast.data.video.transform import Resize
@@ -17,7 +18,6 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.family import Family
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.train.preflight.video_size import check_frames, check_size, size_problem
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize
 
@@ -59,7 +59,7 @@ def _pixels(
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
     if size is None and image is not None and network["patch_size"].joins_frames:
-        # As in upstream's 1.5-I2V: the video has the image's aspect ratio.
+        # The video has the image's aspect ratio, as in upstream's 1.5-I2V.
         short_side = min(given if given is not None else _published_size(network))
         height, width = _fit_image(image, network["patch_size"], short_side)
         problem = size_problem(network, height, width, f"--image {image}: video size")

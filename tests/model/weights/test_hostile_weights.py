@@ -33,7 +33,7 @@ pytestmark = pytest.mark.forks
 
 NUM_SOAKED = 1000  # of each format
 SMALL = {"hidden_size": 64, "num_attention_heads": 1, "num_layers": 1}
-# What commands import when they need it: imported once, before the cases are forked.
+# Commands import these when they need them. Here they are imported before the cases are forked.
 IMPORTED_LATE = (
     "cogfast.cli.options",
     "cogfast.config",

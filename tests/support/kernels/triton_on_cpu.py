@@ -154,7 +154,7 @@ def update_like(
     """Run a step of the optimizer."""
     params = [torch.zeros(n, dtype=p_dtype, requires_grad=True) for n in (1, 16, 3000)]
     for p in params:
-        # By default torch requires a gradient of the parameter's dtype.
+        # torch requires by default a gradient of the parameter's dtype.
         p.grad_dtype, p.grad = None, torch.zeros(p.shape, dtype=g_dtype)
     optimizer = FusedEmaAdam(params, **options)
     if has_copies:

@@ -142,7 +142,7 @@ def _find_group(args: tuple) -> dist.ProcessGroup:
 
 def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     """Count the bytes of the third step; the first two set up buffers."""
-    # As GPUs: without shared memory.
+    # Shared memory is off, as on GPUs.
     arguments = ["args.train_iters=3", "args.shared_memory=false", *arguments]
     trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups

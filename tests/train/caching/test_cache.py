@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config, load_config
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.cache import source_hashes
 from cogfast.data.cache.shards import CacheIndex
 from cogfast.data.cache.source_hashes import Sources, hash_file
@@ -29,7 +30,6 @@ from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.video.settings import ClipSettings
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.schema.arguments import TrainArguments
-from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import Datasets, assemble_datasets
 from cogfast.train.cache_key import cache_specs
 from cogfast.train.caching import command as cache_module

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cogfast.config import Config, load_config
+from cogfast.core.shapes import PatchSize
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.schema.arguments import TrainArguments
-from cogfast.shapes import PatchSize
-from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import assemble_datasets, assemble_order
 from cogfast.train.caching import command
 from cogfast.train.caching.command import cache_latents

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from cogfast.__main__ import _is_raised_by_cogfast
 from cogfast.config import load_config
+from cogfast.core.shapes import TokenGrid
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
-from cogfast.shapes import TokenGrid
 from cogfast.train.distributed import activation_checkpointing
 from cogfast.train.distributed.activation_checkpointing import (
     ActivationCheckpointing,

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
 from cogfast.schema.arguments import TrainArguments
-from cogfast.slot_random import SlotRandom
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.distributed.zero_engine import deepspeed_config
 from cogfast.train.optimizer import parameter_groups

@@ -114,7 +114,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, data: Path, case: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check(tmp_path, data, family, files)
     assert "\n" not in str(caught.value)
-    # Without evaluations the files are not used.
+    # The files are not used if nothing is evaluated.
     check(tmp_path, data, family, files, eval_interval=None)
 
 

@@ -97,7 +97,7 @@ def test_every_file_of_the_pipeline_must_be_in_the_cache(cache: Path) -> None:
     folder = write_snapshot(cache, NEEDED)
     assert hub_folder(NAME) == folder
     for name, content in NEEDED.items():
-        # Without the index, a transformer of one file would be looked for.
+        # If the index were missing, a transformer of one file would be looked for.
         if name.endswith((".index.json", "tokenizer_config.json")):
             continue
         (folder / name).unlink()

@@ -34,7 +34,7 @@ sys.exit(command.main())
 SLEEP = "time.sleep(60)"
 # A call that neither a signal nor another thread ends.
 BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
-# As training does: it listens for itself, and ends some time after the first signal.
+# The process does as training: it listens for itself, and ends some time after the first signal.
 SAVING = """
         with StopSignals(lambda reason: reason) as signals:
             os.write(1, b"listens\\n")

@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, T5EncoderModel
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.core.slot_random import SlotRandom
 from cogfast.schema.arguments import TrainArguments
-from cogfast.slot_random import SlotRandom
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.sampling.sizes import sampled_sizes
 from cogfast.train.video_size import LatentSize

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cogfast.files import DamageError, check_checksum, checksum_of
+from cogfast.core.files import DamageError, check_checksum, checksum_of
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.weights.formats.safetensors_files import (
@@ -24,7 +25,6 @@ from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.schema.json_files import Range, brief, read_json
-from cogfast.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 
 _BLOCK = "transformer_blocks.{i}."
 # {cogfast's module: diffusers' modules that it consists of}, {i} the block; .weight or .bias follow.
@@ -143,7 +143,7 @@ def open_diffusers(folder: Path) -> WeightSource:
             stop -= which * (shard.shape[0] // len(keys))
         return files.read_range(keys[which], shard.dim, start, stop)
 
-    # What is left over is reported: a key of another class, or a part without its partners.
+    # Other keys are reported: a key of another class, or a part without its partners.
     used = {key for keys in held.values() for key in keys}
     source = WeightSource(
         description=f"diffusers folder {folder}",

@@ -198,7 +198,7 @@ def _header(source: WeightSource, names: list[str], alpha: float | None) -> dict
     # PEFT has one `r`; a pattern, anchored by ^, names every linear with another rank.
     # The most common one keeps the patterns short.
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    # Without the anchor, PEFT would also match the end of a longer name.
+    # PEFT would also match the end of a longer name, so ^ anchors it.
     others = {f"^{module}": r for module, r in ranks.items() if r != rank}
     common = rank if alpha is None else alpha
     config = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.files import DamageError
+from cogfast.core.files import DamageError
 from cogfast.model.weights.formats.run_manifest import (
     read_manifest,
     refusal,

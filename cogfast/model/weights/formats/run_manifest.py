@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from cogfast.files import DamageError, check_checksum, check_size, checksum_of_bytes
+from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
 from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, read_limited
 
 FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2", "cogfast-checkpoint-3")

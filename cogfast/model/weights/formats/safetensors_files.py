@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.files import ChecksumFile, DamageError, check_checksum
+from cogfast.core.files import ChecksumFile, DamageError, check_checksum
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.json_files import InsideName, brief, read_json
 

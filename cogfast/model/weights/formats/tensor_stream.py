@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cogfast.files import is_disk_full
+from cogfast.core.files import is_disk_full
 
 _SPARE_BYTES = 64 << 20  # of disk space: headers, config files, what other processes write
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.core.shapes import TEMPORAL_COMPRESSION
 from cogfast.model.weights.family import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
@@ -34,7 +35,6 @@ from cogfast.model.weights.vae.names import (
     to_diffusers,
     to_sat,
 )
-from cogfast.shapes import TEMPORAL_COMPRESSION
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""cogfast/files.py: writing files whole, their modes, and their checksums."""
+"""cogfast/core/files.py: writing files whole, their modes, and their checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from cogfast.files import (
+from cogfast.core.files import (
     ChecksumFile,
     DamageError,
     WriteError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cogfast
-from cogfast.slot_random import SlotRandom, random_bits, random_unit
+from cogfast.core.slot_random import SlotRandom, random_bits, random_unit
 
 SHAPE = (3, 5)
 
@@ -64,7 +64,7 @@ def test_keys_do_not_run_into_each_other():
 
 
 def test_a_seed_gives_the_same_numbers_in_another_process():
-    code = "from cogfast.slot_random import random_bits; print(random_bits(1, 2, 3, 'noise'))"
+    code = "from cogfast.core.slot_random import random_bits; print(random_bits(1, 2, 3, 'noise'))"
     out = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

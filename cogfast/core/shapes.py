@@ -70,7 +70,7 @@ class TokenGrid:
         if t % patch.t or h % patch.h or w % patch.w:
             raise ValueError(
                 f"latents of {t}x{h}x{w} (frames x rows x columns) do not divide into patches of "
-                f"{patch.t}x{patch.h}x{patch.w}; use a clip of a size that does (see cogfast.shapes)"
+                f"{patch.t}x{patch.h}x{patch.w}; use a clip of a size that does (see cogfast.core.shapes)"
             )
         return cls(t // patch.t, h // patch.h, w // patch.w)
 
