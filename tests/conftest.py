@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import resource
 import signal
@@ -105,6 +106,15 @@ def _own_scheduling_policy() -> Iterator[None]:
     left = os.sched_getscheduler(0)
     os.sched_setscheduler(0, policy, priority)
     assert left == policy, f"the test left scheduling policy {left}; it began with {policy}"
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """Commands and trainers of one test take the log for themselves, not for those behind it."""
+    yield
+    logger = logging.getLogger("cogfast")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -357,10 +357,10 @@ def _of_mapping(where: str, name: str, defaults: Mapping[str, str], users: str =
     return Group(where + users, options)
 
 
-def render() -> str:
+def render(found: Iterable[Group]) -> str:
     """Return the text of docs/options.md."""
     parts = [_INTRODUCTION]
-    for group in groups():
+    for group in found:
         parts.append(f"{'#' * group.level} {group.title}\n")
         parts += [group.text + "\n"] if group.text else []
         parts += [_table(group.options)] if group.options else []
@@ -383,12 +383,12 @@ def _table(options: Sequence[Option]) -> str:
 
 def main(argv: Sequence[str]) -> None:
     file = Path(argv[0]) if argv else FILE
-    text = render()
+    found = list(groups())
     # A key without a meaning is worth no row: the command fails before it writes.
-    missing = [one.key for group in groups() for one in group.options if not one.meaning]
+    missing = [one.key for group in found for one in group.options if not one.meaning]
     if missing:
         raise ValueError(f"no comment above {', '.join(missing)}; write one with its meaning")
-    file.write_text(text, encoding="utf-8")
+    file.write_text(render(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,6 @@ _SAME = {
 }
 
 
-def deepspeed_file(args: Args) -> Path | None:
-    """Return the file of --deepspeed_config, or the one that `accelerate launch` names."""
-    return args.deepspeed_config or read_launch(os.environ).file
-
-
 def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     """Return {key of the deepspeed section: (value, the file)}.
 
@@ -45,10 +40,14 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     "auto" where an option has the value is left out. Raises ValueError where the file contradicts
     an option: which of them wins would be a guess.
     """
-    launch, file = read_launch(os.environ), deepspeed_file(args)
+    launch = read_launch(os.environ)
+    file = args.deepspeed_config or launch.file
     if launch.precision not in (None, args.mixed_precision):
         option = f"--mixed_precision {args.mixed_precision}"
-        _refuse(option, _LAUNCH, "mixed_precision", launch.precision)
+        raise ValueError(
+            f"{option}, but {_LAUNCH} has mixed_precision={launch.precision}; give --mixed_precision "
+            f"{launch.precision}, or change the file of accelerate launch --config_file"
+        )
     section = dict(launch.section) if file is None else _read(file)
     file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
@@ -59,8 +58,10 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     kind = str(optimizer.get("type", args.optimizer))
     if kind.lower() != args.optimizer.lower():
         _refuse(f"--optimizer {args.optimizer}", file, "optimizer.type", kind)
-    betas = [args.beta1, args.beta2]
-    _compare(file, {"optimizer": optimizer}, "optimizer.params.betas", "beta1", betas)
+    betas = _select(optimizer, "params.betas")
+    if betas not in (None, "auto", [args.beta1, args.beta2]):
+        given = f"--beta1 {args.beta1} --beta2 {args.beta2}"
+        _refuse(given, file, "optimizer.params.betas", betas)
     for name in ("bf16", "fp16"):
         is_on = _select(section, f"{name}.enabled")
         if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
@@ -81,7 +82,8 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
 def _read(file: Path) -> dict[str, Any]:
     text = read_limited(file, _MOST_BYTES, _FIX)
     try:
-        # Upstream's files are JSON named .yaml, two of them with a key twice, of which JSON takes the last.
+        # Upstream's files are JSON named .yaml. Two of them have a key twice, which YAML refuses, first
+        # as "auto": JSON takes the last.
         found = json.loads(text)
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))

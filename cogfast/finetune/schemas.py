@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from cogfast.cli.options import Parser
 from cogfast.finetune.cogkit_file import read_cogkit
-from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.arguments import DiffusersSchedule, TrainArguments
 from cogfast.schema.json_files import Range
 from cogfast.schema.values import cut, describe_type, fits, printable, show
 
@@ -100,14 +100,7 @@ class Args:
     epsilon: Positive = _train("added to the root of the second moment", 1e-8)
     weight_decay: Positive = _train("weight decay, without norms and biases", 1e-4)
     max_grad_norm: Positive = _train("gradients of a larger norm are scaled to it", 1.0)
-    lr_scheduler: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-    ] = _train(
+    lr_scheduler: DiffusersSchedule = _train(
         "constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial",
         "constant_with_warmup",
     )

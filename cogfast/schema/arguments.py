@@ -21,8 +21,8 @@ PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
-Schedule = Literal[
-    "sat",
+# those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
+DiffusersSchedule = Literal[
     "constant",
     "constant_with_warmup",
     "linear",
@@ -30,6 +30,7 @@ Schedule = Literal[
     "cosine_with_restarts",
     "polynomial",
 ]
+Schedule = Literal["sat", DiffusersSchedule]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

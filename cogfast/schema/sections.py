@@ -201,12 +201,10 @@ def _check_section(
 def _name_unread_rates(args: Mapping, unused: dict[str, str]) -> None:
     """Add the keys about the learning rate that args.lr_schedule does not read."""
     schedule = args["lr_schedule"]
-    defaults = dict(
-        zip([f.name for f in fields(TrainArguments)], vars_of(TrainArguments), strict=True)
-    )
+    defaults = TrainArguments()
     for key, readers in _READ_BY.items():
         # A run's saved configuration also contains the defaults.
-        if schedule not in readers and args[key] != defaults[key]:
+        if schedule not in readers and args[key] != getattr(defaults, key):
             unused[f"args.{key}"] = f"read by lr_schedule={', '.join(readers)} only"
     if schedule == "constant" and not args["lr_first_step"] and args["warmup_steps"]:
         unused["args.warmup_steps"] = (

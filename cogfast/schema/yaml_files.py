@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
             raise Refused(f"larger than {_MOST_BYTES} bytes, so it is not a configuration")
         text = path.read_text(encoding="utf-8")
         check_nesting(text)
-        loaded = OmegaConf.load(io.StringIO(_without_auto_twins(text)))
+        loaded = OmegaConf.load(io.StringIO(text))
         if isinstance(loaded, DictConfig):
             _check_references(loaded, is_plain)
     except yaml.YAMLError as error:
@@ -97,35 +96,6 @@ def check_nesting(text: str) -> None:
     except RecursionError:
         text = f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12"
         raise Refused(text) from None
-
-
-def _without_auto_twins(text: str) -> str:
-    """Remove `key: auto` from a mapping that also gives the key a value, as two of CogVideo's
-    DeepSpeed files do. Any other key that occurs twice is left to OmegaConf, which refuses it."""
-    has_twins = False
-
-    def visit(node: yaml.Node) -> None:
-        nonlocal has_twins
-        if isinstance(node, yaml.MappingNode):
-            names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            kept = [
-                (key, value)
-                for key, value in node.value
-                if value.value != "auto" or names[key.value] == 1
-            ]
-            # Two of them that are both auto are a mistake like any other.
-            is_shorter = len(kept) < len(node.value)
-            if is_shorter and {key.value for key, _ in kept} >= names.keys():
-                node.value, has_twins = kept, True
-        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-        for part in parts:
-            for inner in part if isinstance(part, tuple) else (part,):
-                visit(inner)
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader) if "auto" in text else None
-    if root is not None:
-        visit(root)
-    return yaml.serialize(root) if has_twins and root is not None else text
 
 
 def check_interpolations(config: DictConfig) -> None:

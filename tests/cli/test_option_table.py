@@ -21,9 +21,9 @@ def table() -> list[Group]:
     return list(groups())
 
 
-def test_the_file_is_what_the_command_writes():
+def test_the_file_is_what_the_command_writes(table):
     text = "docs/options.md is out of date; run python -m cogfast.cli.option_table"
-    assert FILE.read_text(encoding="utf-8") == render(), text
+    assert FILE.read_text(encoding="utf-8") == render(table), text
 
 
 def test_every_key_has_a_meaning(table):
@@ -42,8 +42,8 @@ def test_every_key_of_the_schema_has_a_row(table):
     assert {*NETWORK_PARAMS, *LORA_PARAMS} <= rows
 
 
-def test_rows_show_types_and_defaults():
-    lines = render().splitlines()
+def test_rows_show_types_and_defaults(table):
+    lines = render(table).splitlines()
     start = lambda key: next(line for line in lines if line.startswith(f"| `{key}`"))
     assert start("args.keep_last").startswith("| `args.keep_last` | whole number >= 0 | `2` |")
     assert "| sat, constant, " in start("args.lr_schedule")

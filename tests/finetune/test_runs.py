@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,14 +37,6 @@ SIZE = (32, 48)
 WIDTH = 32  # of text embeddings
 # Elements per reduction: the default allocates 0.2 GB, and these models have 0.5 million weights.
 SMALL = "deepspeed.zero_optimization.reduce_bucket_size=100000"
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """A trainer takes the log for itself."""
-    yield
-    logger = logging.getLogger("cogfast")
-    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +27,6 @@ KINDS = {
     "1.5_5b": ("cogvideox1.5-t2v", "t2v"),
     "1.5_5b_i2v": ("cogvideox1.5-i2v", "i2v"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """The command line takes the log for itself."""
-    yield
-    logger = logging.getLogger("cogfast")
-    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,10 @@ WHOLE = """{
 
 @pytest.mark.parametrize("name", ZERO)
 def test_the_files_of_cogvideos_trainer_are_deepspeed_sections(name: str, tmp_path: Path) -> None:
-    """Two of them have a key twice, once as "auto"."""
+    """Two of them have a key twice, first as "auto": JSON takes the last."""
     base = tmp_path / "base.yaml"
-    base.write_text(f"args: {{lr: 0.002, weight_decay: 0.3}}\ndeepspeed: {WHOLE % ZERO[name]}\n")
+    section = json.dumps(json.loads(WHOLE % ZERO[name]))
+    base.write_text(f"args: {{lr: 0.002, weight_decay: 0.3}}\ndeepspeed: {section}\n")
     config = load_config([base])
     section = to_dict(config.deepspeed)
     assert section["optimizer"]["params"] == {
@@ -195,8 +197,8 @@ def test_a_runs_saved_configuration_does_not_contradict_itself(tmp_path: Path) -
     check_global_batch(config, TrainArguments.from_config(config), world_size=1)
 
 
-@pytest.mark.parametrize("twice", ["a: 1, a: 2", "a: auto, a: auto", "a: 1, b: auto, a: 1"])
-def test_other_keys_that_occur_twice_are_refused(twice: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("twice", ["a: 1, a: 2", "a: auto, a: 1"])
+def test_keys_that_occur_twice_are_refused(twice: str, tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text(f"deepspeed: {{zero_optimization: {{{twice}}}}}\n")
     with pytest.raises(ValueError, match="base.yaml.*duplicate key a"):

@@ -44,6 +44,18 @@ def write_clips(folder: Path, num_clips: int = 6, num_frames: int = 17) -> Path:
     return folder
 
 
+def write_clips_with_vae(folder: Path, num_clips: int, latent_channels: int) -> Path:
+    """The clips of write_clips, and a small VAE with random weights in vae/."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    write_clips(folder, num_clips)
+    torch.manual_seed(0)
+    AutoencoderKLCogVideoX(
+        block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=latent_channels
+    ).save_pretrained(folder / "vae")
+    return folder
+
+
 def schedule() -> dict:
     return {
         "target": "sgm.modules.diffusionmodules.discretizer.ZeroSNRDDPMDiscretization",

@@ -105,7 +105,8 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
     if not texts["path"]:
-        raise ValueError(f"{file}: no sample in it")
+        pictures = f"; its {num_pictures} rows are of type image" if num_pictures else ""
+        raise ValueError(f"{file}: no sample in it{pictures}; add rows with a video and a caption")
     if num_pictures:
         logger.info("%s: %d rows of type image are left out", file, num_pictures)
     for files in by_id or ():

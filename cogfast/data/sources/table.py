@@ -18,9 +18,8 @@ logger = logging.getLogger(__name__)
 TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
 _OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
-Names = Mapping[
-    str, Sequence[str]
-]  # {column: names under which it is read, the first that is there}
+# {column: names under which it is read, the first that is there}
+Names = Mapping[str, Sequence[str]]
 
 
 def has_table(folder: Path) -> bool:
@@ -91,14 +90,14 @@ def _list_entries(file: Path) -> Iterator[tuple[str, object]]:
     try:
         entries = json.loads(text_of(file))
     except RecursionError as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+        raise ValueError(f"{file}: not JSON ({error}); write it again") from None
     except json.JSONDecodeError as error:
         hint = "; name it .jsonl if it has one object per line" if "Extra" in error.msg else ""
         raise ValueError(f"{file}: not JSON ({error}){hint}") from None
     if not isinstance(entries, list):
         raise ValueError(
             f"{file}: must be a list of objects, [{{...}}, ...], and is "
-            f"{'an object' if isinstance(entries, dict) else 'one value'}"
+            f"{'an object' if isinstance(entries, dict) else 'one value'}; put it into [...], or use .jsonl"
         )
     yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
 

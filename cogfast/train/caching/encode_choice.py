@@ -138,11 +138,17 @@ def log_plan(
         others,
     )
     if plan.num_bytes > budget:
+        fix = (
+            "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less and "
+            "give other latents"
+        )
+        if plan.mode == "tiles":
+            fix = "reduce data.params.video_size or max_num_frames, or set params.tile_size"
         logger.warning(
-            "%.1f GiB are free, but encoding %s needs about %.1f; set "
-            "model.first_stage_config.params.encode_chunks to frames or tiles, which need less and "
-            "give other latents",
+            "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about "
+            "%.1f; %s",
             budget / _GIB,
             _NAMES[plan.mode].format(*stage.tile),
             plan.num_bytes / _GIB,
+            fix,
         )

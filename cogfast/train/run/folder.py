@@ -96,8 +96,8 @@ def _open(args: TrainArguments) -> tuple[Path, Path | None]:
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
             # CogVideo's trainer gives weights to start from, and no run to continue.
             run, _ = _find(save, name, None)
-    is_ours = checkpoint is not None and adapters_to_resume(checkpoint) is None
-    if checkpoint is not None and is_ours and run_of(checkpoint).samefile(run):
+    is_theirs = checkpoint is not None and adapters_to_resume(checkpoint) is not None
+    if checkpoint is not None and not is_theirs and run_of(checkpoint).samefile(run):
         layout = layout_of(checkpoint)
         if layout != args.folder_layout:
             raise ValueError(
@@ -122,19 +122,19 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
         return own
     if args.resume == "latest":
         raise ValueError(
-            f"args.resume=latest: args.run_folder={run} has no checkpoint; use --resume auto to start "
-            "a new run in that case"
+            f"args.resume=latest: args.run_folder={run} has no checkpoint; use args.resume=auto "
+            "to start a new run in that case"
         )
     checkpoint = None if args.resume in (None, "auto") else _named(Path(args.resume))[1]
     if checkpoint is not None and run.is_dir() and run_of(checkpoint).samefile(run):
         return checkpoint
     problem = None
     if own is not None:
-        problem = f"has a run with {own.name}; resume it with --resume latest"
+        problem = f"has a run with {own.name}; resume it with args.resume=latest"
     elif any(step_of(path) is not None for path in run.glob("checkpoint-*")):
-        problem = "has checkpoints that cogfast did not write; resume one with --resume PATH"
+        problem = "has checkpoints that cogfast did not write; resume one with args.resume=PATH"
     elif (run / "metrics.jsonl").exists() and args.resume != "auto":
-        problem = "has a run without a checkpoint; start it again with --resume auto"
+        problem = "has a run without a checkpoint; start it again with args.resume=auto"
     if problem is not None:
         raise ValueError(f"args.run_folder={run} {problem}, or set another folder")
     return checkpoint
@@ -202,7 +202,7 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
         if resume == "latest":
             raise ValueError(
                 f"args.resume=latest: no run of {experiment!r} with a checkpoint in {save}; "
-                "use --resume auto to start a new run in that case"
+                "use args.resume=auto to start a new run in that case"
             )
     while True:
         stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
@@ -232,7 +232,7 @@ def _named(path: Path) -> tuple[Path, Path]:
     checkpoint = path if is_in_run(path) else find_run_checkpoint(path)
     if checkpoint is None:
         raise ValueError(
-            f"args.resume={path}: it has no checkpoints/latest; set it to the folder of a run"
+            f"args.resume={path}: it has no checkpoint of cogfast; set it to the folder of a run"
         )
     return run_of(checkpoint), checkpoint
 

@@ -46,6 +46,7 @@ from tests.support.tiny_run import (
     start,
     wait_for,
     write_clips,
+    write_clips_with_vae,
     write_config,
 )
 from tests.train.test_encode import noised_by_hand
@@ -72,15 +73,7 @@ class Recorder(Trainer):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips, and a small VAE with random weights in vae/."""
-    from diffusers import AutoencoderKLCogVideoX
-
-    folder = write_clips(tmp_path_factory.mktemp("data"), NUM_CLIPS)
-    torch.manual_seed(0)
-    AutoencoderKLCogVideoX(
-        block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=CHANNELS
-    ).save_pretrained(folder / "vae")
-    return folder
+    return write_clips_with_vae(tmp_path_factory.mktemp("data"), NUM_CLIPS, CHANNELS)
 
 
 @pytest.fixture(scope="module")

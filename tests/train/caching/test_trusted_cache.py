@@ -25,7 +25,7 @@ from cogfast.train.caching import command
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_cache
-from tests.support.tiny_run import CHANNELS, SIDE, run, write_clips
+from tests.support.tiny_run import CHANNELS, SIDE, run, write_clips_with_vae
 from tests.train.caching.test_cache import contents, write_vae_config
 
 NUM_CLIPS, SCALE = 4, 0.7
@@ -39,13 +39,7 @@ Theirs = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips, and a small VAE with random weights in vae/."""
-    folder = write_clips(tmp_path_factory.mktemp("data"), NUM_CLIPS)
-    torch.manual_seed(0)
-    AutoencoderKLCogVideoX(
-        block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=CHANNELS
-    ).save_pretrained(folder / "vae")
-    return folder
+    return write_clips_with_vae(tmp_path_factory.mktemp("data"), NUM_CLIPS, CHANNELS)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_run_or_a_checkpoint_is_named_by_its_path(
 def test_what_cannot_be_found_or_made_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder; refusing to start from scratch"):
         open_run_folder("", "a", str(tmp_path / "nowhere"), ALONE)
-    with pytest.raises(ValueError, match="it has no checkpoints/latest"):
+    with pytest.raises(ValueError, match="it has no checkpoint of cogfast"):
         open_run_folder("", "a", str(make_run(tmp_path, "empty")), ALONE)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"args.save=.*file: cannot create a run's folder there"):
@@ -169,7 +169,7 @@ def test_a_run_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     run = make_finetune_run(tmp_path / "output", 20)
     with pytest.raises(
         ValueError,
-        match=f"args.run_folder={run} has a run with checkpoint-20; resume it with --resume latest, or",
+        match=f"args.run_folder={run} has a run with checkpoint-20; resume it with args.resume=latest, or",
     ):
         open_exact(run)
     with pytest.raises(ValueError, match="folder_layout=cogfast, but .* has the names of finetune"):
@@ -178,7 +178,7 @@ def test_a_run_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     for folder in (begun, foreign / "checkpoint-200"):
         folder.mkdir(parents=True)
     (begun / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has a run without a checkpoint; .* --resume auto"):
+    with pytest.raises(ValueError, match="has a run without a checkpoint; .* args.resume=auto"):
         open_exact(begun)
     assert open_exact(begun, resume="auto") == (begun, None)
     with pytest.raises(ValueError, match="has checkpoints that cogfast did not write"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +29,6 @@ from tests.support.tiny_run import (
 
 LATENTS = "args.only_save_latents=true"
 TENSOR = "args.model_parallel_size=2"
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """The command line takes the log for itself."""
-    yield
-    logger = logging.getLogger("cogfast")
-    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture(scope="module")

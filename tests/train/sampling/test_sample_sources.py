@@ -4,9 +4,7 @@ SAT's inference.yaml with every model file."""
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +40,6 @@ SIZE = (32, 48)
 PROMPT = "a red block moves right over grey"
 STEPS, SCALE, SEED = 50, 3.0, 7
 GUIDER = "sgm.modules.diffusionmodules.guiders.VanillaCFG"
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """The command line takes the log for itself."""
-    yield
-    logger = logging.getLogger("cogfast")
-    logger.handlers, logger.propagate = [], True
 
 
 def transformer_of(family: str) -> CogVideoXTransformer3DModel:
