@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.schema.components import instantiate, resolve
-from cogfast.schema.config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
+from cogfast.schema.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
 from cogfast.schema.sections import check_sections, complete_sections
 from cogfast.schema.values import KeyProblem, cut, one_line
 from cogfast.schema.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cogfast.cli.help_all import HelpAll
-from cogfast.model.weights.formats.run_manifest import run_of
+from cogfast.model.weights.formats.checkpoint_manifest import run_of
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import nearest

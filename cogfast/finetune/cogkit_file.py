@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 from cogfast.schema.values import cut, nearest, show
 from cogfast.schema.yaml_files import read_yaml
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from cogfast.finetune.accelerate import read_launch
 from cogfast.finetune.schemas import Args
-from cogfast.schema.config import to_dict
 from cogfast.schema.json_files import read_limited
+from cogfast.schema.merged_config import to_dict
 from cogfast.schema.values import show
 from cogfast.schema.yaml_files import read_yaml
 

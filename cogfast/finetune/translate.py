@@ -15,7 +15,7 @@ from cogfast.config import Config, load_config
 from cogfast.finetune.deepspeed_file import deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
-from cogfast.model.weights.family import COGVIDEOX_2B, Family
+from cogfast.model.config import COGVIDEOX_2B, Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY

@@ -29,7 +29,7 @@ from cogfast.kernels.attention_backends import (
     plain_scores,
     reason_unavailable,
 )
-from cogfast.kernels.ops import register_op
+from cogfast.kernels.op_registration import register_op
 
 _OP = "flash_attention"
 _DEFAULT = "default"  # the first backend that can run; resolved when the op runs

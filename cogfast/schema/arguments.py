@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from omegaconf import OmegaConf
 
-from cogfast.schema.config import Config, to_dict
 from cogfast.schema.json_files import Range
+from cogfast.schema.merged_config import Config, to_dict
 
 Precision = Literal["bf16", "fp16", "fp32"]
 FolderLayout = Literal["cogfast", "finetune"]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.schema.config import SECTIONS, to_dict
+from cogfast.schema.merged_config import SECTIONS, to_dict
 from cogfast.schema.places import allowed_path, describe_place, place_of
 from cogfast.schema.sat_classes import REFUSED, TARGETS, SatClass
 from cogfast.schema.values import (

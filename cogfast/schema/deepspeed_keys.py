@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from cogfast.schema.config import DEFAULT
 from cogfast.schema.json_files import Range
+from cogfast.schema.merged_config import DEFAULT
 from cogfast.schema.values import fits
 
 _COUNT = Annotated[float, Range(0, 10**12)]  # bucket sizes are often written as 5e8

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig
 
-from cogfast.schema.config import to_dict
 from cogfast.schema.json_files import Range
+from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import KeyProblem, check_mapping, check_type, join, show, unknown_key
 

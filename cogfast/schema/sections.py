@@ -9,8 +9,8 @@ from typing import Any
 
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import check_component, is_component
-from cogfast.schema.config import DEFAULT, SECTIONS, move_origin
 from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS, fill_auto
+from cogfast.schema.merged_config import DEFAULT, SECTIONS, move_origin
 from cogfast.schema.sat_classes import NETWORKS
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import (

@@ -15,7 +15,7 @@ from cogfast.config import instantiate
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.schema.arguments import Schedule, TrainArguments
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.formats.run_manifest import (
+from cogfast.model.weights.formats.checkpoint_manifest import (
     RESUMABLE,
     checkpoints_folder,
     read_manifest,

@@ -14,8 +14,7 @@ from cogfast.core.shapes import (
     num_latent_frames,
 )
 from cogfast.data.video.settings import checked_buckets, checked_size
-from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.family import COGVIDEOX_5B
+from cogfast.model.config import COGVIDEOX_5B, TransformerConfig
 from cogfast.schema.sat_network import POSITION_KEY, transformer_arguments
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls,
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
-from cogfast.schema.config import find_origin, to_dict
+from cogfast.schema.merged_config import find_origin, to_dict
 from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 KINDS = {

@@ -15,9 +15,8 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from cogfast.config import Config, instantiate, load_config
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
-from cogfast.model.config import TransformerConfig
+from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.family import MEMBERS, Family
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.schema.arguments import ModelArguments, TrainArguments

@@ -10,7 +10,7 @@ import pytest
 from cogfast.__main__ import main
 from cogfast.config import Config, load_config
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 from cogfast.train.distributed.zero_engine import deepspeed_config
 from cogfast.train.preflight.mesh import check_global_batch
 from tests.support.tiny_run import ROOT

@@ -14,7 +14,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from tests.support.tiny_run import losses, run, start, wait_for
 
 SECONDS_TO_END = 30

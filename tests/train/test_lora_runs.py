@@ -13,8 +13,8 @@ from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint
 from cogfast.model.weights.load import load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.train.trainer import Trainer

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (

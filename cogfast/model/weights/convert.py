@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from cogfast.model.config import Family
 from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
-from cogfast.model.weights.family import Family
 from cogfast.model.weights.formats.cogfast_folder import write_cogfast
 from cogfast.model.weights.formats.diffusers import write_diffusers
 from cogfast.model.weights.formats.peft import write_peft

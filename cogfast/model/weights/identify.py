@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from cogfast.core.shapes import PatchSize
-from cogfast.model.config import TransformerConfig
+from cogfast.model.config import TransformerConfig, member_of
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.family import Shapes, member_of, num_blocks
 from cogfast.model.weights.lora.adapters import adapters_of
-from cogfast.model.weights.source import WeightSource, first_of
+from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
 _PATCH_HW = 2

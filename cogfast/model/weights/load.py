@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
+from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.family import Family, check_family, check_size
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.lora.adapters import check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource, first_of
+from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def load_source(
     if not source.is_partial:
         found = identify(source, transformer.config.out_channels)
         check_family(path, Family.of_config(found), transformer.config)
-        check_size(path, source.shapes, transformer.config)
+        check_depth_and_width(path, source.shapes, transformer.config)
 
     targets = {name: _target(name, parameters) for name in source.shapes}
     if any(target is None and is_lora_parameter(name) for name, target in targets.items()):
@@ -157,3 +157,25 @@ def _fix(name: str) -> str:
             "the checkpoint's"
         )
     return "use the config that belongs to the checkpoint"
+
+
+def check_family(path: str, found: Family, config: TransformerConfig) -> None:
+    """Raise ValueError if a checkpoint's tensors belong to another member than the config."""
+    wanted = Family.of_config(config)
+    if found != wanted:
+        raise ValueError(
+            f"{path}: the checkpoint is {found}, the config says {wanted}; use "
+            f"{found.member.config_file} or a checkpoint of {wanted.member.name}"
+        )
+
+
+def check_depth_and_width(path: str, shapes: Shapes, config: TransformerConfig) -> None:
+    """Raise ValueError if depth or width differ."""
+    found = (num_blocks(shapes), shapes["patch_embedding.weight"][0])
+    wanted = (config.num_layers, config.hidden_size)
+    if found != wanted:
+        raise ValueError(
+            f"{path}: the checkpoint has {found[0]} blocks of width {found[1]}, the config "
+            f"num_layers={wanted[0]} and hidden_size={wanted[1]}; use the config that belongs to "
+            "the checkpoint"
+        )

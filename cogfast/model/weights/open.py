@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.formats.cogfast_folder import is_cogfast_folder, open_cogfast
 from cogfast.model.weights.formats.diffusers import find_diffusers_folder, open_diffusers
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.formats.run_manifest import find_run_checkpoint
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.formats.sat_files import find_sat_files, open_sat
 from cogfast.model.weights.source import WeightSource

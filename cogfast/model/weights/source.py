@@ -22,6 +22,9 @@ _MOST_SHOWN = 160  # characters of names in a message
 _MOST_DIMS = 5  # 3D convolutions of the VAE; the transformer's tensors have at most 4
 
 
+Shapes = Mapping[str, tuple[int, ...]]  # {cogfast's parameter name: shape}
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """Weights that are read tensor by tensor.
@@ -126,3 +129,7 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
         read=read,
         facts={**source.facts, "patch_size": patch},
     )
+
+
+def num_blocks(shapes: Shapes) -> int:
+    return len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})

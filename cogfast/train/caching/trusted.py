@@ -25,8 +25,7 @@ from cogfast.config import Config
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.data.cache.shards import CacheIndex, Spec, trusted_key
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.family import Family
+from cogfast.model.config import Family, TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import transformer_arguments

@@ -23,7 +23,7 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 from cogfast.train.distributed.fused_step import (
     FusedStep,
     WeightGather,

@@ -16,7 +16,7 @@ from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, reas
 from cogfast.kernels.attention_timing import Shape, fastest_here
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import refuse
+from cogfast.schema.merged_config import refuse
 from cogfast.train.assembly import DTYPES
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.video_size import largest_size

@@ -17,16 +17,15 @@ from omegaconf import OmegaConf
 from cogfast.config import Config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
-from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.family import Family, check_family
-from cogfast.model.weights.family import check_size as check_depth
+from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
+from cogfast.model.weights.load import check_depth_and_width, check_family
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.model.weights.open import open_source
 from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.config import find_origin, refuse, to_dict
 from cogfast.schema.json_files import brief
+from cogfast.schema.merged_config import find_origin, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.schema.values import Problems, cut
@@ -315,7 +314,7 @@ def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any
             configured = TransformerConfig(**network)
             found = identify(source, configured.out_channels)
             check_family(f"args.load={args.load}", Family.of_config(found), configured)
-            check_depth(f"args.load={args.load}", source.shapes, configured)
+            check_depth_and_width(f"args.load={args.load}", source.shapes, configured)
     except ValueError as error:
         refuse(config, "args.load", str(error))
 

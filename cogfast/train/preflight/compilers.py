@@ -14,7 +14,7 @@ import torch
 from cogfast.config import Config
 from cogfast.kernels.gpu import launch
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import refuse
+from cogfast.schema.merged_config import refuse
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import re
 
 from cogfast.config import Config
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import refuse
 from cogfast.schema.json_files import brief
+from cogfast.schema.merged_config import refuse
 from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
 from cogfast.train.sampling.sizes import open_image
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cogfast.config import Config, resolve
-from cogfast.schema.config import refuse
+from cogfast.schema.merged_config import refuse
 from cogfast.schema.places import is_none
 from cogfast.schema.values import cut
 

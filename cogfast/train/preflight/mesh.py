@@ -7,7 +7,7 @@ import os
 from cogfast.config import Config, data_arguments
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import COMMAND_LINE, DEFAULT, refuse
+from cogfast.schema.merged_config import COMMAND_LINE, DEFAULT, refuse
 from cogfast.train.distributed.parallelize import check_model_parallel_size
 from cogfast.train.video_size import bucket_sizes, sampled_size
 

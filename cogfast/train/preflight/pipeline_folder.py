@@ -18,8 +18,8 @@ from cogfast.config import Config, resolve
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.model.weights.vae.names import read_vae_config
-from cogfast.schema.config import DEFAULT, refuse, to_dict
 from cogfast.schema.json_files import Range, read_json
+from cogfast.schema.merged_config import DEFAULT, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER
 from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id

@@ -13,7 +13,7 @@ from cogfast.core.shapes import (
     check_video_size,
     num_pixel_frames,
 )
-from cogfast.schema.config import refuse
+from cogfast.schema.merged_config import refuse
 
 
 def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from cogfast.core.files import DamageError
+from cogfast.model.weights.formats.checkpoint_manifest import refusal, verify_files
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
-from cogfast.model.weights.formats.run_manifest import refusal, verify_files
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.core.files import WriteError, sync, write_text
-from cogfast.model.weights.formats.run_manifest import (
+from cogfast.model.weights.formats.checkpoint_manifest import (
     FORMAT,
     checkpoint_name,
     layout_of,

@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
 from cogfast.core.files import WriteError, set_aside, write_text
-from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
-from cogfast.model.weights.formats.run_manifest import (
+from cogfast.model.weights.formats.checkpoint_manifest import (
     find_run_checkpoint,
     is_in_run,
     layout_of,
@@ -30,8 +29,9 @@ from cogfast.model.weights.formats.run_manifest import (
     run_of,
     step_of,
 )
+from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
 

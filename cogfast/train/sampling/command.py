@@ -15,9 +15,9 @@ from cogfast.core.files import WriteError, write_text
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
-from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.parallelize import run_without_dynamo

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.schema.config import COMMAND_LINE, to_dict
+from cogfast.schema.merged_config import COMMAND_LINE, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.schema.values import show

@@ -12,7 +12,7 @@ import torch
 
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.formats.run_manifest import find_run_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.lora.adapters import (
     MergeRounding,
     adapters_of,

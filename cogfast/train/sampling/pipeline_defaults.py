@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.core.shapes import SPATIAL_COMPRESSION
-from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.family import Family
+from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.names import read_vae_config

@@ -14,8 +14,7 @@ from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.data.video.clip import read_pixels, resize_picture
 from cogfast.data.video.settings import checked_size
 from cogfast.data.video.transform import Resize
-from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.family import Family
+from cogfast.model.config import Family, TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.preflight.video_size import check_frames, check_size, size_problem

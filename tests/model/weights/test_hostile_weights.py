@@ -37,7 +37,7 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 1, "num_layers": 1}
 IMPORTED_LATE = (
     "cogfast.cli.options",
     "cogfast.config",
-    "cogfast.schema.config",
+    "cogfast.schema.merged_config",
     "encodings.cp437",
     "cogfast.train.sampling.pipeline_defaults",
     "cogfast.train.sampling.lora_overlay",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.config import load_config
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import train
 from tests.support.tiny_run import (

@@ -17,7 +17,7 @@ from cogfast.config import load_config
 from cogfast.kernels import attention_backends, attention_timing, flash_attention
 from cogfast.kernels.attention_backends import BACKENDS
 from cogfast.kernels.attention_timing import Measured, fastest, find_error, measure
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.preflight.attention_choice import (

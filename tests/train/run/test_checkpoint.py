@@ -11,7 +11,7 @@ import torch
 
 from cogfast.config import load_config
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import checkpoint_writer, export
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import run_forked

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.transformer import assemble_transformer
+from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles, open_run
-from cogfast.model.weights.formats.run_manifest import read_manifest
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.shard import Shard
 from cogfast.train.distributed.parallelize import find_shards, parallelize

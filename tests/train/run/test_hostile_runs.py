@@ -14,13 +14,13 @@ import pytest
 
 from cogfast.__main__ import main
 from cogfast.data.bad_samples import BadSampleLog
-from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.formats.run_manifest import (
+from cogfast.model.weights.formats.checkpoint_manifest import (
     RESUMABLE,
     newest_checkpoint,
     read_manifest,
     write_manifest,
 )
+from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.train.run.metrics import _history_until
 from tests.support.hostile import Outcome, faults, preload, run_case
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config

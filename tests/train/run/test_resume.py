@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from cogfast.config import load_config
-from cogfast.model.weights.formats.run_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import checkpoint_writer
 from cogfast.train.trainer import Trainer
 from tests.support.kills import Kill, assert_same_run, run_with_kills

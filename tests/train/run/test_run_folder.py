@@ -12,7 +12,7 @@ import torch
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.run_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.folder import check_changes, describe_run, plain_sections, wandb_id

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from cogfast.cli.options import parse_sample
 from cogfast.config import Config, load_config
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.config import to_dict
+from cogfast.schema.merged_config import to_dict
 from cogfast.train.sampling.flags import SamplingFlags, check_negative_prompt
 from cogfast.train.sampling.sizes import sampled_sizes
 from tests.support.tiny_run import ROOT

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import DamageError
-from cogfast.model.weights.formats.run_manifest import (
+from cogfast.model.weights.formats.checkpoint_manifest import (
     read_manifest,
     refusal,
     run_of,

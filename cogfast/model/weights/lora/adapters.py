@@ -15,12 +15,11 @@ from torch import Tensor
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
-from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffusers
 from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, num_blocks
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import NETWORK_KEY
 

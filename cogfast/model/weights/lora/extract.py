@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from cogfast.model.lora import DEFAULT_TARGETS, NUM_PARTS, TARGETS
-from cogfast.model.weights.family import num_blocks
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, num_blocks
 
 _SPARE, _ITERATIONS = 16, 6  # randomized SVD: extra singular values, power iterations
 _OPTIONAL = {"position_table.weight", "unused_position_embeddings"}  # not in every format

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
-from cogfast.model.weights.family import COGVIDEOX_2B, COGVIDEOX_5B
+from cogfast.model.config import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
     write_json,
