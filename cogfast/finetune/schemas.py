@@ -156,6 +156,10 @@ class Args:
     trust_cache: bool = _own(
         "take clips and captions from data_root/cache, which CogVideo's trainer has filled", False
     )
+    export_interval: Count | None = _own(
+        "steps between sft checkpoints with a model for diffusers; default: only the last",
+        None,
+    )
     deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
     yaml: Path | None = _own("a CogKit YAML file; options given here override it", None)
     overrides: list[str] = _own(

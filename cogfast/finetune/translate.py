@@ -218,6 +218,8 @@ def _run_settings(args: Args) -> Settings:
         "args.wandb": (args.report_to in ("wandb", "all"), "--report_to"),
         "args.wandb_project_name": (args.tracker_name, "--tracker_name"),
     }
+    if args.export_interval is not None and args.training_type == "sft":
+        settings["args.export_interval"] = (args.export_interval, "--export_interval")
     resume = args.resume_from_checkpoint
     if resume is not None and str(resume) != PLACEHOLDER:
         settings["args.resume"] = (str(resume), "--resume_from_checkpoint")
@@ -257,6 +259,11 @@ def notices(args: Args) -> list[str]:
                 found.append(
                     f"--{name} {getattr(args, name)} has no effect with --training_type sft"
                 )
+    if args.training_type == "lora" and args.export_interval is not None:
+        found.append(
+            f"--export_interval {args.export_interval} has no effect: each LoRA checkpoint has its file "
+            "for diffusers"
+        )
     if args.image_column is not None and args.model_type == "t2v":
         found.append(f"--image_column {args.image_column}: a text-to-video model takes no images")
     theirs = args.data_root / "cache"

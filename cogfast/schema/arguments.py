@@ -77,6 +77,9 @@ class TrainArguments:
     # runs; transformer/ and, with EMA, transformer_ema/ of others, in the run's precision. last: only
     # the checkpoint of the last step
     export: Literal["none", "last", "all"] = "none"
+    # with export last: checkpoints whose step is a multiple of this hold such files, too; a multiple of
+    # save_interval
+    export_interval: Count | None = None
     # number of latest checkpoints to keep; 0 keeps all
     keep_last: Annotated[int, Range(0, 10**6)] = 2
     # steps between lines of the log and of metrics.jsonl

@@ -144,7 +144,13 @@ class Trainer:
                     f"{text}; set args.load to a trained model, or args.force_train=true to continue"
                 )
             logger.warning("%s", text)
-        self.exporter = Exporter(args.export, transformer, self.num_steps, DTYPES[args.precision])
+        self.exporter = Exporter(
+            args.export,
+            transformer,
+            self.num_steps,
+            DTYPES[args.precision],
+            args.export_interval,
+        )
         self.attention_backend = self._choose_attention(transformer)
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
         stored = self.manifest.get("encode_way")

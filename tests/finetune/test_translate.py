@@ -132,6 +132,16 @@ def test_steps_come_before_epochs_and_clips_by_time(options):
     assert (params.frame_selection, params.short_clips, params.fps) == ("timestamp", "skip", 4)
 
 
+def test_whole_models_are_exported_at_an_interval(options):
+    config = translate(Args(**options(training_type="sft", export_interval=400)))
+    assert (config.args.export, config.args.export_interval) == ("last", 400)
+    assert find_origin(config.origins, "args.export_interval") == "--export_interval"
+    args = Args(**options(export_interval=200))
+    assert (translate(args).args.export, translate(args).args.export_interval) == ("all", None)
+    (line,) = notices(args)
+    assert line.startswith("--export_interval 200 has no effect: each LoRA checkpoint")
+
+
 def test_their_cache_is_taken_only_if_it_is_trusted(options, tmp_path, capsys):
     """Without the option, a line names it if the cache is there."""
     assert translate(Args(**options())).args.trusted_cache is None

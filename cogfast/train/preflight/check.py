@@ -330,6 +330,19 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
     if args.max_hours is not None and args.max_hours <= 0:
         text = f"args.max_hours={args.max_hours} must be more than 0; null sets no limit"
         refuse(config, "args.max_hours", text)
+    interval = args.export_interval
+    if interval is not None and args.export != "last":
+        text = (
+            f"args.export_interval={interval} adds to args.export=last, but args.export={args.export}; set "
+            "args.export=last, or args.export_interval=null"
+        )
+        refuse(config, "args.export_interval", text)
+    if interval is not None and (not args.save_interval or interval % args.save_interval):
+        text = (
+            f"args.export_interval={interval} must be a multiple of args.save_interval="
+            f"{args.save_interval}: files are written into checkpoints"
+        )
+        refuse(config, "args.export_interval", text)
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
         text = (
             f"args.profiling={args.profiling} must be below args.train_iters={args.train_iters}, where "

@@ -37,7 +37,8 @@ _TRANSFORMER, _EMA = "transformer", "transformer_ema"
 
 class Exporter:
     """Writes the files of args.export. last_step: the step at which the run is complete; dtype: of a
-    whole model's files. ValueError if checkpoints of this transformer cannot be exported."""
+    whole model's files; interval: args.export_interval. ValueError if checkpoints of this transformer
+    cannot be exported."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class Exporter:
         transformer: nn.Module,
         last_step: int,
         dtype: torch.dtype,
+        interval: int | None = None,
     ) -> None:
         self.choice, self.last_step, self.dtype = choice, last_step, dtype
+        self.interval = interval
         self.is_lora, self.has_warned = False, False
         if choice != "none":
             self.is_lora = _trains_adapters(transformer, choice)
@@ -54,9 +57,10 @@ class Exporter:
     def is_due(self, step: int, is_stopping: bool = False) -> bool:
         """Return whether the checkpoint of `step` gets files. is_stopping: a signal or time limit ends
         the run, which may be killed before a whole model is written."""
-        if self.choice == "all":
-            return self.is_lora or not is_stopping
-        return self.choice == "last" and step == self.last_step
+        if self.choice == "last" and step == self.last_step:
+            return True
+        is_due = self.choice == "all" or (self.interval is not None and step % self.interval == 0)
+        return is_due and (self.is_lora or not is_stopping)
 
     def write(self, draft: Path, manifest: dict) -> None:
         """Write the files into an unpublished checkpoint that is otherwise complete. A failure costs

@@ -239,9 +239,12 @@ def test_checkpoints_hold_what_diffusers_loads(tmp_path: Path, base: Path) -> No
     run = train(base, tmp_path / "all", *words)
     assert saved_steps(run) == [4, 5]  # the older one is removed with its files
     assert_exported(run / "checkpoints" / "00000004", tmp_path / "4")
-    run = train(base, tmp_path / "last", "args.export=last", "args.train_iters=3")
+    # In the last checkpoint; with args.export_interval, in those of its multiples, too.
+    words = ("args.export=last", "args.train_iters=7", "args.export_interval=4", "args.keep_last=0")
+    run = train(base, tmp_path / "last", *words)
+    assert saved_steps(run) == [2, 4, 6, 7]
     has = {p.parts[-3] for p in (run / "checkpoints").glob("*/transformer/config.json")}
-    assert has == {"00000003"}
+    assert has == {"00000004", "00000007"}
 
 
 @pytest.mark.slow
@@ -291,6 +294,12 @@ def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path, base
     for word, match in cases.items():
         with pytest.raises(ValueError, match=match):
             train(base, tmp_path, "args.export=all", word)
+    match = "args.export_interval=4 adds to args.export=last, but args.export=all; set"
+    with pytest.raises(ValueError, match=match):
+        train(base, tmp_path, "args.export=all", "args.export_interval=4")
+    match = "args.export_interval=3 must be a multiple of args.save_interval=2: files"
+    with pytest.raises(ValueError, match=match):
+        train(base, tmp_path, "args.export=last", "args.export_interval=3")
 
 
 FULL_DISK = """
