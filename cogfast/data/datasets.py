@@ -26,6 +26,7 @@ from cogfast.data.sources.clip_list import ClipList, PackedStrings, join
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
+    SourceError,
     data_folders,
     data_sources,
     find_videos,
@@ -54,7 +55,7 @@ from cogfast.data.video.settings import (
     checked_size,
 )
 from cogfast.data.video.transform import FrameSelection, Resize
-from cogfast.schema.values import cut
+from cogfast.schema.values import counted, cut
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +127,9 @@ class CaptionedVideos(Dataset):
         total = len(clips) if clips.weights is None else float(clips.weights.sum())
         if len(clips) and not 0 < total < _LONGEST_EPOCH:
             raise ValueError(
-                f"the weights of the {len(clips)} samples add up to {total:g}, the length of an epoch, "
-                f"which must be above 0 and below {_LONGEST_EPOCH}; change args.train_data_weights "
-                "or the manifest's column weight"
+                f"the weights of {counted(len(clips), 'sample')} add up to {total:g}, the length of an "
+                f"epoch, which must be above 0 and below {_LONGEST_EPOCH}; change "
+                "args.train_data_weights or the manifest's column weight"
             )
         return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets)
 
@@ -293,6 +294,8 @@ def _missing_folder(key: str, source: str) -> str | None:
 def _missing_manifest(key: str, source: str) -> str | None:
     try:
         is_there = source and manifest_of(Path(source)).is_file()
+    except SourceError as error:
+        return f"{key}={error}"
     except ValueError as error:
         return f"{key}: {error}"
     return None if is_there else _no_source(key, "file", source)
@@ -309,8 +312,8 @@ def _missing_shard(key: str, source: str) -> str | None:
         return None
     try:
         gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
-    except ValueError as error:
-        return f"{key}: {error}"
+    except SourceError as error:
+        return f"{key}={error}"
     if gone is None:
         return None
     return (
@@ -334,7 +337,7 @@ class VideoFolder(ListedVideos):
             found = list(find_videos(folder))
             if not found:
                 text = ", but ".join(["no .mp4 file in it", *unread_files(folder)])
-                raise ValueError(f"data_dir={folder}: {text}{table_hint(folder)}")
+                raise SourceError(f"{folder}: {text}{table_hint(folder)}")
             captions, labels, longer = [], set(), []
             for path in found:
                 label = label_of(path, folder)
@@ -350,10 +353,11 @@ class VideoFolder(ListedVideos):
                     empty.append(str(label))
             lists.append(ClipList(files=PackedStrings(found), captions=PackedStrings(captions)))
             for text in unread_files(folder, labels):
-                logger.warning("data_dir=%s: %s", folder, text)
+                logger.warning("%s: not read: %s", folder, text)
             if longer:
-                text = "data_dir=%s: %d label files have several lines; only the first is read (%s)"
-                logger.warning(text, folder, len(longer), named(longer))
+                number = counted(len(longer), "label file")
+                text = "%s: only the first line is read of %s with several lines: %s"
+                logger.warning(text, folder, number, named(longer))
         if not allow_empty_captions:
             number = sum(map(len, lists))
             hints = {table_hint(folder) for folder in data_folders(data_dir)}
@@ -445,8 +449,8 @@ def _folders(source: str) -> list[str]:
     for folder in folders.split(",") if semicolon else []:
         name, star, times = folder.partition("*")
         if not Path(name).is_dir() or (star and not times.isdigit()):
-            raise ValueError(
-                f"data_dir={source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
+            raise SourceError(
+                f"{source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
             )
         names += [name] * (int(times) if star else 1)
     return names

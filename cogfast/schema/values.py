@@ -54,6 +54,11 @@ def one_line(text: str) -> str:
     return cut(" ".join(text.split()), _MOST_IN_LINE)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: "1 video", "3 videos". plural: if it is not the noun with s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def join(where: str, key: str) -> str:
     """Return the dotted key of `key` inside `where`."""
     return f"{where}.{key}" if where else key

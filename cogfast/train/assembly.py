@@ -22,6 +22,7 @@ from cogfast.data.cache.shards import Spec
 from cogfast.data.cache.source_hashes import Sources
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.sources.folders import SourceError
 from cogfast.data.video.settings import ClipSettings
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
@@ -32,6 +33,7 @@ from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.merged_config import refuse
 from cogfast.schema.places import is_none
 from cogfast.train.cache_key import cache_specs
 from cogfast.train.distributed.model_batches import ModelBatches
@@ -215,7 +217,7 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
 
 
 def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
-    whole = _dataset(config, args.train_data)
+    whole = _dataset(config, "args.train_data", args.train_data)
     if args.train_data_weights is not None:
         whole = _weighed(whole, args.train_data_weights)
     train, valid = whole, None
@@ -227,7 +229,7 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
                 "args.train_data: no row has split train; change column split of the manifest"
             )
     if args.valid_data:
-        valid = _dataset(config, args.valid_data)
+        valid = _dataset(config, "args.valid_data", args.valid_data)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
             valid = valid.with_clips(valid.clips.in_split("valid"))
     # A manifest without rows of split `valid` uses args.split.
@@ -244,12 +246,24 @@ def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     return Datasets(*(_part(train, part) for part in parts))
 
 
-def _dataset(config: Config, folders: Sequence[str]) -> SizedDataset:
+def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
+    """Build the data set of the sources that `key` lists."""
     if not config.data:
         raise ValueError("the data section is missing; set data.target, as sft.yaml does")
-    if not folders:
-        raise ValueError("args.train_data is empty; set it to the folders of the training videos")
-    return instantiate(config.data, config.allow_import, "data", data_dir=list(folders))
+    if not sources:
+        raise ValueError(f"{key} is empty; set it to the folders of your videos")
+    twice = next((source for source in sources if sources.count(source) > 1), None)
+    if twice is not None:
+        logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
+    try:
+        return instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
+    except ValueError as error:
+        # Data sets do not know which key lists their sources. instantiate may have put the error
+        # into its own.
+        cause = error.__cause__ or error
+        if isinstance(cause, SourceError):
+            refuse(config, key, f"{key}={cause}")
+        raise
 
 
 def specs_of(

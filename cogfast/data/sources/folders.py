@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from cogfast.schema.values import counted
 
 DataDir = str | Path | Sequence[str | Path]
 
@@ -22,16 +20,19 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 _OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
 
 
+class SourceError(ValueError):
+    """A source of data cannot be read. The message is `SOURCE: reason; fix`.
+
+    A caller that knows the key that lists the source prepends `KEY=`.
+    """
+
+
 def data_sources(data_dir: DataDir) -> list[str]:
     """Return data_dir as a list of at least one source."""
     sources = [data_dir] if isinstance(data_dir, (str, Path)) else list(data_dir)
     if not sources:
-        raise ValueError("data_dir=[]: set args.train_data (args.valid_data) to a folder")
-    names = [str(source) for source in sources]
-    twice = [name for name, times in Counter(names).items() if times > 1]
-    if twice:
-        logger.warning("data folder listed more than once; its samples are repeated: %s", twice[0])
-    return names
+        raise ValueError("data_dir=[] must list at least one source; give a folder or file")
+    return [str(source) for source in sources]
 
 
 def data_folders(data_dir: DataDir) -> list[Path]:
@@ -39,9 +40,7 @@ def data_folders(data_dir: DataDir) -> list[Path]:
     dirs = data_sources(data_dir)
     for folder in dirs:
         if not Path(folder).is_dir():
-            raise ValueError(
-                f"data_dir={folder}: no such folder; correct args.train_data or args.valid_data"
-            )
+            raise SourceError(f"{folder}: no such folder; set it to the folder of your data")
     return [Path(folder) for folder in dirs]
 
 
@@ -70,11 +69,14 @@ def _find_files(folder: Path) -> Iterator[str]:
 
 
 def _refuse_folder(error: OSError) -> None:
-    raise ValueError(f"data_dir: {error.filename} cannot be read ({error.strerror})") from None
+    raise ValueError(
+        f"{error.filename}: the folder cannot be read ({error.strerror}); make it readable, or move "
+        "it out of the data"
+    ) from None
 
 
 def unread_files(folder: Path, labels: Collection[str] = ()) -> list[str]:
-    """Describe files of a folder that look like data and are not read, one sentence per kind.
+    """Describe files of a folder that look like data and are not read, one line per kind.
 
     These are videos of other formats, and label files that are not in `labels`.
     """
@@ -87,12 +89,12 @@ def unread_files(folder: Path, labels: Collection[str] = ()) -> list[str]:
     ]
     sentences = []
     if others:
-        formats = ", ".join(_OTHER_VIDEOS)
-        text = f"{len(others)} {formats} files are not read ({named(others)}); convert them"
-        sentences.append(text)
+        number = counted(len(others), "video")
+        sentences.append(f"{number} not in .mp4 format: {named(others)}; convert to .mp4")
     # A folder without `labels` has no videos, which the caller reports.
     if orphans and labels:
-        sentences.append(f"{len(orphans)} label files have no .mp4 file ({named(orphans)})")
+        number = counted(len(orphans), "label file")
+        sentences.append(f"{number} without an .mp4 file: {named(orphans)}")
     return sentences
 
 
@@ -151,7 +153,9 @@ def text_of(file: Path, is_caption: bool = False) -> str:
             check_caption_size(file.stat().st_size, str(file))
         data = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
+        raise ValueError(
+            f"{file}: cannot be read ({error.strerror}); replace it by a readable text file"
+        ) from None
     return decoded(data, str(file))
 
 

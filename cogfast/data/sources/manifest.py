@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
-from cogfast.data.sources.folders import check_caption_size, refuse_samples
+from cogfast.data.sources.folders import SourceError, check_caption_size, refuse_samples
 from cogfast.data.sources.table import (
     TABLE_ENDINGS,
     Names,
@@ -28,6 +28,7 @@ from cogfast.data.sources.table import (
     text_value,
     value_of,
 )
+from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ def manifest_of(source: Path) -> Path:
         return source
     found = table_in(source) or table_in(source / "train")
     if found is None:
-        raise ValueError(
-            f"data_dir={source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its "
-            "train/; args.train_data must list manifests (.csv, .jsonl or .json) or such folders"
+        raise SourceError(
+            f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/; "
+            "give a manifest (.csv, .jsonl or .json) or a folder with such a file"
         )
     return found
 
@@ -62,10 +63,8 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     """Read the samples of a manifest, in its order; ValueError with file and line of a fault."""
     file = manifest_of(source)
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
-        raise ValueError(
-            f"data_dir={file}: {'' if file.exists() else 'no such file; '}args.train_data must list "
-            "manifests (.csv, .jsonl or .json)"
-        )
+        problem = "not a manifest" if file.exists() else "no such file"
+        raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     has_ids, by_id = has_table(file.parent / "videos"), None
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
@@ -99,16 +98,18 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
             numbers[name].append(number_value(row.get(name), missing, f"{where}: {name}"))
         start, end = numbers["start"][-1], numbers["end"][-1]
         if end <= start:
-            raise ValueError(f"{where}: end={end:g} must be after start={start:g}")
+            raise ValueError(
+                f"{where}: end={end:g} must be after start={start:g}; both are seconds of the video"
+            )
         split = text_value(row.get("split"), f"{where}: split").lower()
         if split not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
     if not texts["path"]:
-        pictures = f"; its {num_pictures} rows are of type image" if num_pictures else ""
+        pictures = f", only {counted(num_pictures, 'row')} of type image" if num_pictures else ""
         raise ValueError(f"{file}: no sample in it{pictures}; add rows with a video and a caption")
     if num_pictures:
-        logger.info("%s: %d rows of type image are left out", file, num_pictures)
+        logger.info("%s: left out %s of type image", file, counted(num_pictures, "row"))
     for files in by_id or ():
         if files is not None:
             files.refuse_unused(file)
@@ -148,7 +149,9 @@ class _FilesById:
                 "in both files"
             )
         if key in self.used:
-            raise ValueError(f"{where}: id={key[:80]} is listed twice; give each sample its own")
+            raise ValueError(
+                f"{where}: id={key[:80]} is listed twice; give each sample an id of its own"
+            )
         self.used.add(key)
         return self.paths[key]
 
@@ -157,8 +160,8 @@ class _FilesById:
         left = [key for key in self.paths if key not in self.used]
         if left:
             raise ValueError(
-                f"{self.table}: id={left[0][:80]} is not in {manifest} ({len(left)} such files); give "
-                "each sample a line with its id in both files"
+                f"{self.table}: id={left[0][:80]} is not in {manifest} ({counted(len(left), 'such file')}); "
+                "give each sample a line with its id in both files"
             )
 
 
@@ -174,6 +177,8 @@ def _files_by_id(folder: Path) -> _FilesById | None:
         if not path or not key:
             raise ValueError(f"{table}: {place} has no {'id' if path else 'file_name'}; add it")
         if key in found.paths:
-            raise ValueError(f"{table}: {place}: id={key[:80]} is listed twice; number the files")
+            raise ValueError(
+                f"{table}: {place}: id={key[:80]} is listed twice; give each file an id of its own"
+            )
         found.paths[key] = str(folder / path)
     return found

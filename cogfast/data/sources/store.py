@@ -57,7 +57,10 @@ class Store:
         """Read a file in the shard's folder; None if there is none."""
         url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
         if "://" not in url and os.path.exists(url) and not os.path.isfile(url):
-            raise ValueError(f"{url}: not a file but a folder, pipe or device; remove it")
+            raise ValueError(
+                f"{url}: not a file but a folder, pipe or device; put the file of captions there, or "
+                "remove it"
+            )
         try:
             with Store(url).open() as file:
                 return file.read()
@@ -72,4 +75,6 @@ def _file_system(url: str):
         return fsspec.core.url_to_fs(url)
     # No installed package handles the scheme.
     except (ImportError, ValueError) as error:
-        raise ValueError(f"data_dir={url}: {error}") from None
+        raise ValueError(
+            f"{url}: fsspec cannot open it ({error}); install the package for its scheme, or correct it"
+        ) from None

@@ -40,8 +40,8 @@ def table_in(folder: Path) -> Path | None:
     found = [folder / name for name in _TABLES if (folder / name).is_file()]
     if len(found) > 1:
         raise ValueError(
-            f"data_dir={folder}: has {found[0].name} and {found[1].name}; name one of them in place "
-            "of the folder"
+            f"{folder}: has {found[0].name} and {found[1].name}; give one of them in place of the "
+            "folder, or remove the other"
         )
     return found[0] if found else None
 
@@ -67,7 +67,9 @@ def read_rows(
     others: set[str] = set()
     for place, row in entries:
         if not isinstance(row, dict):
-            raise ValueError(f"{file}: {place} must be an object with {' and '.join(required)}")
+            raise ValueError(
+                f"{file}: {place} must be an object with {' and '.join(required)}, {{...}}; correct it"
+            )
         # Each new key is checked once, not in every row.
         new = row.keys() - others
         if new:
@@ -90,14 +92,16 @@ def _list_entries(file: Path) -> Iterator[tuple[str, object]]:
     try:
         entries = json.loads(text_of(file))
     except RecursionError as error:
-        raise ValueError(f"{file}: not JSON ({error}); write it again") from None
+        raise ValueError(f"{file}: not JSON ({error}); correct the file") from None
     except json.JSONDecodeError as error:
-        hint = "; name it .jsonl if it has one object per line" if "Extra" in error.msg else ""
-        raise ValueError(f"{file}: not JSON ({error}){hint}") from None
+        fix = (
+            "name it .jsonl if it has one object per line" if "Extra" in error.msg else "correct it"
+        )
+        raise ValueError(f"{file}: not JSON ({error}); {fix}") from None
     if not isinstance(entries, list):
         raise ValueError(
-            f"{file}: must be a list of objects, [{{...}}, ...], and is "
-            f"{'an object' if isinstance(entries, dict) else 'one value'}; put it into [...], or use .jsonl"
+            f"{file}: contains {'an object' if isinstance(entries, dict) else 'one value'}, but must be "
+            "a list of objects, [{...}, ...]; put it into [...], or use .jsonl"
         )
     yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
 
@@ -130,7 +134,9 @@ def _csv_rows(
             yield f"line {reader.line_num}", row
     except csv.Error as error:
         line = reader.reader.line_num
-        raise ValueError(f"{file}: line {line} is not CSV ({error})") from None
+        raise ValueError(
+            f"{file}: line {line} is not CSV ({error}); correct the line, and double quotes in a caption"
+        ) from None
 
 
 def _check_columns(
@@ -152,7 +158,7 @@ def _check_columns(
 def text_value(value: object, what: str) -> str:
     """Check that a value is text, and strip it; ValueError that begins with `what` if not."""
     if not isinstance(value, str | None):
-        raise ValueError(f"{what}={str(value)[:80]} must be text in quotes")
+        raise ValueError(f"{what}={str(value)[:80]} must be text; put it in quotes")
     text = (value or "").strip()
     # JSON escapes can spell single surrogates. A tokenizer refuses them, but the name of a file
     # has them where it is not valid UTF-8.

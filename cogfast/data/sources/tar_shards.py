@@ -21,8 +21,9 @@ import numpy as np
 from cogfast.core.files import WriteError, write_text
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
-from cogfast.data.sources.folders import check_caption_size, decoded, named
+from cogfast.data.sources.folders import SourceError, check_caption_size, decoded, named
 from cogfast.data.sources.store import Store, index_file
+from cogfast.schema.values import counted
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -35,6 +36,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 _SAT_KEY_SUFFIX = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 MEMBER = "::"  # separates a shard's name from that of its member
+_FIX = "correct the source, or remove the shard from it"
 _MAX_SHARDS = 10**6  # that one range may name
 _MAX_BYTES = 2**30  # of a member, which is read into memory as a whole
 _MAX_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
@@ -51,17 +53,17 @@ def expand_braces(pattern: str) -> list[str]:
         # Checked before the names are made, which would fill the memory.
         names = range(int(first), int(last) + 1)
         if len(names) > _MAX_SHARDS:
-            raise ValueError(
-                f"data_dir={pattern[:80]}: {found[0][:40]} stands for {len(names)} shards, but at most "
-                f"{_MAX_SHARDS} are supported"
+            raise SourceError(
+                f"{pattern[:80]}: {found[0][:40]} stands for {len(names)} shards, but at most "
+                f"{_MAX_SHARDS} are supported; correct the range"
             )
         # Names have as many digits as the first number: {000..010} starts at 000, not at 0.
         names = [f"{i:0{len(first)}d}" for i in names]
     else:
         names = found[1].split(",")
     if not names or len(names) == 1:
-        raise ValueError(
-            f"data_dir={pattern}: {found[0]} is not a range or list; use {{000..099}} or {{a,b}}"
+        raise SourceError(
+            f"{pattern}: {found[0]} is not a range or list; use {{000..099}} or {{a,b}}"
         )
     start, end = pattern[: found.start()], pattern[found.end() :]
     return [rest for name in names for rest in expand_braces(start + name + end)]
@@ -72,13 +74,12 @@ def shards_of(source: str) -> list[str]:
     if Path(source).is_dir():
         found = sorted(str(path) for path in Path(source).rglob("*.tar"))
         packed = [str(p) for p in Path(source).rglob("*.t*") if p.name.endswith(_COMPRESSED)]
-        text = f"{len(packed)} compressed shards are not read ({named(packed)}); unpack them"
+        number = counted(len(packed), "compressed shard")
+        text = f"{number}: {named(packed)}; decompress to .tar (gzip -d FILE.tar.gz)"
         if not found:
-            raise ValueError(
-                f"data_dir={source}: no .tar file in it{packed and f', but {text}' or ''}"
-            )
+            raise SourceError(f"{source}: no .tar file in it{f', but {text}' if packed else ''}")
         if packed:
-            logger.warning("data_dir=%s: %s", source, text)
+            logger.warning("%s: not read: %s", source, text)
         return found
     return expand_braces(source)
 
@@ -133,16 +134,14 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
     The list is read from the index in the user's cache folder if the shard has not changed.
     """
     if MEMBER in url:
-        raise ValueError(
-            f"data_dir={url[:200]}: a shard's name must not contain {MEMBER}; rename it"
-        )
+        raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
     store = Store(url)
     try:
         if not store.is_remote and Path(url).exists() and not Path(url).is_file():
             raise IsADirectoryError("not a file but a folder, pipe or device")
         version = store.version()
     except OSError as error:
-        raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
+        raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
     file = index_file("shard", [url, caption_key])
     kept = _kept_rows(file, version)
@@ -150,7 +149,7 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         try:
             kept = _rows(store, caption_key)
         except OSError as error:
-            raise ValueError(f"data_dir={url}: the shard cannot be read ({error})") from None
+            raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
         _keep_rows(file, version, *kept)
     rows, faults = kept
     # Logged at every start, also when they come from the index.
@@ -173,10 +172,12 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         captions.append(caption)
         places.append((*members[kind], *image))
     if not files:
-        raise ValueError(f"{url}: contains no video ({', '.join(VIDEO_KINDS)})")
+        raise ValueError(
+            f"{url}: contains no video ({', '.join(VIDEO_KINDS)}); leave the shard out of the data"
+        )
     if others:
-        text = "%s: %d samples (names up to the first dot) have no video and are not read: %s"
-        logger.warning(text, url, len(others), named(others))
+        text = "%s: not read: %s (names up to the first dot) without a video: %s"
+        logger.warning(text, url, counted(len(others), "sample"), named(others))
     return ClipList(
         files=PackedStrings(files),
         captions=PackedStrings(captions),
@@ -206,15 +207,14 @@ def _rows(store: Store, caption_key: str) -> tuple[list[Row], list[str]]:
         # JSON escapes can spell single surrogates, which a tokenizer refuses.
         if any("\ud800" <= c <= "\udfff" for c in caption):
             raise ValueError(
-                f"{store.url}: the caption of {key!r} is not valid text; write it as UTF-8"
+                f"{store.url}: the caption of {key!r} is not valid Unicode; write it again as UTF-8"
             )
         # Captions are one line, as those of other layouts.
         rows.append((key, " ".join(caption.split()), kinds))
     if not is_whole:
         if len(rows) > 1 and not rows[-1][1]:
             rows.pop()  # its caption may have been in the lost part
-        text = "ends early, after %d samples; the rest is lost: write the shard again"
-        faults.append(text % len(rows))
+        faults.append(f"ends early, after {counted(len(rows), 'sample')}; write the shard again")
     return rows, faults
 
 
@@ -242,10 +242,10 @@ def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[
             is_whole = False
             if not found:
                 raise ValueError(
-                    f"{store.url}: not a tar file, or a compressed one, which cannot be read by "
-                    f"random access ({error}); unpack it with gzip -d"
+                    f"{store.url}: not a tar file ({error}); decompress a shard (gzip -d FILE.tar.gz), "
+                    "since samples are read by random access"
                 ) from None
-    text = f"has {len(twice)} members twice; the later one is read: {named(twice)}"
+    text = f"has {counted(len(twice), 'member')} twice; the later one is read: {named(twice)}"
     return found, [text] if twice else [], is_whole
 
 
@@ -301,7 +301,7 @@ def _check_member(url: str, member: tarfile.TarInfo) -> None:
     path, name = PurePosixPath(member.name), repr(member.name[:100])
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(
-            f"{url}: member {name} would be unpacked outside its folder; write the shard again with "
+            f"{url}: member {name} has an absolute path or .. in its name; write the shard again with "
             "relative names without .."
         )
     if member.issym() or member.islnk():
@@ -339,7 +339,8 @@ def _meta(store: Store, caption_key: str) -> dict[str, str]:
             key = str(row["key"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
-                f"{name} beside {store.url}: line {number} is not a JSON object with a key; fix it"
+                f"{name} beside {store.url}: line {number} is not a JSON object with a key; write "
+                f'{{"key": NAME, "{caption_key}": TEXT}}'
             ) from None
         if row.get(caption_key) is not None:
             captions[key] = str(row[caption_key])
@@ -376,4 +377,4 @@ def _keep_rows(file: Path, version: str, rows: list[Row], faults: list[str]) -> 
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
     except (OSError, WriteError) as error:
-        logger.warning("the index of a shard cannot be saved: %s", error)
+        logger.warning("a shard's index cannot be saved, the next start reads it again: %s", error)

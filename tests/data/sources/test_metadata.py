@@ -139,7 +139,7 @@ def test_cogkit_without_images_takes_first_frames(clips, tmp_path):
         (
             "metadata.jsonl",
             [{"id": 0, "prompt": "one"}],
-            r"videos/metadata.jsonl: id=1 is not in .*train/metadata.jsonl \(1 such files\)",
+            r"videos/metadata.jsonl: id=1 is not in .*train/metadata.jsonl \(1 such file\)",
         ),
         (
             "metadata.jsonl",
@@ -154,7 +154,7 @@ def test_cogkit_without_images_takes_first_frames(clips, tmp_path):
         (
             "videos/metadata.jsonl",
             [{"file_name": "a.mp4", "id": 0}, {"file_name": "b.mp4", "id": "0"}],
-            "videos/metadata.jsonl: line 2: id=0 is listed twice; number the files",
+            "videos/metadata.jsonl: line 2: id=0 is listed twice; give each file an id of its own",
         ),
         (
             "videos/metadata.jsonl",
@@ -174,7 +174,7 @@ def test_tables_that_do_not_join(file, rows, message, clips, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metadata.json", '{"a": 1}', r"must be a list of objects, \[{...}, ...\], and is an object"),
+        ("metadata.json", '{"a": 1}', r"contains an object, but must be a list of objects, \[{...}, ...\]"),
         ("metadata.json", '{"a": 1}\n{"a": 2}', "not JSON .*; name it .jsonl if it has one object"),
         ("metadata.json", "[" * 99999, r"metadata.json: not JSON \("),
         ("metadata.json", "[1]", "metadata.json: entry 1 must be an object with path and caption"),
@@ -215,7 +215,7 @@ def test_folders_without_one_metadata_file(tmp_path):
     assert shown is not None and message in shown
     for name in ("metadata.csv", "metadata.jsonl"):
         (tmp_path / name).write_text("path,caption\na.mp4,one\n")
-    with pytest.raises(ValueError, match="has metadata.csv and metadata.jsonl; name one of them"):
+    with pytest.raises(ValueError, match="has metadata.csv and metadata.jsonl; give one of them"):
         VideoManifest([str(tmp_path)], **CLIP)
 
 

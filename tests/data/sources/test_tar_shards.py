@@ -90,11 +90,9 @@ def test_remote_shards(shards):
         (batch,) = loader
     for text, video in zip(batch["txt"], batch["mp4"], strict=True):
         assert torch.equal(video, local[int(text[-1])]["video"])
-    with pytest.raises(
-        ValueError, match="data_dir=memory://bucket/no.tar: the shard cannot be read"
-    ):
+    with pytest.raises(ValueError, match="^memory://bucket/no.tar: the shard cannot be read"):
         VideoShards(["memory://bucket/no.tar"], **CLIP)
-    with pytest.raises(ValueError, match="data_dir=nowhere://x.tar: .*nowhere"):
+    with pytest.raises(ValueError, match="^nowhere://x.tar: fsspec .*nowhere.*; install the pack"):
         VideoShards(["nowhere://x.tar"], **CLIP)
 
 
@@ -115,7 +113,9 @@ def test_images(shards):
 @pytest.mark.parametrize("name", ["../x.mp4", "/etc/x.mp4", "a/../../x.mp4"])
 def test_names_outside_the_folder_are_refused(name, tmp_path):
     file = _tar(tmp_path / "x.tar", {name: b"", "x.txt": b"a"})
-    with pytest.raises(ValueError, match=r"x.tar: member '.*x.mp4' would be unpacked outside"):
+    with pytest.raises(
+        ValueError, match=r"x.tar: member '.*x.mp4' has an absolute path or .. in its name"
+    ):
         VideoShards([str(file)], **CLIP)
 
 
@@ -162,7 +162,7 @@ def test_a_caption_behind_the_end_and_later_starts(shards, tmp_path, caplog):
     (tmp_path / "x.tar").write_bytes(whole[: last.offset])
     for number in (1, 2):
         assert list(VideoShards([str(tmp_path / "x.tar")], **CLIP).captions) == ["clip 00"]
-        assert caplog.text.count("x.tar ends early, after 1 samples; the rest is lost") == number
+        assert caplog.text.count("x.tar ends early, after 1 sample; write the sh") == number
 
 
 def test_unread_members_are_logged(shards, tmp_path, caplog):
@@ -174,14 +174,17 @@ def test_unread_members_are_logged(shards, tmp_path, caplog):
         tar.addfile(info, io.BytesIO(b"new"))
     (tmp_path / "t/y.tar.gz").write_bytes(b"")
     assert list(VideoShards([str(tmp_path / "t")], **CLIP).captions) == ["new"]
-    assert "x.tar has 1 members twice; the later one is read: a.txt" in caplog.text
-    assert "1 samples (names up to the first dot) have no video" in caplog.text
-    assert "not read: v1: 5 b.mp4, 5 b.txt" in caplog.text
-    assert "1 compressed shards are not read" in caplog.text
+    assert "x.tar has 1 member twice; the later one is read: a.txt" in caplog.text
+    assert (
+        "x.tar: not read: 1 sample (names up to the first dot) without a video: "
+        "v1: 5 b.mp4, 5 b.txt"
+    ) in caplog.text
+    assert f"{tmp_path}/t: not read: 1 compressed shard: {tmp_path}/t/y.tar.gz; d" in caplog.text
     (tmp_path / "t/x.tar").unlink()
-    with pytest.raises(
-        ValueError, match=r"t: no .tar file in it, but 1 compressed shards .*unpack"
-    ):
+    message = (
+        r"t: no .tar file in it, but 1 compressed shard: .*y.tar.gz; decompress to .tar \(gzip"
+    )
+    with pytest.raises(ValueError, match=message):
         VideoShards([str(tmp_path / "t")], **CLIP)
     os.mkfifo(tmp_path / "t/x.tar")
     with pytest.raises(ValueError, match="x.tar: the shard cannot be read .*not a file but a fol"):
@@ -197,7 +200,7 @@ def test_refused(shards, tmp_path):
     _tar(tmp_path / "m.tar", {"a.mp4": video})
     (tmp_path / "m.meta.jsonl").write_text('{"key": "a"}\n{"caption": "b"}\n')
     for name, message in (
-        ("no.tar", "no.tar: not a tar file, or a compressed one"),
+        ("no.tar", r"no.tar: not a tar file \(.*\); decompress a shard \(gzip -d"),
         ("empty.tar", r"empty.tar: contains no video \(mp4, avi"),
         ("void", "void: no .tar file in it"),
         ("nowhere.tar", "nowhere.tar: the shard cannot be read"),
@@ -236,11 +239,11 @@ TEXT = _header("a.txt", 1) + b"a".ljust(512, b"\0")
 HOSTILE = {
     "a name that leaves": (
         _pax(path="b/../../a.mp4"),
-        "'b/../../a.mp4' would be unpacked outside its folder",
+        "'b/../../a.mp4' has an absolute path or .. in its name",
     ),
     "an absolute name": (
         _pax(path="/etc/a.mp4"),
-        "'/etc/a.mp4' would be unpacked outside its folder",
+        "'/etc/a.mp4' has an absolute path or .. in its name",
     ),
     "a link": (_header("a.mp4", 0, tarfile.SYMTYPE), "'a.mp4' is a link to ''; write"),
     "a hard link": (_header("a.mp4", 0, tarfile.LNKTYPE), "'a.mp4' is a link to ''; write"),

@@ -280,7 +280,7 @@ def _shard(kind: str, path: Path, clip: bytes) -> None:
 
 TARS: dict[str, str | None] = {
     "a member of the same name": None,
-    "a name that leaves": "'../9.mp4' would be unpacked outside its folder",
+    "a name that leaves": "'../9.mp4' has an absolute path or .. in its name",
     "a hard link": "'9.mp4' is a link to '0.mp4'",
     "a link": "'9.mp4' is a link to '/etc/passwd'",
     "a sparse member": "'9.mp4' is a sparse file",
