@@ -31,7 +31,7 @@ class BuildKernels(build_ext):
     def get_ext_filename(self, name: str) -> str:
         import torch
 
-        # The library works with this version of PyTorch alone, and kernels/op_registration.py looks for it.
+        # The library works with this version of PyTorch alone, and kernels/torch_library.py looks for it.
         path = Path(*name.split("."))
         return str(path.with_name(f"{path.name}-torch{torch.__version__.partition('+')[0]}.so"))
 

@@ -32,7 +32,7 @@ pip install --quiet setuptools wheel ninja numpy
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
 wait
 pip install --quiet --no-build-isolation --editable '.[test]'
-.venv/bin/python -c 'import sys; from cogfast.kernels.op_registration import HAS_CPU_KERNELS as has; sys.exit(not has)' || {
+.venv/bin/python -c 'import sys; from cogfast.kernels.torch_library import HAS_CPU_KERNELS as has; sys.exit(not has)' || {
     echo "setup: the CPU kernels are not compiled, so that training on a CPU runs PyTorch's ops instead, which"
     echo "setup: take longer. They need g++ (Debian: apt install build-essential) on an x86-64 with AVX2; then"
     echo "setup: run 'make clean setup'. '.venv/bin/python setup.py build_ext --inplace' shows what fails."

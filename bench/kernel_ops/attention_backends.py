@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
 from bench.harness.timing import num_buffer_sets, spread, time_calls, wait_for
-from cogfast.kernels.attention_backends import BACKENDS, reason_unavailable
-from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
+from cogfast.kernels.attention.backends import BACKENDS, reason_unavailable
+from cogfast.kernels.attention.flash_attention import flash_attention, flash_attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
 

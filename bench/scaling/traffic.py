@@ -21,9 +21,8 @@ import torch
 
 from cogfast.model.block import Block
 from cogfast.model.config import TransformerConfig
-from cogfast.model.freeze import freeze
 from cogfast.model.lora import LoraLinear
-from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
 

@@ -25,7 +25,7 @@ from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
 from bench.steps.step_optimizers import UPDATES
 from bench.steps.step_sides import SIDES, Side, free_memory
-from cogfast.kernels.attention_backends import default_backend
+from cogfast.kernels.attention.backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.schema.arguments import PolicyChoice
 from cogfast.train.distributed.memory_plan import describe

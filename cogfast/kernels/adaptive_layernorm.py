@@ -27,7 +27,7 @@ from cogfast.kernels.gpu.adaptive_layernorm import (
     launch_backward,
     launch_forward,
 )
-from cogfast.kernels.op_registration import has_kernel, register_op
+from cogfast.kernels.torch_library import has_kernel, register_op
 
 
 def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:

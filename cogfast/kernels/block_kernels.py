@@ -11,7 +11,7 @@ from torch import Tensor
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
-from cogfast.kernels.flash_attention import flash_attention
+from cogfast.kernels.attention.flash_attention import flash_attention
 
 KernelChoice = Literal["triton", "torch"]
 
@@ -119,7 +119,7 @@ def choose_kernels(
     Args:
         kernels: "triton" for this package's kernels (on a CPU their CPU versions), "torch" for the
             references in plain PyTorch.
-        attention_backend: a name of attention_backends.BACKENDS, or None for the first in
+        attention_backend: a name of backends.BACKENDS, or None for the first in
             flash_attention's order that can run.
     """
     # flash_attention has one implementation for both choices: its backend is chosen by name.

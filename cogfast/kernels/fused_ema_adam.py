@@ -25,7 +25,7 @@ from torch import Tensor
 from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
 from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable, launch_ema_adam
 from cogfast.kernels.gpu.launch import HAS_TRITON
-from cogfast.kernels.op_registration import CPU_DTYPES, register_op
+from cogfast.kernels.torch_library import CPU_DTYPES, register_op
 
 # Elements of a chunk where PyTorch's ops update CPU tensors: p, g, m, v and shadow of a chunk (5 MB)
 # stay in the caches between Adam's pass and the EMA's. Smaller chunks cost more in launches on two

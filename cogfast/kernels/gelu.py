@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor
 from cogfast.kernels.gpu.gelu import launch_backward, launch_forward
-from cogfast.kernels.op_registration import has_kernel, register_op
+from cogfast.kernels.torch_library import has_kernel, register_op
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:

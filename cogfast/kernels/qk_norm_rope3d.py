@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
 from cogfast.kernels.gpu.qk_norm_rope3d import launch_backward, launch_forward
-from cogfast.kernels.op_registration import has_kernel, register_op
+from cogfast.kernels.torch_library import has_kernel, register_op
 
 EPS = 1e-6  # head norms of every CogVideoX model
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm

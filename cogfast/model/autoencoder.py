@@ -4,6 +4,8 @@ Its group norms compute statistics over all frames of a call, so outputs depend 
 split into calls. cogfast splits as SAT does: clips are encoded whole, and latents are decoded
 3, 2, 2, ... at a time with the convolutions' caches kept between calls (SAT v1.0's sampling). Clips
 that do not fit into the memory are encoded as in diffusers: 8 frames at a time, or in tiles.
+
+`FirstStage` is what any VAE must have. schema/places.py lists those that a configuration may name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,15 @@ from cogfast.model.embeddings import (
     patchify,
     unpatchify,
 )
-from cogfast.model.freeze import DEFAULT_FROZEN_PREFIXES, freeze
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import add_lora
+from cogfast.model.lora import add_lora, is_lora_parameter
+from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.schema.sat_network import transformer_arguments
 
 BlockCall = Callable[[Tensor, Tensor, int, Rotation | None], Tensor]  # as Block.forward
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
+DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
 
 class DiffusionTransformer(nn.Module):
@@ -243,3 +244,31 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
         transformer.to_empty(device=device)
         initialize(transformer, seed)
     return transformer
+
+
+def freeze(
+    transformer: nn.Module, not_trainable_prefixes: Iterable[str], is_lora_only: bool
+) -> None:
+    """Set requires_grad as upstream's disable_untrainable_params (sat/diffusion_video.py).
+
+    Parameters whose SAT name starts with a prefix are frozen ("all": every parameter), except
+    adapters. is_lora_only (`lora_train: true`): freeze all but the adapters. (Upstream looks for
+    another kind of adapter there, `lora_layer`, and also freezes those of lora2.)
+    """
+    prefixes = tuple(not_trainable_prefixes)
+    names = [sat_name(name) for name, _ in transformer.named_parameters()]
+    for prefix in prefixes:
+        # SAT's configs also list prefixes of the VAE and the text encoder.
+        is_elsewhere = prefix == "all" or prefix.startswith(DEFAULT_FROZEN_PREFIXES)
+        if not is_elsewhere and not any(name.startswith(prefix) for name in names):
+            raise ValueError(
+                f"model.not_trainable_prefixes: no parameter's name starts with {prefix!r}; use "
+                f"all, or a name such as {names[0]}"
+            )
+    # A model arrives with all parameters trainable, so nothing has to be set to True.
+    freezes_all = is_lora_only or "all" in prefixes
+    for name, parameter in transformer.named_parameters():
+        if is_lora_parameter(name):
+            continue
+        if freezes_all or sat_name(name).startswith(prefixes):
+            parameter.requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.kernel_ops.launch_sweep import GELU_BACKWARD, GELU_FORWARD
 from cogfast.kernels.gelu import gelu, gelu_reference
 from cogfast.kernels.gpu.gelu import BACKWARD_LAUNCH, launch_backward, launch_forward
-from cogfast.kernels.op_registration import HAS_CPU_KERNELS
+from cogfast.kernels.torch_library import HAS_CPU_KERNELS
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 # exp2 may overflow; numpy, which the interpreter runs, warns about it.

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cogfast.model.freeze import freeze
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import (
     DEFAULT_TARGETS,
@@ -18,7 +17,7 @@ from cogfast.model.lora import (
     add_lora,
     is_lora_parameter,
 )
-from cogfast.model.transformer import assemble_transformer, build_transformer
+from cogfast.model.transformer import assemble_transformer, build_transformer, freeze
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.tiny_run import model_section

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from cogfast.model.config import TransformerConfig
-from cogfast.model.freeze import freeze
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import DEFAULT_TARGETS
-from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.transformer import DiffusionTransformer, freeze
 from cogfast.train.distributed.memory_plan import Policy
 from cogfast.train.distributed.parallelize import allocate, find_shards
 from tests.support.tiny_transformers import FAMILY, inputs

@@ -31,8 +31,7 @@ SFT = {  # sft.yaml's section
     ],
 )
 def test_groups_equal_upstream(golden, case, family, lora_rank):
-    from cogfast.model.freeze import freeze
-    from cogfast.model.transformer import assemble_transformer
+    from cogfast.model.transformer import assemble_transformer, freeze
     from cogfast.model.weights.formats.sat_names import sat_name
     from tests.support.tiny_transformers import FAMILY
 

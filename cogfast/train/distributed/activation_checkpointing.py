@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import cogfast.kernels.flash_attention  # noqa: F401  registers the op that _ATTENTION names
+import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op that _ATTENTION names
 from cogfast.model.block import Block
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer

@@ -12,8 +12,8 @@ import os
 import torch
 
 from cogfast.config import Config
-from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, reason_unavailable
-from cogfast.kernels.attention_timing import Shape, fastest_here
+from cogfast.kernels.attention.backends import BACKENDS, backends_that_run, reason_unavailable
+from cogfast.kernels.attention.timing import Shape, fastest_here
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import refuse

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.op_registration import HAS_CPU_KERNELS
+from cogfast.kernels.torch_library import HAS_CPU_KERNELS
 
 NEEDS_CPU_KERNELS = pytest.mark.skipif(
     not HAS_CPU_KERNELS, reason="the CPU kernels are not compiled: install g++, run make setup"

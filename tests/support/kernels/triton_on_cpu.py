@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from cogfast.kernels import adaptive_layernorm, gelu, ops, qk_norm_rope3d
+from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d, torch_library
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.kernels.gpu.launch import Kernel
@@ -41,17 +41,17 @@ def launchers_on_cpu(runs_kernels: bool = True) -> Iterator[None]:
 
     runs_kernels: False where only the tensors matter, and not the numbers in them.
     """
-    dtypes = ops.CPU_DTYPES
+    dtypes = torch_library.CPU_DTYPES
     library = torch.library.Library("cogfast", "IMPL")
     for name, launch in LAUNCHES.items():
         library.impl(name, launch, "CPU", allow_override=True)
-    ops.CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    torch_library.CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     execute = GridExecutor.__call__ if runs_kernels else lambda *args, **kwargs: None
     try:
         with patch.object(GridExecutor, "__call__", execute):
             yield
     finally:
-        ops.CPU_DTYPES = dtypes
+        torch_library.CPU_DTYPES = dtypes
         library._destroy()  # the implementations of before are in force again
 
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.kernels import attention_backends, attention_timing, flash_attention
-from cogfast.kernels.attention_backends import BACKENDS
-from cogfast.kernels.attention_timing import Measured, fastest, find_error, measure
+from cogfast.kernels.attention import backends as attention_backends
+from cogfast.kernels.attention import flash_attention
+from cogfast.kernels.attention import timing as attention_timing
+from cogfast.kernels.attention.backends import BACKENDS
+from cogfast.kernels.attention.timing import Measured, fastest, find_error, measure
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups

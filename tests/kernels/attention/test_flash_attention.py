@@ -16,9 +16,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cogfast.kernels import attention_backends
-from cogfast.kernels.attention_backends import BACKENDS, backends_that_run, reason_unavailable
-from cogfast.kernels.flash_attention import flash_attention, flash_attention_reference
+from cogfast.kernels.attention import backends as attention_backends
+from cogfast.kernels.attention.backends import BACKENDS, backends_that_run, reason_unavailable
+from cogfast.kernels.attention.flash_attention import flash_attention, flash_attention_reference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_CPU = ("math", "flash")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels import attention_backends
-from cogfast.kernels.attention_backends import BACKENDS, plain_backward, plain_forward
+from cogfast.kernels.attention import backends as attention_backends
+from cogfast.kernels.attention.backends import BACKENDS, plain_backward, plain_forward
 
 SHAPE = (2, 37, 3, 16)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.attention_backends import (
+from cogfast.kernels.attention.backends import (
     BACKENDS,
     Gradients,
     backends_that_run,
@@ -29,7 +29,7 @@ from cogfast.kernels.attention_backends import (
     plain_scores,
     reason_unavailable,
 )
-from cogfast.kernels.op_registration import register_op
+from cogfast.kernels.torch_library import register_op
 
 _OP = "flash_attention"
 _DEFAULT = "default"  # the first backend that can run; resolved when the op runs
@@ -119,7 +119,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     """Return softmax(q k^T / sqrt(D)) v, [B, S, H, D].
 
     q, k, v: [B, S, H, D] with a dense last dim, otherwise with any strides.
-    backend: a name of attention_backends.BACKENDS. None: on a GPU the first of cudnn, flash,
+    backend: a name of backends.BACKENDS. None: on a GPU the first of cudnn, flash,
         efficient and math that can run, on a CPU the faster of math and flash.
     """
     if q.ndim != 4:

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cogfast.kernels.attention_backends import BACKENDS, reason_unavailable
-from cogfast.kernels.flash_attention import flash_attention
+from cogfast.kernels.attention.backends import BACKENDS, reason_unavailable
+from cogfast.kernels.attention.flash_attention import flash_attention
 
 logger = logging.getLogger(__name__)
 
