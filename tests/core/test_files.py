@@ -115,11 +115,14 @@ def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
 
 def releases_the_interpreter(run: Callable[[], object]) -> bool:
     """Whether `run` releases the GIL, so that another thread runs while it is called."""
-    begun, over = threading.Event(), threading.Event()
+    begun, seen, over = threading.Event(), threading.Event(), threading.Event()
 
     def call() -> None:
         begun.set()
-        run()
+        for _ in range(200):  # on a busy machine the other thread may be late
+            run()
+            if seen.is_set():
+                break
         over.set()
 
     before = sys.getswitchinterval()
@@ -129,6 +132,7 @@ def releases_the_interpreter(run: Callable[[], object]) -> bool:
         thread = threading.Thread(target=call)
         thread.start()
         begun.wait()
+        seen.set()
         was_over = over.is_set()
         thread.join()
     finally:
