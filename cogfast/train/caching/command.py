@@ -11,7 +11,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from cogfast.config import Config
 from cogfast.core.files import WriteError, remove_unfinished, write_text
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.batches import read_sample
+from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.cache.dataset import sample_key, source_files, used_samples
 from cogfast.data.cache.shards import (
     ENCODE_CHUNKS,
@@ -54,7 +54,13 @@ from cogfast.train.caching.encode_choice import (
 )
 from cogfast.train.caching.entries import encode_samples
 from cogfast.train.caching.progress import CacheProgress
-from cogfast.train.caching.trusted import TrustedCache, TrustedFile, choose_trusted
+from cogfast.train.caching.trusted import (
+    TrustedCache,
+    TrustedFile,
+    as_theirs,
+    check_scale,
+    choose_trusted,
+)
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.header_scan import survey_datasets
@@ -141,6 +147,7 @@ class _CacheRun:
         self.clips = [*_in_order(datasets.train, args.seed), *_in_order(datasets.valid, args.seed)]
         self.how: EncodePlan | None = None  # to encode clips
         self.trusted: dict[str, TrustedFile] = {}  # by key of the entry
+        self.scales: dict[str, float] = {}  # of the models that the trusted files may be of
         self.bad = BadSampleLog(
             folder / "bad_samples.jsonl", len(self.clips), args.max_bad_fraction
         )
@@ -166,6 +173,7 @@ class _CacheRun:
         for clip, key in zip(self.clips, keys, strict=True):
             by_text.setdefault(clip.text_key, clip)
             by_video.setdefault(key, clip)
+        self.groups.on_main(lambda: self._check_scales(missing, by_video))
         done = {s.file for s in plan} - {s.file for s in missing}
         for shard in plan:
             if shard.file in done:
@@ -224,6 +232,7 @@ class _CacheRun:
         videos = {id(clip.dataset): clip.dataset for clip in self.clips}.values()
         dtype = DTYPES[self.args.precision]
         cache = TrustedCache(self.config, self.args, dtype, videos)
+        self.scales = cache.scales
         clips: dict[str, TrustedFile | None] = {}
         captions: dict[str, TrustedFile | None] = {}
         for clip, key in zip(self.clips, keys, strict=True):
@@ -266,6 +275,30 @@ class _CacheRun:
             for clip in self.clips
         ]
         return [trusted_key(key) if key in taken else key for key in keys]
+
+    def _check_scales(self, missing: Sequence[Shard], clips: Mapping[str, Clip]) -> None:
+        """Encode two trusted clips to see that their files are of the run's model.
+
+        These are the oldest and the newest: a user who changed the model may have added clips.
+        """
+        wanted = [key for shard in missing for key in shard.keys if key in clips]
+        found = [key for key in wanted if key in self.trusted]
+        if len(self.scales) < 2 or not found:
+            return
+        found.sort(key=lambda key: self.trusted[key].path.stat().st_mtime_ns)
+        encoder = self.video_encoder
+        if self.how is not None and isinstance(encoder.first_stage, VideoAutoencoder):
+            encoder.first_stage.use(self.how)
+        for key in dict.fromkeys((found[0], found[-1])):
+            clip = clips[key]
+            try:
+                sample = read_sample(as_theirs(clip.dataset), clip.index, self.args.decode_timeout)
+            except BadSample:
+                continue  # it becomes a bad sample of the cache
+            video = sample["video"][None].to(self.groups.device)
+            own = encoder.encode_moments(in_unit_range(video).transpose(1, 2))
+            stored = self._read_trusted([key])[key]
+            check_scale(self.trusted[key].path, stored, own, encoder.scale_factor, self.scales)
 
     def _read_trusted(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Read the tensors of those keys that are trusted."""

@@ -5,7 +5,8 @@ video_latent/<model>/<frames>x<rows>x<columns>/<stem of the video>.safetensors
 prompt_embeddings/<sha256 of the caption>.safetensors
                                 "prompt_embedding" [L, E]
 
-No file says which video, weights or settings it was made with, so users have to ask for it.
+No file says which video, weights or settings it was made with, so users have to ask for it. 2B and 5B
+have one folder and different scales: check_scale tells their files apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ from cogfast.config import Config
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.data.cache.shards import CacheIndex, Spec, trusted_key
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.autoencoder import Moments
+from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import transformer_arguments
@@ -34,6 +36,8 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 logger = logging.getLogger(__name__)
 
 _LINES = 20  # warnings of one kind, after which only their number is logged
+# Largest quotient of two scales that count as equal. Those of 2B and 5B differ by a factor of 1.65.
+_SAME_SCALE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,13 @@ class TrustedCache:
         self.text_shape = (network.text_length, network.text_hidden_size)
         self.model_name = Family.of_config(network).member.diffusers_trainer_name
         self._shared = self._find_shared(videos)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scale of the latents of each published model that has its clips in the run's folder."""
+        return {
+            m.name: m.scale_factor for m in MEMBERS if m.diffusers_trainer_name == self.model_name
+        }
 
     def of_clip(self, videos: CaptionedVideos, index: int) -> TrustedFile | None:
         """Return the file of a sample; None if there is none or its name fits several videos."""
@@ -154,6 +165,35 @@ def choose_trusted(
     _warn(f"{found[key].path}: {why}; it is encoded instead" for key, why in reasons.items())
     taken |= found.keys() - reasons.keys()
     return taken, len({key for key, _ in new} - taken)
+
+
+def as_theirs(videos: CaptionedVideos) -> CaptionedVideos:
+    """Return the data set with the frames and the squeezed pictures of their trainer."""
+    settings = replace(
+        videos.settings, resize="stretch", frame_selection="uniform", short_clips="pad"
+    )
+    return CaptionedVideos(videos.clips, settings, videos.source_sizes)
+
+
+def check_scale(
+    file: Path, stored: Tensor, own: Moments, scale_factor: float, scales: Mapping[str, float]
+) -> None:
+    """Raise ValueError if the latents of a file have another scale than those of this run.
+
+    own: unscaled, of the same clip from the run's VAE. scales: as TrustedCache.scales.
+    """
+    # The file has a sample of a distribution, whose mean square is that of mean and variance.
+    power = own.mean.float().square().mean()
+    if own.logvar is not None:
+        power += own.logvar.float().exp().mean()
+    found = (stored.float().square().mean() / power.cpu()).sqrt().item()
+    if not 1 / _SAME_SCALE < found / scale_factor < _SAME_SCALE:
+        known = " and ".join(f"{name} ({scale:.3g})" for name, scale in scales.items())
+        raise ValueError(
+            f"args.trusted_cache: {file} has latents of scale {found:.3g}, this run has "
+            f"{scale_factor:.3g}: {known} have their clips in one folder; remove the files of the "
+            "other model, or set the key to null to encode all clips"
+        )
 
 
 def _fault(file: TrustedFile) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_cache
 from tests.support.tiny_run import CHANNELS, SIDE, run, write_clips_with_vae
+from tests.support.video_files import decode_all
 from tests.train.caching.test_cache import contents, write_vae_config
 
 NUM_CLIPS, SCALE = 4, 0.7
@@ -48,18 +51,22 @@ def theirs(data: Path, tmp_path: Path) -> Theirs:
     vae = AutoencoderKLCogVideoX.from_pretrained(data / "vae")
 
     def write(
-        family: str = "5b", without: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+        family: str = "5b",
+        without: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        scale: float = SCALE,
     ) -> Path:
         torch.manual_seed(1)
         num_frames = 17 if family.startswith("1.5") else 9
         latents = tmp_path / "cache" / "video_latent" / FOLDER[family]
         texts = tmp_path / "cache" / "prompt_embeddings"
-        latents.mkdir(parents=True)
-        texts.mkdir()
+        latents.mkdir(parents=True, exist_ok=True)
+        texts.mkdir(exist_ok=True)
         for i in set(range(NUM_CLIPS)) - set(without):
-            frames = torch.rand(1, 3, num_frames, SIDE, SIDE) * 2 - 1
+            frames = torch.from_numpy(decode_all(data / "videos" / f"{i}.mp4"))[:num_frames]
+            pixels = frames.permute(3, 0, 1, 2)[None] / 255 * 2 - 1
             with torch.no_grad():
-                encoded = vae.encode(frames).latent_dist.sample() * SCALE
+                encoded = vae.encode(pixels).latent_dist.sample() * scale
             encoded = encoded[0].to(dtype)
             save_file({"encoded_video": encoded}, latents / f"{i}.safetensors")
             prompt = f"bar number {i} moves"
@@ -110,13 +117,17 @@ def test_training_gets_the_batch_of_their_data_set(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Latents and embeddings of their files, without a text encoder, and the first frame."""
+    """Latents and embeddings of their files, with encoders only to check them, and the first frame."""
     caplog.set_level(logging.INFO)
     folder, config = theirs(family), build(data, tmp_path, family)
     check_cache(config)
-    for name in ("encode_moments", "encode_text"):
-        monkeypatch.setattr(Encoder, name, lambda *given: pytest.fail("is encoded"))
+    monkeypatch.setattr(Encoder, "encode_text", lambda *given: pytest.fail("is encoded"))
+    encode, encoded = Encoder.encode_moments, []
+    count = lambda self, pixels: (encoded.append(pixels.shape), encode(self, pixels))[1]
+    monkeypatch.setattr(Encoder, "encode_moments", count)
     cache_latents(config)
+    # Two clips show whether the files are of 2B or of 5B. The others have a folder of their own.
+    assert encoded == [(1, 3, 9, SIDE, SIDE)] * (2 if family == "5b" else 0)
     text = f"4 of 4 clips and 4 of 4 captions are taken from {folder}"
     assert text in caplog.messages
     assert f"{folder} holds clips squeezed to their size" in caplog.text
@@ -237,6 +248,45 @@ def test_a_file_that_changes_while_clips_are_encoded_ends_the_run(
 
     monkeypatch.setattr(command, "choose_trusted", damage)
     with pytest.raises(RuntimeError, match=r"has changed since the start: cannot be read .*again"):
+        cache_latents(build(data, tmp_path))
+
+
+SCALE_2B = 1.15258426
+REFUSED = (
+    r"cogvideox-t2v/9x32x32/{}.safetensors has latents of scale 1\.[12]\d*, this run has 0\.7: "
+    r"CogVideoX-2B \(1\.15\) and CogVideoX-5B \(0\.7\) have their clips in one folder; remove"
+)
+
+
+def test_files_of_the_other_model_of_a_folder_are_refused(
+    data: Path, tmp_path: Path, theirs: Theirs
+) -> None:
+    """Their trainer keeps the clips of 2B and 5B in one folder. A user who changes the model:"""
+    folder = theirs(scale=SCALE_2B)
+    config = build(data, tmp_path)
+    with pytest.raises(ValueError, match=REFUSED.format(0)):
+        cache_latents(config)
+    # 2B trains on them, and 5B afterwards on the same entries at its own scale.
+    cache_latents(build(data, tmp_path, "2b", f"model.scale_factor={SCALE_2B}"))
+    cache_latents(config)
+    batch = batch_of(config)
+    files = folder / "video_latent" / FOLDER["5b"]
+    stems = [Path(path).stem for path in batch["paths"]]
+    stored = torch.stack([load_file(files / f"{s}.safetensors")["encoded_video"] for s in stems])
+    expected = stored / SCALE_2B * SCALE
+    torch.testing.assert_close(latents_of(batch), expected, rtol=1e-6, atol=0)
+
+
+def test_a_file_that_the_other_model_added_is_refused(
+    data: Path, tmp_path: Path, theirs: Theirs
+) -> None:
+    """The older files are those of this run's model, the newest is not."""
+    files = theirs() / "video_latent" / FOLDER["5b"]
+    latents = load_file(files / "2.safetensors")["encoded_video"]
+    save_file({"encoded_video": latents / SCALE * SCALE_2B}, files / "2.safetensors")
+    # A file system may give files of the same moment one time.
+    os.utime(files / "2.safetensors", (time.time() + 10, time.time() + 10))
+    with pytest.raises(ValueError, match=REFUSED.format(2)):
         cache_latents(build(data, tmp_path))
 
 
