@@ -29,9 +29,9 @@ from bench.kernel_ops.op_cases import (
     Op,
 )
 from bench.kernel_ops.optimizer_ops import sweep_bench
-from cogfast.kernels import gelu, qk_norm_rope3d
 from cogfast.kernels.gpu import adaptive_layernorm as norm_kernels
 from cogfast.kernels.gpu import fused_ema_adam as adam_kernels
+from cogfast.kernels.gpu import gelu, qk_norm_rope3d
 from cogfast.kernels.gpu.adaptive_layernorm import BackwardLaunch
 from cogfast.kernels.gpu.gelu import GeluLaunch
 from cogfast.kernels.gpu.qk_norm_rope3d import QkLaunch

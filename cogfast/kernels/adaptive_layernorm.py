@@ -21,12 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.gpu.adaptive_layernorm import (
-    Backward,
-    empty_outputs,
-    launch_backward,
-    launch_forward,
-)
 from cogfast.kernels.torch_library import has_kernel, register_op
 
 
@@ -111,16 +105,41 @@ def residual_adaptive_layernorm_reference(
 #
 # If there is no dn (no norm), dh is dh' itself, and only dy and the sums G and C remain.
 
+
+# Triton takes a tenth of a start to import, so that the first launch imports it.
+def _launch_forward(*inputs: Any) -> tuple[Tensor, ...]:
+    from cogfast.kernels.gpu.adaptive_layernorm import launch_forward
+
+    return launch_forward(*inputs)
+
+
+def _fake_forward(hidden: Tensor, branch: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    from cogfast.kernels.gpu.adaptive_layernorm import empty_outputs
+
+    *_, scale, _, _ = inputs
+    return empty_outputs(hidden, branch, scale)
+
+
+def _launch_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    from cogfast.kernels.gpu.adaptive_layernorm import Backward, launch_backward
+
+    return launch_backward(Backward(*inputs))
+
+
+def _fake_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    from cogfast.kernels.gpu.adaptive_layernorm import Backward
+
+    return Backward(*inputs).empty_gradients()
+
+
 # Its arguments are those of launch_forward, its outputs those of empty_outputs.
 _forward = register_op(
     """adaptive_layernorm(
         Tensor hidden, Tensor? branch, Tensor? branch_bias, Tensor? gate, Tensor? weight,
         Tensor? bias, Tensor? shift, Tensor? scale, int num_text, float eps
     ) -> (Tensor, Tensor, Tensor, Tensor)""",
-    gpu=launch_forward,
-    fake=lambda hidden, branch, branch_bias, gate, weight, bias, shift, scale, num_text, eps: (
-        empty_outputs(hidden, branch, scale)
-    ),
+    gpu=_launch_forward,
+    fake=_fake_forward,
 )
 # Its arguments are the fields of Backward, in their order.
 _backward = register_op(
@@ -129,8 +148,8 @@ _backward = register_op(
         Tensor? bias, Tensor? scale, Tensor? branch, Tensor? branch_bias, Tensor? gate,
         int num_text, bool has_norm_sums, bool has_branch_sum
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)""",
-    gpu=lambda *inputs: launch_backward(Backward(*inputs)),
-    fake=lambda *inputs: Backward(*inputs).empty_gradients(),
+    gpu=_launch_backward,
+    fake=_fake_backward,
 )
 
 

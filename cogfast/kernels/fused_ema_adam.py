@@ -17,15 +17,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
-from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable, launch_ema_adam
-from cogfast.kernels.gpu.launch import HAS_TRITON
 from cogfast.kernels.torch_library import CPU_DTYPES, register_op
+
+if TYPE_CHECKING:
+    from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable
 
 # Elements of a chunk where PyTorch's ops update CPU tensors: p, g, m, v and shadow of a chunk (5 MB)
 # stay in the caches between Adam's pass and the EMA's. Smaller chunks cost more in launches on two
@@ -176,7 +177,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.low_precision_copies: dict[Tensor, Tensor] = {}
         self.gradient_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._tables: dict[tuple, TensorTable] = defaultdict(TensorTable)
+        self._tables: dict[tuple, TensorTable] = {}
 
     @property
     def num_updates(self) -> int:
@@ -202,7 +203,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             for device, params in by_device.items():
                 if device.type == "cpu":
                     self._update_on_cpu(params, group)
-                elif device.type == "cuda" and self.kernels == "triton" and HAS_TRITON:
+                elif device.type == "cuda" and self.kernels == "triton" and _has_triton():
                     with torch.cuda.device(device):
                         self._update_with_triton(params, group)
                 else:
@@ -324,6 +325,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     def _update_with_triton(self, params: list[Tensor], group: dict) -> None:
         """Update with one launch for all tensors of the same dtypes."""
+        from cogfast.kernels.gpu.fused_ema_adam import TensorTable, launch_ema_adam
+
         for name in ("gradient_scale", "found_inf"):
             number = vars(self)[name]
             if number is not None and number.device != params[0].device:
@@ -334,7 +337,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
             launches[streams.dtypes].append(streams)
         for dtypes, streams in launches.items():
             # DeepSpeed steps one group at a time: a group's first parameter identifies its table.
-            table = self._tables[(id(group["params"][0]), params[0].device, dtypes)]
+            key = (id(group["params"][0]), params[0].device, dtypes)
+            table = self._tables.setdefault(key, TensorTable())
             table.hold(streams)
             launch_ema_adam(
                 table,
@@ -350,6 +354,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     def _streams(self, p: Tensor) -> AdamStreams:
         """Return the contiguous tensors that the kernel reads and writes for `p`."""
+        from cogfast.kernels.gpu.fused_ema_adam import AdamStreams
+
         state, copy = self.state_of(p), self.low_precision_copies.get(p)
         m, v, shadow = (state[key] for key in ("exp_avg", "exp_avg_sq", "shadow"))
         for x in (m, v, shadow):  # the kernel relies on this
@@ -442,3 +448,9 @@ def _grad_of(p: Tensor) -> Tensor:
 
 def _fits_kernel(x: Tensor) -> bool:
     return x.dtype in _KERNEL_DTYPES and x.is_contiguous()
+
+
+def _has_triton() -> bool:
+    from cogfast.kernels.gpu.launch import HAS_TRITON  # here, since it imports Triton
+
+    return HAS_TRITON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import math
@@ -40,6 +41,7 @@ from bench.kernel_ops.optimizer_ops import OptimizerBench, optimizer_benches
 from bench.kernel_ops.peers import Unavailable
 from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.gpu import gelu as gelu_kernels
 from tests.support.tiny_run import ROOT
 
 CPU = torch.device("cpu")
@@ -319,7 +321,7 @@ def test_the_sweep_reports_the_best_and_the_used_launch(monkeypatch) -> None:
 
     def check(self, at_small_shapes: bool = True) -> list[str]:
         """Report gelu's forward with a tile of two rows as wrong."""
-        launcher = gelu.launch_forward
+        launcher = gelu_kernels.launch_forward
         checked.append(launcher)
         launch = launcher.keywords["launch"] if hasattr(launcher, "keywords") else None
         wrong = ["wrong"] if launch is not None and launch.rows == 2 else []
@@ -340,11 +342,14 @@ def test_the_sweep_reports_the_best_and_the_used_launch(monkeypatch) -> None:
             == row["candidates_ms"][row["best"]]
             == min(row["candidates_ms"].values())
         )
-    assert not hasattr(gelu.launch_forward, "keywords"), "the launcher is restored"
+    assert not hasattr(gelu_kernels.launch_forward, "keywords"), "the launcher is restored"
 
 
 def read_names(function: ast.FunctionDef | ast.Lambda) -> set[str]:
-    return {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    """Names that a function reads or imports when it runs."""
+    nodes = list(ast.walk(function))
+    imported = {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+    return imported | {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
 def test_swapped_names_are_looked_up_at_every_launch() -> None:
@@ -353,11 +358,13 @@ def test_swapped_names_are_looked_up_at_every_launch() -> None:
     ]
     swaps += launch_sweep.swaps_of_adam(launch_sweep.ADAM[0])
     for module, name, _ in swaps:
-        tree = ast.parse(inspect.getsource(module))
+        # The functions of an op import its launchers, which lie in the module of this name in gpu/.
+        op = importlib.import_module(module.__name__.replace(".gpu.", "."))
+        nodes = [n for m in (module, op) for n in ast.walk(ast.parse(inspect.getsource(m)))]
         bodies: list[ast.FunctionDef | ast.Lambda] = [
-            f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name != name
+            f for f in nodes if isinstance(f, ast.FunctionDef) and f.name != name
         ]
-        bodies += [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        bodies += [node for node in nodes if isinstance(node, ast.Lambda)]
         users = [f for f in bodies if name in read_names(f)]
         assert users, f"{module.__name__}.{name} is bound when the module is imported"
     before = [vars(module)[name] for module, name, _ in swaps]

@@ -25,10 +25,11 @@ NEVER = {
     "diffusers",
     "scipy",
 }
-# matplotlib draws the loss when a run evaluates or ends; deepspeed trains.
+# The first launch of a kernel imports Triton, and so does DeepSpeed. matplotlib draws the loss when
+# a run evaluates or ends; deepspeed trains.
 UNUSED = {
-    "dry run": NEVER | {"deepspeed", "tensorboard", "matplotlib", "av", "safetensors"},
-    "sample": NEVER | {"deepspeed", "tensorboard", "matplotlib"},
+    "dry run": NEVER | {"deepspeed", "triton", "tensorboard", "matplotlib", "av", "safetensors"},
+    "sample": NEVER | {"deepspeed", "triton", "tensorboard", "matplotlib"},
     "train": NEVER | {"matplotlib"},
 }
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels import fused_ema_adam
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
 from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
 from cogfast.kernels.gpu.fused_ema_adam import (
@@ -152,7 +151,7 @@ def test_table_is_rebuilt_only_when_a_tensor_has_moved(monkeypatch: pytest.Monke
 def test_mixed_parameters_take_one_launch_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple] = []
     monkeypatch.setattr(
-        fused_ema_adam,
+        ema_adam_kernel,
         "launch_ema_adam",
         lambda table, **options: launched.append((table.dtypes, len(table.rows))),
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from cogfast.config import Config
-from cogfast.kernels.gpu import launch
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import refuse
 
@@ -46,6 +45,8 @@ def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> 
 
 def _check_triton(config: Config, key: str, what: str, instead: str) -> None:
     """Check for Triton and for the C compiler that builds its kernel launchers."""
+    from cogfast.kernels.gpu import launch  # here, since it imports Triton
+
     if not launch.HAS_TRITON:
         text = f"{what} needs Triton, which is not installed; pip install triton, or use {instead}"
         refuse(config, key, text)
