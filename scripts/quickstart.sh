@@ -21,7 +21,9 @@ run=$(ls -td quickstart/runs/quickstart-* | head -1)
 
 export OMP_NUM_THREADS=$cores
 cogfast sample "$run" --prompt-file $data/captions.txt --ema --out "$run/videos"
-cogfast sample --base configs/quickstart.yaml --prompt-file $data/captions.txt \
+# For comparison: one of five captions, from random weights.
+awk 'NR % 5 == 1' $data/captions.txt >"$run/some_captions.txt"
+cogfast sample --base configs/quickstart.yaml --prompt-file "$run/some_captions.txt" \
     --out "$run/untrained" args.force_inference=true
 python scripts/quickstart.py look "$run/untrained" "$run/videos"
 python scripts/quickstart.py animate "$run/videos" "$run/videos.webp"
