@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
-from tests.support.tiny_run import losses, run, start, wait_for
+from tests.support.tiny_run import Started, losses, run, start, wait_for
 
 SECONDS_TO_END = 30
 START_SECONDS = 6.0  # of a launch: imports, groups, model, checkpoint
@@ -55,7 +54,9 @@ def run_with_kills(arguments: Sequence[str], save: Path, kills: Sequence[Kill]) 
     was_in_save = []
     for kill in kills:
         before = newest_step(save)
-        process = start([*arguments, "--resume", "auto"], 2)
+        # The rank of a process is read from the environment of a fresh start.
+        is_fresh = kill.when == "start" or kill.what.startswith("rank")
+        process = start([*arguments, "--resume", "auto"], 2, is_fresh)
         if kill.when != "start":
             wanted = max(kill.step, before + 1)
             wait_for(lambda: newest_step(save) >= wanted, process)  # noqa: B023
@@ -66,7 +67,7 @@ def run_with_kills(arguments: Sequence[str], save: Path, kills: Sequence[Kill]) 
     return was_in_save
 
 
-def kill_now(process: subprocess.Popen, kill: Kill, save: Path) -> str:
+def kill_now(process: Started, kill: Kill, save: Path) -> str:
     """Whatever is left must end by itself. Returns the output."""
     launcher = psutil.Process(process.pid)
     if kill.when == "start":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.kills import SECONDS_TO_END, newest_step
-from tests.support.tiny_run import start, wait_for
+from tests.support.tiny_run import Started, start, wait_for
 
 SECONDS_TO_SAVE = 90  # on a machine that does other things, too
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -52,7 +51,8 @@ def run_with_stops(
     counts = {"before training": 0, "saved": 0}
     for stop in stops:
         before = newest_step(save)
-        process = start([*arguments, "--resume", "auto"], processes)
+        is_fresh = stop.when == "start"
+        process = start([*arguments, "--resume", "auto"], processes, is_fresh)
         everything, output = stop_now(process, stop, save, before, processes)
         _, alive = psutil.wait_procs(everything, timeout=SECONDS_TO_END)
         assert not alive, f"{stop}, and {alive} stayed"
@@ -83,7 +83,7 @@ def is_early_end(output: str, stop: Stop) -> bool:
 
 
 def stop_now(
-    process: subprocess.Popen, stop: Stop, save: Path, before: int, processes: int
+    process: Started, stop: Stop, save: Path, before: int, processes: int
 ) -> tuple[list[psutil.Process], str]:
     """Send the signal at its moment; returns the processes that there were, and the output."""
     first = psutil.Process(process.pid)

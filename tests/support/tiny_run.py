@@ -19,10 +19,11 @@ from omegaconf import OmegaConf
 from cogfast.data.video.writer import write_video
 from cogfast.model.wavelet_autoencoder import WaveletState
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from tests.support.ranks.forked import ROOT, run_forked
+from tests.support.ranks.forked import ROOT, Forked, run_forked
 
 CHANNELS = 8  # latent channels of the tiny first stage
 SIDE = 32  # rows and columns of the tiny clips
+Started = subprocess.Popen | Forked
 FAMILIES = ("2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")
 
 
@@ -256,14 +257,24 @@ def run(
     return run_forked(["-m", "cogfast", *arguments], processes, free_port(), timeout)
 
 
-def start(arguments: list[str], processes: int = 1) -> subprocess.Popen:
-    """Start `cogfast ARGUMENTS`, under torchrun where there is more than one process."""
-    launcher = torchrun(processes) if processes > 1 else [sys.executable]
-    command = [*launcher, "-m", "cogfast", *arguments]
+def start(arguments: list[str], processes: int = 1, is_fresh: bool = False) -> Started:
+    """Start `cogfast ARGUMENTS`, under torchrun where there is more than one process.
+
+    is_fresh: start Python itself, as a user does, and not in a forked process.
+    """
+    return start_program(["-m", "cogfast", *arguments], processes, is_fresh)
+
+
+def start_program(program: list[str], processes: int = 1, is_fresh: bool = False) -> Started:
+    """Start `python PROGRAM` as `start` does."""
+    command = [*torchrun(processes)[1:], *program] if processes > 1 else program
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not is_fresh:
+        return Forked(command, environment)
     return subprocess.Popen(
-        command,
+        [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -271,11 +282,11 @@ def start(arguments: list[str], processes: int = 1) -> subprocess.Popen:
     )
 
 
-def run_started(
-    arguments: list[str], processes: int = 1, timeout: float = 240
+def run_program(
+    program: list[str], processes: int = 1, timeout: float = 240
 ) -> subprocess.CompletedProcess:
-    """Do as `run` in processes that are started as a user starts them."""
-    process = start(arguments, processes)
+    """Run `python PROGRAM` to its end, under torchrun where there is more than one process."""
+    process = start_program(program, processes)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -287,7 +298,7 @@ def run_started(
 
 def wait_for(
     path_exists: Callable[[], object],
-    process: subprocess.Popen,
+    process: Started,
     timeout: float = 120,
     pause: float = 0.05,
 ) -> None:

@@ -1,7 +1,9 @@
 """Processes forked from a server that has imported what a run imports: one starts in 0.1 s, not in 10 s.
 
 The server is multiprocessing's. It runs nothing itself, so that it has no thread and no process
-group when it forks. What torchrun or a signal does to a run needs a real start: tiny_run.start.
+group when it forks. torchrun, forked from it, forks its ranks in turn: they are its children, and its
+signals, its watch and its report of errors are real. What happens before a program has its imports
+needs a real start: tiny_run.start(..., is_fresh=True).
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import wait
@@ -88,18 +92,102 @@ def _wait_for_all(ranks: list, timeout: float) -> int | None:
             rank.join()
 
 
-def _be_rank(program: Sequence[str], environment: Mapping[str, str], output: str) -> None:
+class Forked:
+    """A program that was forked from the server, with the interface of subprocess.Popen.
+
+    It leads a session of its own. communicate() returns stdout and stderr together.
+    """
+
+    def __init__(self, program: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.args = list(program)
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        with contextlib.chdir(ROOT):
+            arguments = (tuple(program), dict(environment), self._output.name, True)
+            self._process = _server().Process(target=_be_rank, args=arguments)
+            self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return Path(self._output.name).read_text(errors="replace"), None
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class _ForkedRank(subprocess.Popen):
+    """A rank that torchrun starts: forked from torchrun, which has the imports, and not executed."""
+
+    def _execute_child(self, args: Sequence[str], *more: object) -> None:
+        environment = more[5]  # by the order of Popen's own method
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's connections, as exec does
+                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.environ.clear()
+                os.environ.update(environment)
+                assert args[:2] == (sys.executable, "-u"), args
+                status = _run(args[2:])
+            finally:
+                os._exit(status)
+        self._child_created = True
+
+
+def _run(program: Sequence[str]) -> int:
+    """Run `python PROGRAM` in this process and return its exit status."""
+    sys.argv = list(program[program[0] in ("-c", "-m") :])
+    status: object = 0
+    try:
+        if program[0] == "-c":
+            exec(program[1], {"__name__": "__main__"})
+        elif program[0] == "-m":
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status if isinstance(status, int) else int(status is not None)
+
+
+def _be_rank(
+    program: Sequence[str], environment: Mapping[str, str], output: str, leads: bool = False
+) -> None:
     """Run the program in the forked process, with the environment and the output of its launch."""
+    if leads:
+        os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(environment)
     assert "tests.support.ranks.preloaded" in sys.modules, "the server imported nothing"
-    sys.argv = list(program[program[0] in ("-c", "-m") :])
-    if program[0] == "-c":
-        exec(program[1], {"__name__": "__main__"})
-    elif program[0] == "-m":
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(program[0], run_name="__main__")
+    if program[:2] == ("-m", "torch.distributed.run"):
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _ForkedRank
+    sys.exit(_run(program))

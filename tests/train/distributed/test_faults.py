@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,12 +14,10 @@ from cogfast.config import load_config
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import (
-    ROOT,
     free_port,
     losses,
     run_folder,
-    run_started,
-    torchrun,
+    run_program,
     write_clips,
     write_config,
 )
@@ -46,18 +41,6 @@ RUNS = {
 }
 MICRO = "deepspeed.train_micro_batch_size_per_gpu=2"
 SAMPLING = ("prompts", "condition", "frames")
-
-
-def launch(base: Path, save: Path, runs: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*torchrun(2), "tests/support/faults.py", str(base), str(save), *runs],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +127,8 @@ def test_the_log_says_what_failed(runs: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
     """The error is printed last, also if the other rank reports a lost connection."""
-    begin = time.monotonic()
-    done = launch(base, tmp_path, [f"first batch:,{MICRO}"])
-    assert time.monotonic() - begin < 300
+    arguments = [str(base), str(tmp_path), f"first batch:,{MICRO}"]
+    done = run_program(["tests/support/faults.py", *arguments], 2)
     assert done.returncode != 0
     last = done.stdout.rpartition("Root Cause")[2]
     assert "ZeroDivisionError: first batch" in last, done.stdout
@@ -160,7 +142,7 @@ def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path)
     all_bad["params"]["num_bad"] = 8
     bad = write_config(tmp_path / "bad.yaml", base.parent / "data", dataset=all_bad)
     arguments = ["args.max_nonfinite_steps=2", "--allow-import", "tests"]
-    done = run_started(["train", "--base", str(bad), MICRO, *arguments], 2)
+    done = run_program(["-m", "cogfast", "train", "--base", str(bad), MICRO, *arguments], 2)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     # Rank 1 keeps quiet for some seconds, which a busy machine may need to end rank 0.
@@ -181,9 +163,8 @@ def test_damage_that_one_of_two_ranks_reads_ends_both_in_one_line(
     content = bytearray((new / "rank-00001.safetensors").read_bytes())
     content[-100] ^= 4
     (new / "rank-00001.safetensors").write_bytes(content)
-    done = run_started(
-        ["train", "--base", str(base), MICRO, "--resume", str(resumed)], 2, timeout=120
-    )
+    arguments = ["train", "--base", str(base), MICRO, "--resume", str(resumed)]
+    done = run_program(["-m", "cogfast", *arguments], 2, timeout=120)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     assert len({line.replace("rank 1: ", "") for line in ours}) == 1, done.stdout

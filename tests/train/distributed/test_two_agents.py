@@ -4,9 +4,6 @@ process does, each ends when the other is gone, and a second launch resumes."""
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -17,7 +14,15 @@ from cogfast.config import load_config
 from cogfast.train.distributed.process_watch import OTHER_RANK
 from cogfast.train.trainer import Trainer
 from tests.support.kills import SECONDS_TO_END, newest_step
-from tests.support.tiny_run import ROOT, losses, run_folder, wait_for, write_clips, write_config
+from tests.support.ranks.forked import Forked
+from tests.support.tiny_run import (
+    free_port,
+    losses,
+    run_folder,
+    wait_for,
+    write_clips,
+    write_config,
+)
 
 STEPS = 60
 # Two layouts of four processes with a global batch of four.
@@ -41,51 +46,27 @@ def meeting_point(how: str, machine: int, port: int) -> list[str]:
     }[how]
 
 
-def start_machines(
-    how: str, arguments: list[str], folder: Path, processes: int = 2
-) -> list[subprocess.Popen]:
-    """Start a torchrun for each of two machines, with its output in folder/<machine>.log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def start_machines(how: str, arguments: list[str], processes: int = 2) -> list[Forked]:
+    """Start a torchrun for each of two machines."""
+    port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={processes}"]
+    command = ["-m", "cogfast", "train", *arguments, "--seed", "1", "--resume", "auto"]
     return [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nnodes=2",
-                f"--nproc_per_node={processes}",
-                *meeting_point(how, machine, port),
-                "-m",
-                "cogfast",
-                "train",
-                *arguments,
-                "--seed",
-                "1",
-                "--resume",
-                "auto",
-            ],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=(folder / f"{machine}.log").open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        Forked([*agents, *meeting_point(how, machine, port), *command], environment)
         for machine in range(2)
     ]
 
 
-def wait_for_step(save: Path, step: int, machines: list[subprocess.Popen], logs: Path) -> None:
+def wait_for_step(save: Path, step: int, machines: list[Forked]) -> None:
     def is_there() -> bool:
-        for number, machine in enumerate(machines):
-            assert machine.poll() is None, (logs / f"{number}.log").read_text()
+        for machine in machines:
+            assert machine.poll() is None, machine.communicate()[0]
         return newest_step(save) >= step
 
     wait_for(is_there, machines[0])
 
 
-def lose_the_second(machines: list[subprocess.Popen], logs: Path) -> None:
+def lose_the_second(machines: list[Forked]) -> None:
     """Kill one machine: the ranks of the other one end, and last print that a rank failed."""
     trees = [psutil.Process(machine.pid).children(recursive=True) for machine in machines]
     for process in (psutil.Process(machines[1].pid), *trees[1]):
@@ -94,7 +75,7 @@ def lose_the_second(machines: list[subprocess.Popen], logs: Path) -> None:
     assert not alive, f"{alive} stayed behind"
     assert machines[0].wait(timeout=SECONDS_TO_END) != 0
     machines[1].wait()
-    log = (logs / "0.log").read_text()
+    log, _ = machines[0].communicate()
     assert OTHER_RANK in log.rpartition("Root Cause")[2], log
     assert "cogfast/train/" not in log, "a traceback"
 
@@ -105,9 +86,9 @@ def test_a_lost_machine_is_named(tmp_path: Path) -> None:
     save = tmp_path / "runs"
     arguments = ["--base", str(base), f"args.save={save}", "args.train_iters=100000"]
     two = ["deepspeed.train_micro_batch_size_per_gpu=2"]
-    machines = start_machines("static", [*arguments, *two], tmp_path, processes=1)
-    wait_for_step(save, 2, machines, tmp_path)
-    lose_the_second(machines, tmp_path)
+    machines = start_machines("static", [*arguments, *two], processes=1)
+    wait_for_step(save, 2, machines)
+    lose_the_second(machines)
 
 
 @pytest.mark.soak
@@ -124,16 +105,15 @@ def test_two_machines_train_lose_one_and_resume(tmp_path: Path) -> None:
     save = tmp_path / "runs"
     arguments = ["--base", str(base), f"args.save={save}"]
 
-    machines = start_machines("static", [*arguments, *COPIES], tmp_path)
-    wait_for_step(save, 4, machines, tmp_path)
-    lose_the_second(machines, tmp_path)
+    machines = start_machines("static", [*arguments, *COPIES])
+    wait_for_step(save, 4, machines)
+    lose_the_second(machines)
 
     stopped = newest_step(save)
     assert 4 <= stopped < STEPS, "the run was over before machine 1 was gone"
-    machines = start_machines("c10d", [*arguments, *PAIRS], tmp_path)
-    for number, machine in enumerate(machines):
-        assert machine.wait(timeout=240) == 0, (tmp_path / f"{number}.log").read_text()
-    logs = "".join((tmp_path / f"{number}.log").read_text() for number in range(2))
+    machines = start_machines("c10d", [*arguments, *PAIRS])
+    logs = "".join(machine.communicate(timeout=240)[0] for machine in machines)
+    assert [machine.returncode for machine in machines] == [0, 0], logs
     assert "4 processes (dp 2 x tp 2)" in logs
     assert f"steps {stopped} to {STEPS}" in logs
 
