@@ -25,7 +25,7 @@ from tests.support.tiny_run import (
     write_config,
 )
 
-STEPS, SAVED_AT = 20, 15
+STEPS, SAVED_AT = 9, 6
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
 ACCUMULATION = "deepspeed.gradient_accumulation_steps"
 CLIP = "deepspeed.gradient_clipping=0.28"  # below the norm of some steps, above that of others
@@ -136,7 +136,7 @@ def runs(
             eval_interval=STEPS,
             eval_num_samples=3,
             only_log_video_latents=True,
-            replica_check_interval=7,
+            replica_check_interval=4,
             keep_last=0,
             load=str(found["one process, 5b"]) if lora_rank else None,
         )
