@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,25 @@ import cogfast.train.trainer
 from cogfast.cli.log_lines import start_logging
 from cogfast.config import Config
 from cogfast.core.files import write_text
+from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
+from cogfast.core.slot_random import SlotRandom
+from cogfast.data.batches import to_device
+from cogfast.finetune.overrides import (
+    OVERRIDABLE,
+    SAMPLE_KEYS,
+    check_attributes,
+    check_collated,
+    check_encoded,
+    identity,
+    overridden,
+    samples_of,
+)
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.json_files import read_json
+from cogfast.schema.sat_network import transformer_arguments
+from cogfast.train.encode import EncodeOverrides, Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +43,6 @@ _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PREPARATION = (
     "cogfast prepares a run from its configuration; pass key=value words in Args.overrides"
 )
-_ENCODING = "clips are encoded once, into a cache that all trainer classes share; change the batch at the start of compute_loss"
 # Methods and attributes of upstream's Trainer that nothing calls here -> the reason
 _NOT_CALLED = {
     **dict.fromkeys(
@@ -43,12 +60,20 @@ _NOT_CALLED = {
         ),
         _PREPARATION,
     ),
-    **dict.fromkeys(("encode_video", "encode_text"), _ENCODING),
-    "collate_fn": "readers return whole batches; change the batch at the start of compute_loss",
     "validate": "cogfast samples the prompts itself",
     "validation_step": "cogfast samples the prompts itself",
     "UNLOAD_LIST": "the encoders are unloaded when everything is encoded",
 }
+
+
+class _Facts(dict):
+    """A dict whose items are attributes, too, as those of diffusers' configurations."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"transformer/config.json has no {name}") from None
 
 
 @dataclass
@@ -76,24 +101,41 @@ class LearningRate:
 
 
 class _Run(cogfast.train.trainer.Trainer):
-    """The run. Its loss is that of `owner`, which users may have overridden."""
+    """The run. Its loss, batches and encoders are those of `owner`, which users may have overridden."""
 
     def __init__(self, config: Config, owner: Trainer) -> None:
-        super().__init__(config)
-        self.owner = owner
+        self.owner, self.methods = owner, overridden(type(owner), Trainer)
+        super().__init__(config, owner._encode_overrides(self.methods))
 
     def compute_loss(self, batch: dict) -> Tensor:
-        # An overridden loss reads upstream's keys; cogfast's own reads the moments that a cache has.
-        if type(self.owner).compute_loss is not Trainer.compute_loss:
-            batch = self.encoder.encode_batch(batch, self._random(batch))
+        # Overridden methods read upstream's keys; cogfast's own loss reads the moments that a cache has.
+        if {"compute_loss", "collate_fn"} & self.methods.keys():
+            rng = self._random(batch)
+            batch = self.encoder.encode_batch(batch, rng)
+            if "collate_fn" in self.methods:
+                batch = self._collate(batch, rng)
         return self.owner.compute_loss(batch)
 
     def own_loss(self, batch: dict) -> Tensor:
         return super().compute_loss(batch)
 
+    def _collate(self, batch: dict, rng: SlotRandom) -> dict:
+        samples = samples_of(batch, len(rng.slots))
+        # Its random operations must be those of a resumed run.
+        rng.seed_pytorch("collate_fn")
+        what = f"{type(self.owner).__name__}.collate_fn"
+        is_loss_own = "compute_loss" in self.methods
+        found = self.owner.collate_fn(samples)
+        found = to_device(check_collated(what, found, samples, is_loss_own), self.groups.device)
+        for key, value in found.items():
+            if isinstance(value, Tensor):
+                found[key] = self.groups.broadcast_tensor_in_model(value)
+        return {key: value for key, value in batch.items() if key not in SAMPLE_KEYS} | found
+
 
 class Trainer:
-    """One run. Subclasses may override `compute_loss`; overriding another of upstream's is a TypeError.
+    """One run. Subclasses may override `compute_loss`, `collate_fn`, `encode_video` and `encode_text`;
+    overriding another of upstream's methods is a TypeError.
 
     config: what `cogfast train` would read. dataset, optimizer and lr_scheduler are None until `fit`.
     """
@@ -111,17 +153,21 @@ class Trainer:
             height,
             width,
             _DTYPES[args.mixed_precision],
-            read_json(Path(self.config.args.load, "transformer", "config.json"), {}),
+            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"), {})),
         )
         self.dataset: Any = None
         self.optimizer: Any = None
         self.lr_scheduler: LearningRate | None = None
         self._run: _Run | None = None
+        self._encoding: tuple[Encoder, SlotRandom] | None = None  # of the sample that is encoded
 
     def __init_subclass__(cls) -> None:
         for name, reason in _NOT_CALLED.items():
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
+        for name in OVERRIDABLE:
+            if not callable(getattr(cls, name)):
+                raise TypeError(f"{cls.__name__}.{name} must be a method")
 
     def fit(self) -> None:
         """Prepare the run, and train to its end or until a signal asks to stop."""
@@ -143,6 +189,66 @@ class Trainer:
         image-to-video, "images": [B, 3, H, W] in [-1, 1].
         """
         return self._prepare().own_loss(batch)
+
+    def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Stack samples to the batch of `compute_loss`.
+
+        samples: {"encoded_video": [C, T, h, w], "prompt_embedding": [L, E], "video_metadata"} and, for
+        image-to-video, "image": [3, H, W] in [-1, 1], on the CPU.
+        """
+        keys = [(key, name) for key, name in SAMPLE_KEYS.items() if name in samples[0]]
+        return {key: torch.stack([sample[name] for sample in samples]) for key, name in keys}
+
+    def encode_video(self, video: Tensor) -> Tensor:
+        """Encode clips [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
+        encoder, rng = self._encoder()
+        rng = replace(rng, slots=[*rng.slots] * len(video))
+        return encoder.encode_video(video, rng, "first_stage")
+
+    def encode_text(self, prompt: str) -> Tensor:
+        """Encode a caption to its embedding [1, L, E]."""
+        return self._encoder()[0].encode_text([prompt] if isinstance(prompt, str) else prompt)
+
+    def _encoder(self) -> tuple[Encoder, SlotRandom]:
+        """Return the encoders in use, and the draws of the sample that is encoded."""
+        if self._encoding is not None:
+            return self._encoding
+        run = self._prepare()
+        return run.encoder, SlotRandom(run.args.seed, run.step, [0], 1, run.groups.device)
+
+    def _encode_overrides(self, methods: dict[str, list[Callable]]) -> EncodeOverrides:
+        """Return the overridden encoders among `methods`, after their checks."""
+        check_attributes(self, methods)
+        number = self.config.args.cached_noised_images
+        if number and self.args.model_type == "i2v" and "collate_fn" in methods:
+            raise ValueError(
+                f"{type(self).__name__}.collate_fn: samples have no image with args.cached_noised_images="
+                f"{number}; set it to 0"
+            )
+        network = TransformerConfig(
+            **transformer_arguments(self.config.model.network_config.params)
+        )
+        is_cached = self.config.args.latent_cache is not None
+
+        def encode(name: str, encoder: Encoder, rng: SlotRandom, sample: Any) -> Tensor:
+            shape = (1, network.text_length, network.text_hidden_size)
+            if name == "encode_video":
+                frames, *sides = sample.shape[2:]
+                rows, columns = (side // SPATIAL_COMPRESSION for side in sides)
+                shape = (1, network.out_channels, num_latent_frames(frames), rows, columns)
+            self._encoding = encoder, rng
+            try:
+                found = getattr(self, name)(sample)
+            finally:
+                self._encoding = None
+            found = check_encoded(f"{type(self).__name__}.{name}", found, shape)
+            return found.to(rng.device)
+
+        names = [name for name in ("encode_video", "encode_text") if name in methods]
+        return EncodeOverrides(
+            **{name: partial(encode, name) for name in names},
+            identity={n: identity(type(self), n, methods[n]) for n in names if is_cached},
+        )
 
     def _prepare(self) -> _Run:
         if self._run is None:

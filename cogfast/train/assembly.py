@@ -39,7 +39,7 @@ from cogfast.train.cache_key import cache_specs
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.encode import Encoder
+from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ def assemble_encoder(
     transformer: DiffusionTransformer,
     groups: ProcessGroups,
     before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
+    overrides: EncodeOverrides = NO_OVERRIDES,
 ) -> Encoder:
     model = ModelArguments.from_config(config)
     device, dtype = groups.device, DTYPES[args.precision]
@@ -170,6 +171,7 @@ def assemble_encoder(
         text_dropout=text_dropout,
         samples_at_a_time=model.en_and_decode_n_samples_a_time,
         before_clips=before_clips,
+        overrides=overrides,
     )
 
 
@@ -196,7 +198,9 @@ class Datasets:
     valid: SizedDataset | None
 
 
-def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
+def assemble_datasets(
+    config: Config, args: TrainArguments, overrides: EncodeOverrides = NO_OVERRIDES
+) -> Datasets:
     """Build the training and validation data sets.
 
     Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
@@ -209,7 +213,7 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
     # Preflight refuses a cache for other data sets.
     assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
-    specs = specs_of(config, args, train.settings, Sources(folder))
+    specs = specs_of(config, args, train.settings, Sources(folder), overrides)
     # Both share one folder: a clip in both data sets is stored once.
     trusts = args.trusted_cache is not None
     cached = None if valid is None else CachedVideos(folder, valid, specs, trusts)
@@ -267,10 +271,18 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
 
 
 def specs_of(
-    config: Config, args: TrainArguments, settings: ClipSettings, sources: Sources
+    config: Config,
+    args: TrainArguments,
+    settings: ClipSettings,
+    sources: Sources,
+    overrides: EncodeOverrides,
 ) -> dict[str, Spec]:
     """Return the specs, by "video" and "text", that the entries of a latent cache must match."""
-    return cache_specs(config, args, settings, _text_entry(config)[0], sources)
+    specs = cache_specs(config, args, settings, _text_entry(config)[0], sources)
+    for kind, spec in specs.items():
+        name = f"encode_{kind}"
+        spec |= {name: overrides.identity[name]} if name in overrides.identity else {}
+    return specs
 
 
 def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:

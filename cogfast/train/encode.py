@@ -6,8 +6,10 @@ already hold latents and embeddings never load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,24 @@ from cogfast.model.text_encoder import TextEncoder
 IMAGE_NOISE_MEAN, IMAGE_NOISE_STD = -3.0, 0.5
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodeOverrides:
+    """Functions that encode clips and captions in place of the frozen encoders; None: the encoders do.
+
+    encode_video(encoder, rng, clip [1, 3, F, H, W] in [-1, 1]) returns scaled latents [1, C, T, h, w],
+    encode_text(encoder, rng, caption) an embedding [1, L, E]. rng has the draws of this sample alone.
+    identity: {name of the function: text}, the text changes with what the function computes. It is a
+    part of the latent cache's specs.
+    """
+
+    encode_video: Callable[[Encoder, SlotRandom, Tensor], Tensor] | None = None
+    encode_text: Callable[[Encoder, SlotRandom, str], Tensor] | None = None
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+NO_OVERRIDES = EncodeOverrides()
+
+
 class Encoder:
     """The frozen encoders of one transformer.
 
@@ -34,7 +54,8 @@ class Encoder:
     with image_on_all_frames, repeated. *_dropout: fraction of samples whose image latents or text
     embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
     for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
-    encoders' outputs bitwise equal on all ranks of a tensor-parallel group.
+    encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
+    captions of training data, and not for first frames and prompts that are sampled.
     """
 
     def __init__(
@@ -52,6 +73,7 @@ class Encoder:
         samples_at_a_time: int | None = None,
         before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
         broadcast_within_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        overrides: EncodeOverrides = NO_OVERRIDES,
     ) -> None:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
         self._first_stage: FirstStage | None = None
@@ -63,6 +85,7 @@ class Encoder:
         self.samples_at_a_time = samples_at_a_time
         self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
+        self.overrides = overrides
 
     @property
     def first_stage(self) -> FirstStage:
@@ -95,7 +118,7 @@ class Encoder:
         has_dropout: drop captions and images at their rates, as in training.
         """
         # The first clips choose how they are encoded by the memory that the text encoder leaves free.
-        text = self._text(batch)
+        text = self._text(batch, rng)
         pixels, latents = self._latents(batch, rng)
         image = self._image_latents(batch, pixels, latents, rng) if self.image_input else None
         if has_dropout and self.text_dropout > 0:
@@ -113,7 +136,7 @@ class Encoder:
         float32, "prompt_embedding" [B, L, E] and, for image-to-video, "images" [B, 3, H, W] in
         [-1, 1], where the batch has images.
         """
-        text = self._text(batch)
+        text = self._text(batch, rng)
         pixels, latents = self._unpadded_latents(batch, rng)
         encoded = {"encoded_videos": latents, "prompt_embedding": text}
         if self.image_input and "images" in batch:
@@ -149,8 +172,41 @@ class Encoder:
             pixels = batch["mp4"].transpose(
                 1, 2
             )  # [B, 3, F, H, W]: the only permute from file to network
-            latents = self.encode_video(pixels, rng, "first_stage")
+            latents = self.encode_clips(pixels, rng)
         return pixels, latents
+
+    @torch.no_grad()
+    def encode_clips(self, pixels: Tensor, rng: SlotRandom) -> Tensor:
+        """Encode clips of the data [B, 3, F, H, W] as `encode_video`, or by its override."""
+        encode = self.overrides.encode_video
+        if encode is None:
+            return self.encode_video(pixels, rng, "first_stage")
+        # All ranks take part in this choice; an override may call the first stage on one of them only.
+        if pixels.shape[2] > 1:
+            self._before_clips(self.first_stage, pixels)
+        clips = pixels.float().split(1)
+        return self._overridden(
+            "encode_video", encode, [c.contiguous() for c in clips], rng
+        ).float()
+
+    @torch.no_grad()
+    def encode_captions(self, captions: Sequence[str], rng: SlotRandom) -> Tensor:
+        """Encode captions of the data [B] as `encode_text`, or by its override."""
+        encode = self.overrides.encode_text
+        if encode is None:
+            return self.encode_text(captions)
+        return self._overridden("encode_text", encode, captions, rng)
+
+    def _overridden(
+        self, name: str, encode: Callable, samples: Sequence[Any], rng: SlotRandom
+    ) -> Tensor:
+        found = []
+        for sample, slot in zip(samples, rng.slots, strict=True):
+            own = dataclasses.replace(rng, slots=[slot])
+            # Its random operations must not depend on what was drawn before.
+            own.seed_pytorch(name)
+            found.append(encode(self, own, sample))
+        return self._broadcast_within_model(torch.cat(found))
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
@@ -192,10 +248,10 @@ class Encoder:
         """Encode captions to embeddings [B, L, E]."""
         return self._broadcast_within_model(self.text_encoder(captions))
 
-    def _text(self, batch: dict) -> Tensor:
+    def _text(self, batch: dict, rng: SlotRandom) -> Tensor:
         """Return the batch's text embeddings [B, L, E], encoding its captions if it holds none."""
         text = batch.get("prompt_embedding")
-        return self.encode_text(batch["txt"]) if text is None else text
+        return self.encode_captions(batch["txt"], rng) if text is None else text
 
     def _image_latents(
         self, batch: dict, pixels: Tensor | None, latents: Tensor, rng: SlotRandom

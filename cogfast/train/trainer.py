@@ -40,6 +40,7 @@ from cogfast.train.distributed.parallelize import count_trained, run_without_dyn
 from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
+from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.evaluate import Evaluator
 from cogfast.train.optimizer import (
     build_learning_rate,
@@ -77,9 +78,12 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One training run. Subclasses may override `compute_loss` and nothing else."""
+    """One training run. Subclasses may override `compute_loss` and nothing else.
 
-    def __init__(self, config: Config) -> None:
+    overrides: functions that encode clips and captions in place of the configured encoders.
+    """
+
+    def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
         self.config = config
         self.args = args = TrainArguments.from_config(config)
         if not args.compile:
@@ -96,13 +100,13 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         if args.encode_first:
-            encode_first(config, args, self.groups)
+            encode_first(config, args, self.groups, overrides)
         self.accumulation = args.gradient_accumulation_steps
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
         # Before the model is built: headers determine buckets and order, and unreadable data should
         # fail early.
         self.datasets, bad = survey_datasets(
-            assemble_datasets(config, args), args, self.groups, self.global_batch
+            assemble_datasets(config, args, overrides), args, self.groups, self.global_batch
         )
         self.order = assemble_order(self.datasets.train, args.seed, self.global_batch)
         self.num_steps = self._count_steps()
@@ -155,7 +159,9 @@ class Trainer:
         transformer.use_kernels(choose_kernels(args.kernels, self.attention_backend))
         stored = self.manifest.get("encode_way")
         self.encode_choice = EncodeChoice(config, args, self.groups, stored)
-        self.encoder = assemble_encoder(config, args, transformer, self.groups, self.encode_choice)
+        self.encoder = assemble_encoder(
+            config, args, transformer, self.groups, self.encode_choice, overrides
+        )
         self.num_trained = count_trained(transformer)
         self.gradient_check = GradientCheck(transformer)
         self.profiler = Profiler(

@@ -52,7 +52,7 @@ from cogfast.train.caching.encode_choice import (
     log_plan,
     memory_for_clips,
 )
-from cogfast.train.caching.entries import encode_samples
+from cogfast.train.caching.entries import content_random, encode_samples
 from cogfast.train.caching.progress import CacheProgress
 from cogfast.train.caching.trusted import (
     TrustedCache,
@@ -62,7 +62,7 @@ from cogfast.train.caching.trusted import (
     choose_trusted,
 )
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
-from cogfast.train.encode import Encoder
+from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
 from cogfast.train.preflight.header_scan import survey_datasets
 from cogfast.train.run.stop_signals import keeping
 
@@ -98,7 +98,12 @@ def cache_latents(config: Config) -> None:
     groups.close()
 
 
-def encode_first(config: Config, args: TrainArguments, groups: ProcessGroups) -> None:
+def encode_first(
+    config: Config,
+    args: TrainArguments,
+    groups: ProcessGroups,
+    overrides: EncodeOverrides = NO_OVERRIDES,
+) -> None:
     """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
     kept = (
         f"; the shards that are complete are kept in {args.latent_cache}, and the same command "
@@ -107,19 +112,25 @@ def encode_first(config: Config, args: TrainArguments, groups: ProcessGroups) ->
     # Each rank encodes other clips, also the ranks that share a model later.
     groups = dataclasses.replace(groups, tensor=None, model_control=None, data=None)
     with keeping(kept):
-        _fill(config, args, groups, "the same command")
+        _fill(config, args, groups, "the same command", overrides)
     gc.collect()  # sync: once, before training begins
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # sync: as above
 
 
-def _fill(config: Config, args: TrainArguments, groups: ProcessGroups, command: str) -> None:
+def _fill(
+    config: Config,
+    args: TrainArguments,
+    groups: ProcessGroups,
+    command: str,
+    overrides: EncodeOverrides = NO_OVERRIDES,
+) -> None:
     assert args.latent_cache is not None, "preflight asks for a folder"
     folder = Path(args.latent_cache)
     try:
         with ExitStack() as stack:
             groups.on_main(lambda: _own(stack, folder))
-            _CacheRun(config, args, groups, folder).run()
+            _CacheRun(config, args, groups, folder, overrides).run()
             groups.gather(None)  # all ranks are done before rank 0 releases the cache
     except WriteError as error:
         raise RuntimeError(
@@ -138,9 +149,15 @@ class _CacheRun:
     """One run of the command on one rank."""
 
     def __init__(
-        self, config: Config, args: TrainArguments, groups: ProcessGroups, folder: Path
+        self,
+        config: Config,
+        args: TrainArguments,
+        groups: ProcessGroups,
+        folder: Path,
+        overrides: EncodeOverrides,
     ) -> None:
         self.config, self.args, self.groups, self.folder = config, args, groups, folder
+        self.overrides = overrides
         # The videos, and not the cache that this command fills.
         datasets = assemble_datasets(config, dataclasses.replace(args, latent_cache=None))
         datasets, _ = survey_datasets(datasets, args, groups, global_batch=1)
@@ -158,7 +175,7 @@ class _CacheRun:
         first = self.clips[0].dataset
         # Rank 0 alone hashes the weights of the encoders.
         specs = self.groups.on_main(
-            lambda: specs_of(self.config, self.args, first.settings, sources)
+            lambda: specs_of(self.config, self.args, first.settings, sources, self.overrides)
         )
         keys = [sample_key(clip.dataset, clip.index, sources) for clip in self.clips]
         if self.args.trusted_cache is not None:
@@ -393,7 +410,8 @@ class _CacheRun:
                 found = dict(trusted)
                 if left:
                     captions = [clips[key].caption for key in left]
-                    embeddings = encoder.encode_text(captions).cpu()  # sync: into a file
+                    rng = content_random(left, self.groups.device)
+                    embeddings = encoder.encode_captions(captions, rng).cpu()  # sync: into a file
                     found |= zip(left, embeddings, strict=True)
                 for i, key in enumerate(keys):
                     row, embedding = {"caption": clips[key].caption}, found[key]
@@ -456,7 +474,9 @@ class _CacheRun:
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             transformer = build_transformer(self.config.model)
-        return assemble_encoder(self.config, self.args, transformer, self.groups)
+        return assemble_encoder(
+            self.config, self.args, transformer, self.groups, overrides=self.overrides
+        )
 
     def _note_bad(
         self,

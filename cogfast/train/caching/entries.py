@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range
 from cogfast.data.datasets import Sample
@@ -44,8 +45,14 @@ def encode_samples(
         else:
             clips = torch.stack([sample["video"] for sample in together])
             pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
-            # Mean and variance, so that each epoch can draw another sample of the latents.
-            parts = _tensors("", encoder.encode_moments(pixels))
+            if encoder.overrides.encode_video is not None:
+                # It returns one sample, which every epoch uses.
+                rng = content_random(their_keys, device)
+                latents = encoder.encode_clips(pixels, rng).cpu()  # sync: into a file
+                parts = _of_sample(latents, encoder.scale_factor)
+            else:
+                # Mean and variance, so that each epoch can draw another sample of the latents.
+                parts = _tensors("", encoder.encode_moments(pixels))
         if encoder.image_input:
             images = torch.stack(
                 [s["images"] if "images" in s else s["video"][0] for s in together]
@@ -62,6 +69,11 @@ def encode_samples(
                 yield {name: sample[name] for name in ("fps", "num_frames", "num_padded")}, entry
             else:
                 yield {"bad": "its latents are not finite"}, {}
+
+
+def content_random(keys: Sequence[str], device: torch.device) -> SlotRandom:
+    """Return draws that depend on the keys of entries alone, and not on the run that writes them."""
+    return SlotRandom(0, 0, [random_bits(key) for key in keys], 0, device)
 
 
 def _tensors(prefix: str, moments: Moments) -> dict[str, Tensor]:

@@ -1,0 +1,128 @@
+"""Methods of upstream's trainer that a user's class may override, and the tensors that they get.
+
+encode_video(video [1, 3, F, H, W] in [-1, 1]) -> scaled latents [1, C, T, h, w]
+encode_text(prompt) -> embedding [1, L, E]
+collate_fn(samples) -> batch
+compute_loss(batch) -> loss
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from cogfast.data.cache.source_hashes import hash_text
+
+OVERRIDABLE = ("encode_video", "encode_text", "collate_fn", "compute_loss")
+# Key of a batch -> key of a sample
+SAMPLE_KEYS = {
+    "encoded_videos": "encoded_video",
+    "prompt_embedding": "prompt_embedding",
+    "images": "image",
+}
+# Attributes that upstream's methods read -> what to use in their place
+_ABSENT = {
+    "components": "call super().{} for what CogVideo's trainer does with it",
+    "accelerator": "use the device of a tensor, such as video.device",
+}
+
+
+def overridden(cls: type, base: type) -> dict[str, list[Callable]]:
+    """Return {name: the functions of `cls` and its parents} of the methods that replace those of `base`."""
+    parents = [parent for parent in cls.__mro__ if parent is not base]
+    methods = {name: [vars(c)[name] for c in parents if name in vars(c)] for name in OVERRIDABLE}
+    return {name: functions for name, functions in methods.items() if functions}
+
+
+def check_attributes(owner: object, methods: Mapping[str, list[Callable]]) -> None:
+    """Raise ValueError for a method that reads an attribute which only upstream's trainer has.
+
+    Otherwise the run would fail at its first step, after all clips are encoded.
+    """
+    for name, functions in methods.items():
+        read = {attribute for function in functions for attribute in _read_of_self(function)}
+        for attribute in sorted(read & _ABSENT.keys()):
+            if not hasattr(owner, attribute):  # it may be the user's own
+                raise ValueError(
+                    f"{type(owner).__name__}.{name} reads self.{attribute}, which cogfast's trainer does "
+                    f"not have; {_ABSENT[attribute].format(name)}"
+                )
+
+
+def _read_of_self(function: Callable) -> set[str]:
+    """Return the names of the attributes of `self` in a method's source; none if it has no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def identity(cls: type, name: str, functions: list[Callable]) -> str:
+    """Return a text that changes with the source of a method, for the latent cache's specs."""
+    try:
+        text = "".join(inspect.getsource(function) for function in functions)
+    except (OSError, TypeError):
+        raise ValueError(
+            f"{cls.__name__}.{name}: its source cannot be read, so the latent cache could not notice when "
+            "it changes; define the class in a file, or set latent_cache to none"
+        ) from None
+    where = getattr(functions[0], "__qualname__", name)  # of the class that defines it
+    return f"{where} {hash_text(text)[:12]}"
+
+
+def check_encoded(what: str, found: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return what an overridden encode_video or encode_text returned; ValueError for another shape."""
+    if isinstance(found, Tensor) and found.is_floating_point() and tuple(found.shape) == shape:
+        return found
+    raise ValueError(f"{what} returned {_shown(found)}; return floats {list(shape)}")
+
+
+def samples_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """Return the samples of a batch with upstream's keys, on the CPU as those of its workers."""
+    parts = {
+        name: batch[key].cpu() for key, name in SAMPLE_KEYS.items() if key in batch
+    }  # sync: as above
+    frames, height, width = parts["encoded_video"].shape[2:]
+    size = {"num_frames": frames, "height": height, "width": width}
+    return [
+        {**{name: tensor[i] for name, tensor in parts.items()}, "video_metadata": dict(size)}
+        for i in range(number)
+    ]
+
+
+def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss_own: bool) -> dict:
+    """Return what an overridden collate_fn returned; ValueError for what cogfast's loss cannot take.
+
+    is_loss_own: compute_loss is overridden, too, and may read other keys.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{what} returned {_shown(found)}; return a dict, as super().collate_fn does"
+        )
+    for key, name in SAMPLE_KEYS.items():
+        value = found.get(key)
+        is_whole = isinstance(value, Tensor) and len(value) == len(samples)
+        if name in samples[0] and not is_whole and not is_loss_own:
+            raise ValueError(
+                f"{what} returned {_shown(value)} as {key}; return a tensor of all {len(samples)} samples, "
+                "each of which has its own noise, or override compute_loss, too"
+            )
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return "nothing" if value is None else f"a {type(value).__name__}"
