@@ -28,7 +28,7 @@ import torch
 
 from bench.harness.machine import describe_machine
 from bench.harness.outcome import Outcome, Settings, draw, table
-from bench.harness.timing import wait_for
+from cogfast.diagnostics.timing import wait_for
 
 _TRACE_LINES = 12
 _DEFAULT_MINUTES = 9.0

@@ -24,12 +24,12 @@ import torch
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
 from bench.harness.rates import copy_rate
-from bench.harness.timing import spread
 from bench.kernel_ops.launch_sweep import sweep_launches
 from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
 from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
 from bench.kernel_ops.optimizer_ops import optimizer_benches
 from bench.kernel_ops.peers import Unavailable
+from cogfast.diagnostics.timing import spread
 
 _LEAST_SECONDS = 20  # time that an op with all its peers may need
 _NOT_FOUND = (ImportError, Unavailable)

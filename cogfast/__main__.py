@@ -30,13 +30,14 @@ from cogfast.train.run.stop_signals import (
 )
 
 _USAGE = """\
-usage: cogfast {train,cache,sample,convert,finetune} ...
+usage: cogfast {train,cache,sample,convert,finetune,doctor} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
   sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
+  doctor  list what this machine lacks for training: cogfast doctor [--bench]
 
 `cogfast train --help` and so on list the options, `cogfast train --help-all` every key of a configuration.
 """
@@ -181,12 +182,30 @@ def finetune(argv: Sequence[str]) -> None:
         sys.stdout.write(trainer.config.describe())
 
 
+def doctor(argv: Sequence[str]) -> None:
+    from cogfast.cli.options import parse_doctor
+
+    folder, as_json, with_bench = parse_doctor(argv)
+    from cogfast.diagnostics.doctor import examine, to_json, to_text
+
+    findings = examine(folder)
+    errors = [finding.what for finding in findings if finding.status == "error"]
+    if with_bench and not errors:
+        from cogfast.diagnostics.rates import measure
+
+        findings += measure()
+    sys.stdout.write(to_json(findings) if as_json else to_text(findings))
+    if errors:
+        raise RuntimeError(f"training cannot work on this machine: see {', '.join(errors)}")
+
+
 _COMMANDS = {
     "train": train,
     "cache": cache,
     "sample": sample,
     "convert": convert,
     "finetune": finetune,
+    "doctor": doctor,
 }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from bench.harness.outcome import Outcome, Settings
-from bench.harness.timing import num_buffer_sets, spread, time_calls
+from cogfast.diagnostics import rates
 
 # The full size is far larger than any L2 cache.
 _COPY_BYTES, _TINY_COPY_BYTES = 4_000_000_000, 8_000_000
@@ -15,23 +13,13 @@ _MATMUL_SIZE, _TINY_MATMUL_SIZE = 8192, 256
 def copy_rate(settings: Settings) -> dict[str, float]:
     """Time the copy of a buffer; the rate in GB/s counts the bytes read and the bytes written."""
     num_bytes = _TINY_COPY_BYTES if settings.is_tiny else _COPY_BYTES
-    make = lambda: torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=settings.device)
-    pairs = [(make().normal_(), make()) for _ in range(2)]
-    calls = [lambda source=s, target=t: target.copy_(source) for s, t in pairs]
-    times = spread(time_calls(calls, settings.device, settings.seconds))
-    rate = 2 * num_bytes / times["median_ms"] / 1e6
-    return {"buffer_bytes": num_bytes, "gb_per_s": rate, **times}
+    return rates.copy_rate(settings.device, settings.seconds, num_bytes)
 
 
 def matmul_rate(settings: Settings) -> dict[str, float]:
     """Time a square bf16 matrix product; the rate is in TFLOP/s."""
     n = _TINY_MATMUL_SIZE if settings.is_tiny else _MATMUL_SIZE
-    # Zeros would draw less power, which lets a GPU clock higher.
-    make = lambda: torch.randn(n, n, dtype=torch.bfloat16, device=settings.device)
-    pairs = [(make(), make()) for _ in range(num_buffer_sets(4 * n * n, settings.device))]
-    calls = [lambda a=a, b=b: a @ b for a, b in pairs]
-    times = spread(time_calls(calls, settings.device, settings.seconds))
-    return {"size": n, "tflop_per_s": 2 * n**3 / times["median_ms"] / 1e9, **times}
+    return rates.matmul_rate(settings.device, settings.seconds, n)
 
 
 def measure_rates(settings: Settings) -> Outcome:

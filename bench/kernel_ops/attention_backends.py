@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
-from bench.harness.timing import num_buffer_sets, spread, time_calls, wait_for
+from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls, wait_for
 from cogfast.kernels.attention.backends import BACKENDS, reason_unavailable
 from cogfast.kernels.attention.flash_attention import flash_attention, flash_attention_reference
 

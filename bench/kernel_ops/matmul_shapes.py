@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
 from bench.harness.rates import matmul_rate
-from bench.harness.timing import num_buffer_sets, spread, time_calls
+from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls
 
 _NUM_TOKENS, _TINY_NUM_TOKENS = 17776, 96  # 226 of text and 13 x 30 x 45 of video
 _WIDTHS, _TINY_WIDTHS = (1920, 3072), (64,)  # 2B, 5B

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from bench.harness.outcome import Row, Settings
-from bench.harness.timing import num_buffer_sets, time_calls
 from bench.kernel_ops.op_cases import (
     WAYS,
     Op,
@@ -24,6 +23,7 @@ from bench.kernel_ops.op_cases import (
 )
 from bench.kernel_ops.op_check import check_op, check_peer, given_for, parts
 from bench.kernel_ops.peers import compile_call, is_compiled, peers_of
+from cogfast.diagnostics.timing import num_buffer_sets, time_calls
 
 OURS = "cogfast"
 Calls = Mapping[

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.harness.machine import describe_machine
-from bench.harness.timing import spread
 from bench.steps.step_models import MODELS, Batch, Variant, draw_batch
 from bench.steps.step_optimizers import ADAM, CLIP, EMA_DECAY, PeerUpdate
 from bench.steps.step_sides import Ours
+from cogfast.diagnostics.timing import spread
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.zero_engine import ZeroEngine

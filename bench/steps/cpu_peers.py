@@ -23,11 +23,11 @@ import torch
 
 from bench.harness.machine import describe_machine
 from bench.harness.outcome import Outcome, Row, table
-from bench.harness.timing import spread
 from bench.steps.floor import Floor
 from bench.steps.step_cases import Case, make_call
 from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, free_memory
+from cogfast.diagnostics.timing import spread
 
 CPU = torch.device("cpu")
 PEERS = ("diffusers", "diffusers compiled")

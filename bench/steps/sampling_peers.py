@@ -20,9 +20,9 @@ from torch import Tensor
 
 from bench.harness.machine import describe_machine
 from bench.harness.outcome import Outcome, Row, table
-from bench.harness.timing import spread, wait_for
 from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_sides import Ours, Theirs
+from cogfast.diagnostics.timing import spread, wait_for
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScaling
 from cogfast.diffusion.guidance import VanillaCFG
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization

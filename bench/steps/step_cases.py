@@ -20,11 +20,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Row
-from bench.harness.timing import spread, wait_for
 from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
 from bench.steps.step_optimizers import UPDATES
 from bench.steps.step_sides import SIDES, Side, free_memory
+from cogfast.diagnostics.timing import spread, wait_for
 from cogfast.kernels.attention.backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.schema.arguments import PolicyChoice

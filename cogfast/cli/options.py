@@ -399,6 +399,30 @@ checkpoints, a folder written by --to cogfast, or a VAE (SAT's 3d-vae.pt, diffus
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
 
+def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
+    """Return the folder of the runs, whether to print JSON, and whether to measure rates."""
+    parser = Parser(
+        prog="cogfast doctor",
+        description="List what this machine has and lacks for training, what each gap costs, and the "
+        "command that closes it. The exit status is 1 if training cannot work.",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where runs will be written; default: the current folder",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--bench",
+        action="store_true",
+        help="also measure copies, matrix products, attention and reductions, for about 10 seconds",
+    )
+    found = parser.parse_args([*argv])
+    return found.folder, found.json, found.bench
+
+
 def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
     """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
     parser = Parser(prog="cogfast convert", description=_WHAT, allow_abbrev=False)

@@ -1,0 +1,155 @@
+"""`cogfast doctor` on this machine, and on machines that lack something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cogfast.__main__ import main
+from cogfast.diagnostics import doctor, rates
+from cogfast.diagnostics.gpus import find_gpu
+
+
+def named(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in findings}
+
+
+def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The suite runs here, so training works, and what is found can be compared with the system."""
+    assert main(["doctor", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+    found = {row["what"]: row for row in json.loads(capsys.readouterr().out)}
+    assert not [row for row in found.values() if row["status"] == "error"]
+    assert found["processor"]["found"].startswith(str(len(os.sched_getaffinity(0))))
+    free = shutil.disk_usage(tmp_path).free / 2**30
+    assert float(found["disk"]["found"].split()[0]) == pytest.approx(free, abs=2)
+    assert found["wandb"]["status"] in ("ok", "missing")
+    for row in found.values():  # what is not ok says what it costs and what to do
+        assert row["status"] == "ok" or (row["cost"] and row["fix"]), row
+
+
+def test_a_package_that_is_absent_or_old_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The requirements come from the package itself: any of them may be the one that is missing."""
+    needed = importlib.metadata.requires("cogfast") or []
+    assert any(text.startswith("safetensors") for text in needed)
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "einops":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.0.1" if name == "safetensors" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "einops" in out and "pip install 'einops>=0.8'" in out
+    assert "version 0.0.1" in out and "pip install 'safetensors>=0.6'" in out
+    assert err.strip() == "cogfast: training cannot work on this machine: see einops, safetensors"
+
+
+def fake_torch(available: bool, cuda: str | None, name: str = "", **gpu: object) -> SimpleNamespace:
+    """A torch whose `cuda` answers as that of a machine with one GPU would."""
+    properties = SimpleNamespace(name=name, **({"major": 9, "minor": 0} | gpu))
+    module = SimpleNamespace(
+        is_available=lambda: available,
+        device_count=lambda: 1,
+        get_device_properties=lambda index: properties,
+        mem_get_info=lambda index: (gpu.get("free", 80 * 2**30), 80 * 2**30),
+        get_arch_list=lambda: ["sm_80", "sm_86", "sm_90"],
+        nccl=SimpleNamespace(version=lambda: (2, 28, 3)),
+    )
+    return SimpleNamespace(cuda=module, version=SimpleNamespace(cuda=cuda), __version__="2.13.0")
+
+
+@pytest.mark.parametrize(
+    "cuda, cost, fix",
+    [
+        (None, "torch 2.13.0 is built for CPUs", "pip install --force-reinstall torch"),
+        ("13.0", "torch 2.13.0 for CUDA 13.0 cannot use driver 470.1", "install a newer driver"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_an_error(
+    cuda: str | None, cost: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_output_of", lambda *argv: "NVIDIA L40S, 470.1")
+    (finding,) = doctor._devices(fake_torch(False, cuda))
+    assert (finding.status, finding.found) == ("error", "NVIDIA L40S")
+    assert finding.cost == cost and finding.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    "gpu, status, words",
+    [
+        ({}, "ok", ""),
+        ({"major": 8, "minor": 9}, "ok", ""),  # code for 8.6 runs on 8.9
+        ({"major": 12, "minor": 0}, "error", "no code for compute capability 12.0"),
+        ({"major": 7, "minor": 5}, "error", "no code for compute capability 7.5"),
+        ({"free": 20 * 2**30}, "note", "another process holds 60.0 GiB"),
+    ],
+)
+def test_a_gpu(gpu: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_output_of", lambda *argv: "NVIDIA H100 80GB HBM3, 580.1")
+    found = named(list(doctor._devices(fake_torch(True, "13.0", "NVIDIA H100 80GB HBM3", **gpu))))
+    assert found["gpu 0"].status == status
+    assert words in found["gpu 0"].cost
+    assert "driver 580.1, CUDA 13.0" in found["gpu 0"].found
+    assert found["NCCL"].found == "2.28.3"
+
+
+def test_small_limits_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    found = named([*doctor._memory(), *doctor._limits(), *doctor._disk(tmp_path)])
+    assert "--shm-size" in found["shared memory"].fix
+    assert found["open files"].fix == "ulimit -n 4096"
+    assert found["disk"].status == "note" and "89 GB for 5B" in found["disk"].cost
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    (finding,) = doctor._disk(tmp_path / "a" / "b")
+    assert finding.status == "error" and str(tmp_path) in finding.found
+
+
+@pytest.mark.parametrize(
+    "device, memory, name",
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80"),
+        ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40"),
+        ("NVIDIA L40S", 44.4, "l40s"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "4090"),
+        ("Tesla T4", 14.6, None),
+    ],
+)
+def test_the_data_sheet_of_a_device(device: str, memory: float, name: str | None) -> None:
+    gpu = find_gpu(device, memory)
+    assert (gpu and gpu.name) == name
+    assert gpu is None or gpu.memory_gib == memory
+
+
+def test_a_rate_below_its_data_sheet_is_noted() -> None:
+    good = rates._judge("copy", 3000.0, "GB/s", 3350.0, 0.75)
+    assert (good.status, good.found) == ("ok", "3000 GB/s, 90% of the data sheet's 3350")
+    slow = rates._judge("copy", 2000.0, "GB/s", 3350.0, 0.75)
+    assert slow.status == "note" and "at least 75%" in slow.cost and slow.fix
+    assert rates._judge("copy", 5.0, "GB/s", None, 0.75).status == "ok"
+
+
+@pytest.mark.soak
+def test_rates_of_this_machine() -> None:
+    findings = rates.measure(seconds=0.2)
+    assert len(findings) == 4  # the last between two processes
+    assert all(float(f.found.split()[0]) > 0 for f in findings)
