@@ -16,9 +16,10 @@ from unittest.mock import patch
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d, torch_library
+from cogfast.kernels import torch_library
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.gpu import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.gpu.launch import Kernel
 from cogfast.kernels.qk_norm_rope3d import Rotation
 
