@@ -54,7 +54,7 @@ def load_config(
     merged: DictConfig = OmegaConf.create({})
     for path, name in zip(paths, _file_names(paths), strict=True):
         if not Path(path).is_file():
-            raise ValueError(f"--base {path}: no such file")
+            raise ValueError(f"--base {path}: no such file; give the path of a YAML file")
         loaded = read_yaml(Path(path), name, is_plain=is_of_run)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
@@ -71,7 +71,7 @@ def load_config(
         if overrides or settings:
             check_interpolations(merged)
         for key in OmegaConf.missing_keys(merged):
-            raise KeyProblem(key, f"{key} has no value (???)")
+            raise KeyProblem(key, f"{key} has no value (???); set it in a file or with {key}=VALUE")
         plain = to_dict(merged)
         check_resolved(plain)
         complete_sections(plain, origins)

@@ -19,7 +19,7 @@ from cogfast.cli.help_all import HelpAll
 from cogfast.model.weights.formats.checkpoint_manifest import run_of
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.values import nearest
+from cogfast.schema.values import counted, nearest
 from cogfast.train.sampling.flags import SamplingFlags
 from cogfast.train.sampling.prompt_files import split_prompts, utf8_lines
 
@@ -282,13 +282,13 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     names = request.images if request.images is not None else [image for _, image in pairs]
     if len(names) not in (1, len(prompts)):
         raise ValueError(
-            f"--image is given {len(names)} times for {len(prompts)} prompts; give one image for all "
-            "prompts, or one for each"
+            f"--image names {counted(len(names), 'image')} for {counted(len(prompts), 'prompt')}; give "
+            "one image for all prompts, or one for each"
         )
     images = [Path(name) if name else None for name in names] * (len(prompts) // len(names))
     for image in images:
         if image is not None and not os.path.isfile(image):
-            raise ValueError(f"--image {str(image)[:200]}: no such file")
+            raise ValueError(f"--image {str(image)[:200]}: no such file; correct the path")
     return prompts, images
 
 

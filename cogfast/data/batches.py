@@ -306,13 +306,19 @@ def _collate(items: list[dict]) -> Batch:
     keys = list(items[0])
     for item in items[1:]:
         if list(item) != keys:
-            raise ValueError(f"samples of one batch differ in keys: {keys} and {list(item)}")
+            raise ValueError(
+                f"samples of one batch differ in keys: {keys} and {list(item)}; return the same keys, "
+                "in the same order, for every sample"
+            )
     batch = {}
     for key in keys:
         values = [item[key] for item in items]
         if isinstance(values[0], torch.Tensor) and len({v.shape for v in values}) > 1:
             shapes = ", ".join(str(list(v.shape)) for v in values)
-            raise ValueError(f"samples of one batch differ in the shape of {key!r}: {shapes}")
+            raise ValueError(
+                f"samples of one batch differ in the shape of {key!r}: {shapes}; return one shape for "
+                "every sample, or use batch_size 1"
+            )
         # default_collate stacks straight into shared memory when it runs in a worker.
         batch[_BATCH_KEY.get(key, key)] = default_collate(values)
     return batch

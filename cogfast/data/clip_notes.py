@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cogfast.data.video.settings import Bucket, ClipSettings
+from cogfast.schema.values import counted
 
 _SAME_SPEED = 0.05  # share of the speed below which a change is not worth a line
 _SAME_SHAPE = 0.005  # share of the picture
@@ -69,9 +70,9 @@ class ClipNotes:
         is_changed = any(abs(speed - 1) > _SAME_SPEED for speed in self.speeds)
         if is_changed or self.num_padded:
             text = (
-                f"{self.num_spread} clips of {_span(self.seconds)} s are spread over "
-                f"{_span(self.frame_counts, 0)} frames: shown at {_span(self.rates, None)} fps they "
-                f"run at {_span(self.speeds)} times their speed; "
+                f"frames spread over {counted(self.num_spread, 'clip')} of {_span(self.seconds)} s: "
+                f"{_span(self.frame_counts, 0)} frames shown at {_span(self.rates, None)} fps run at "
+                f"{_span(self.speeds)} times the clip's speed; "
                 "data.params.frame_selection=timestamp (cogfast finetune: --fps) picks frames by time"
             )
             lines.append(text + _padded(self.num_padded))
@@ -79,9 +80,8 @@ class ClipNotes:
             shape = self.sizes.pop() if len(self.sizes) == 1 else "their bucket"
             shares = _span([100 * cut for cut in self.cuts], 0)
             lines.append(
-                f"{self.num_cut} of {self.num_clips} clips {'has' if self.num_cut == 1 else 'have'} "
-                f"another shape than {shape}: "
-                f"{shares}% of their picture is cut (data.params.resize=stretch, in cogfast finetune "
+                f"cropping {self.num_cut} of {counted(self.num_clips, 'clip')} to the shape of {shape} "
+                f"cuts {shares}% of the picture (data.params.resize=stretch, in cogfast finetune "
                 "--resize stretch, squeezes it instead)"
             )
         return lines

@@ -44,8 +44,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     for name, what in _REFUSED.items():
         if _is_true(environment.get(_PREFIX + name, "")):
             raise ValueError(
-                f"{_PREFIX}{name}={environment[_PREFIX + name]}: {what} is not in this version, weights are "
-                f"sharded by DeepSpeed's ZeRO; {_FIX}: distributed_type DEEPSPEED or MULTI_GPU"
+                f"{_PREFIX}{name}={environment[_PREFIX + name]}: {what} is not supported, since cogfast "
+                f"shards with DeepSpeed's ZeRO; {_FIX}: distributed_type DEEPSPEED or MULTI_GPU"
             )
     precision = environment.get(_PREFIX + "MIXED_PRECISION", "no").lower()
     if precision not in _PRECISIONS:

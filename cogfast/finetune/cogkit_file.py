@@ -33,11 +33,15 @@ def read_cogkit(file: Path, known: list[str]) -> dict[str, Any]:
     for key, value in to_dict(read_yaml(file, str(file), is_plain=True)).items():
         if key in _REFUSED:
             if value:
-                raise ValueError(f"{file}: {key}={show(value)} is not in cogfast; {_REFUSED[key]}")
+                raise ValueError(
+                    f"{file}: {key}={show(value)} has no counterpart in cogfast; remove it, and "
+                    f"{_REFUSED[key]}"
+                )
         elif key == "strategy":
             if value not in _STAGES:
                 raise ValueError(
-                    f"{file}: strategy={show(value)} must be one of {', '.join(_STAGES)}"
+                    f"{file}: strategy={show(value)} must be one of {', '.join(_STAGES)}; use DDP for "
+                    "the numbers of plain data parallelism"
                 )
             overrides.append(f"deepspeed.zero_optimization.stage={_STAGES[value]}")
         elif key == "name4train":
@@ -46,7 +50,9 @@ def read_cogkit(file: Path, known: list[str]) -> dict[str, Any]:
             options[key] = value
         elif key not in _UNUSED:
             names = [*known, *_REFUSED, *_UNUSED, "strategy", "name4train"]
-            raise ValueError(f"{file}: unknown key {cut(key)}{nearest(key, names)}")
+            raise ValueError(
+                f"{file}: unknown key {cut(key)}{nearest(key, names) or '; remove it'}"
+            )
     if options.get("mixed_precision") == "fp32":
         options["mixed_precision"] = "no"
     options.setdefault("model_type", str(options.get("model_name"))[-3:])

@@ -45,8 +45,8 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     if launch.precision not in (None, args.mixed_precision):
         option = f"--mixed_precision {args.mixed_precision}"
         raise ValueError(
-            f"{option}, but {_LAUNCH} has mixed_precision={launch.precision}; give --mixed_precision "
-            f"{launch.precision}, or change the file of accelerate launch --config_file"
+            f"{option}, but the file of {_LAUNCH} --config_file has mixed_precision="
+            f"{launch.precision}; give --mixed_precision {launch.precision}, or change the file"
         )
     section = dict(launch.section) if file is None else _read(file)
     file = file or _LAUNCH
@@ -88,7 +88,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))
     if not isinstance(found, dict):
-        raise ValueError(f"--deepspeed_config {file}: is no mapping; {_FIX}")
+        raise ValueError(f"--deepspeed_config {file}: contains no mapping; {_FIX}")
     return found
 
 

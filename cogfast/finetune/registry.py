@@ -22,12 +22,13 @@ SUPPORTED_MODELS: dict[str, dict[str, type[Any]]] = {}
 def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> None:
     """Make a class known under a name. Raises ValueError if the name has another one."""
     if training_type not in TRAINING_TYPES:
-        raise ValueError(f"training_type={training_type!r} must be one of {TRAINING_TYPES}")
+        types = " or ".join(map(repr, TRAINING_TYPES))
+        raise ValueError(f"register: training_type={training_type!r} must be {types}")
     known = SUPPORTED_MODELS.setdefault(model_name, {})
     if training_type in known:
         raise ValueError(
-            f"{model_name!r} has a {training_type} trainer, {known[training_type].__name__}; "
-            f"register {trainer_cls.__name__} under another name"
+            f"register: model_name={model_name!r} already has the {training_type} trainer "
+            f"{known[training_type].__name__}; register {trainer_cls.__name__} under another model_name"
         )
     known[training_type] = trainer_cls
 
@@ -40,8 +41,8 @@ def get_model_cls(model_name: str, training_type: str) -> type[Any]:
     found = SUPPORTED_MODELS[model_name]
     if training_type not in found:
         raise ValueError(
-            f"--training_type {cut(training_type)}: {model_name} has {' and '.join(sorted(found))}; "
-            "use one of them"
+            f"--training_type {cut(training_type)}: the model {model_name} has only "
+            f"{' and '.join(sorted(found))}; use one of them"
         )
     return found[training_type]
 

@@ -31,6 +31,7 @@ from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.source import check_tensors, first_of
 from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
 from cogfast.schema.sat_network import autoencoder_sizes
+from cogfast.schema.values import counted
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLCogVideoX
@@ -377,7 +378,7 @@ def _load(
 
 def _count(names: Sequence[str]) -> str:
     """Format names as `3 tensors (a.weight, b.weight, ...)`."""
-    return f"{len(names)} tensors ({first_of(names)})" if names else "0 tensors"
+    return counted(len(names), "tensor") + (f" ({first_of(names)})" if names else "")
 
 
 def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:

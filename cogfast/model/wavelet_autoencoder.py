@@ -145,7 +145,7 @@ class WaveletState:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(
-                f"ckpt_path={path} is not a safetensors file ({error}); make it again"
+                f"ckpt_path={path} is not a safetensors file ({error}); write it with scripts/quickstart.py prepare FOLDER"
             ) from None
         if found != _FORMAT:
             raise ValueError(

@@ -40,7 +40,7 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         (None, "sgm.modules.diffusionmodules.wrappers.OpenAIWrapper"),
         "the network is called directly; remove it",
     ),
-    "args.sdedit": ((False,), "SAT reads it nowhere; use false"),
+    "args.sdedit": ((False,), "SAT's code does not read it; use false"),
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }

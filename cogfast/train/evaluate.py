@@ -28,6 +28,7 @@ from cogfast.data.video.clip import resize_picture
 from cogfast.data.video.transform import Resize
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
 from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
@@ -156,7 +157,8 @@ class Evaluator:
                 inputs = None
                 try:
                     if self.is_asked_to_stop():
-                        raise EvaluationStopped(f"{num_steps - number} batches are left out")
+                        left = counted(num_steps - number, "batch", "batches")
+                        raise EvaluationStopped(f"left out {left}")
                     # A rank with an earlier error reads no further, but takes part in `agree`
                     # below.
                     inputs = None if error else self._encoded(next(batches), order)

@@ -23,6 +23,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     step_of,
 )
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
 from cogfast.train.assembly import (
     DTYPES,
     assemble_batches,
@@ -389,14 +390,13 @@ class Trainer:
 
     def _announce(self) -> None:
         config, groups = self.engine.transformer.config, self.groups
-        one, more = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
+        names = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
         rows = ", rows split" if self.args.sequence_parallel else ""
         logger.info(
-            "%s: %d %s (dp %d x tp %d%s), ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
-            "%d samples; steps %d to %d; %d layers of width %d, %.2f M parameters trained",
+            "%s: %s (dp %d x tp %d%s), ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
+            "%s; steps %d to %d; %s of width %d, %.2f M parameters trained",
             self.folder,
-            groups.world_size,
-            one if groups.world_size == 1 else more,
+            counted(groups.world_size, *names),
             groups.data_size,
             groups.tensor_size,
             rows,
@@ -406,10 +406,10 @@ class Trainer:
             groups.data_size,
             self.args.batch_size,
             self.accumulation,
-            len(self.datasets.train),
+            counted(len(self.datasets.train), "sample"),
             self.step,
             self.num_steps,
-            config.num_layers,
+            counted(config.num_layers, "layer"),
             config.hidden_size,
             self.num_trained / 1e6,
         )
@@ -425,9 +425,9 @@ class Trainer:
             )
         if skipped >= limit:
             raise RuntimeError(
-                f"{skipped} steps in a row had non-finite gradients (args.max_nonfinite_steps="
-                f"{limit}) at step {self.step}; these steps did not change the weights: resume from "
-                "the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
+                f"{counted(skipped, 'step')} in a row had non-finite gradients (args."
+                f"max_nonfinite_steps={limit}) at step {self.step}; they did not change the weights: "
+                "resume from the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
             )
 
     def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
@@ -465,8 +465,8 @@ class Trainer:
         self.args = dataclasses.replace(self.args, load_lora=str(file))
         if self.groups.is_main:
             logger.warning(
-                "%s is of CogVideo's diffusers trainer: its LoRA weights and step %d are taken, the "
-                "state of its optimizer is not",
+                "args.resume=%s: resuming its LoRA weights and its step %d, without the state of its "
+                "optimizer, since CogVideo's diffusers trainer wrote it",
                 file.parent,
                 step,
             )
@@ -480,9 +480,9 @@ class Trainer:
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)
         if before != (num_samples, order):
             logger.warning(
-                "the data set has changed (%d samples, before %d%s): from this step on, the order of the "
-                "samples is a different one",
-                num_samples,
+                "the data set has changed (%s, before %d%s): from this step on, the order of the samples "
+                "is different",
+                counted(num_samples, "sample"),
                 before[0],
                 "" if before[0] != num_samples else ", with different weights or buckets",
             )

@@ -92,7 +92,7 @@ BAD_ARGUMENTS = {
     "--train-itres 3": "cogfast train has no option --train-itres; did you mean --train-iters?",
     "fast": "no such file",
     "--seed x": "command line: args.seed='x' must be a whole number",
-    "--sdedit": "args.sdedit=true: SAT reads it nowhere; use false",
+    "--sdedit": "args.sdedit=true: SAT's code does not read it; use false",
     "--deepspeed_config x.json": "put its contents into the deepspeed section",
 }
 
@@ -153,12 +153,17 @@ def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
     arguments = [sys.executable, "-m", "cogfast", "train", "--base", "nothing.yaml"]
     alone = run(*arguments, RANK="0", WORLD_SIZE="2")
     assert alone.returncode == 2
-    assert alone.stderr == "cogfast: --base nothing.yaml: no such file\n"
+    assert (
+        alone.stderr == "cogfast: --base nothing.yaml: no such file; give the path of a YAML file\n"
+    )
     waited = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("cogfast.__main__.time.sleep", waited.append)
     assert main(arguments[3:]) == 2
-    assert capsys.readouterr().err == "cogfast: rank 1: --base nothing.yaml: no such file\n"
+    assert (
+        capsys.readouterr().err
+        == "cogfast: rank 1: --base nothing.yaml: no such file; give the path of a YAML file\n"
+    )
     assert waited == [3]
 
 
@@ -264,7 +269,7 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     assert asked("--prompt", "x") == (["x"], [None])
     both = ["--prompt", "x", "--prompt", "y", "--image", str(image)]
     assert asked(*both) == (["x", "y"], [image, image])
-    with pytest.raises(ValueError, match="--image is given 2 times for 3 prompts"):
+    with pytest.raises(ValueError, match="--image names 2 images for 3 prompts"):
         asked(*both, "--image", str(image), "--prompt", "z")
     with pytest.raises(ValueError, match="--image none.png: no such file"):
         asked("--prompt", "x", "--image", "none.png")

@@ -39,12 +39,12 @@ def test_both_lines(folder):
     assert (f"{min(speeds):.1f}", f"{max(speeds):.1f}") == ("2.0", "3.5")
     speed, shape = survey(VideoFolder(folder, **CLIP)).notes
     assert speed == (
-        "4 clips of 1.5 to 4.0 s are spread over 9 frames: shown at 8 fps they run at 2.0 to 3.5 times "
-        "their speed; data.params.frame_selection=timestamp (cogfast finetune: --fps) picks frames by "
-        "time. 1 is padded."
+        "frames spread over 4 clips of 1.5 to 4.0 s: 9 frames shown at 8 fps run at 2.0 to 3.5 times "
+        "the clip's speed; data.params.frame_selection=timestamp (cogfast finetune: --fps) picks frames "
+        "by time. 1 is padded."
     )
     assert shape == (
-        "1 of 4 clips has another shape than 32x48: 50% of their picture is cut "
+        "cropping 1 of 4 clips to the shape of 32x48 cuts 50% of the picture "
         "(data.params.resize=stretch, in cogfast finetune --resize stretch, squeezes it instead)"
     )
 
@@ -103,9 +103,9 @@ def test_parts_and_rates_of_a_manifest(folder):
     )
     (line,) = survey(VideoManifest([str(file)], **CLIP)).notes
     assert line.startswith(
-        "3 clips of 1.5 to 2.0 s are spread over 9 frames: shown at 12 to 16 fps"
+        "frames spread over 3 clips of 1.5 to 2.0 s: 9 frames shown at 12 to 16 fps"
     )
-    assert "run at 2.0 to 3.0 times their speed" in line and "padded" not in line
+    assert "run at 2.0 to 3.0 times the clip's speed" in line and "padded" not in line
 
 
 def test_same_speed_and_shape_need_no_line(tmp_path):
@@ -118,4 +118,4 @@ def test_buckets_have_several_sizes(folder):
     """The portrait clip fits its own bucket; a bucket's frames and size are those of its clips."""
     sizes = [[9, 32, 48], [17, 32, 48], [9, 64, 48]]
     (line,) = survey(VideoFolder(folder, **CLIP, buckets=sizes)).notes
-    assert "4 clips of 1.5 to 4.0 s are spread over 9 to 17 frames" in line
+    assert "clips of 1.5 to 4.0 s: 9 to 17 frames shown" in line

@@ -66,7 +66,10 @@ def test_launches() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: FSDP is not in this version"),
+        (
+            {"USE_FSDP": "true"},
+            "ACCELERATE_USE_FSDP=true: FSDP is not supported, since cogfast shards",
+        ),
         (
             {"MIXED_PRECISION": "fp8"},
             "ACCELERATE_MIXED_PRECISION=fp8 must be one of no, fp16, bf16",

@@ -278,7 +278,7 @@ def test_cogkits_yaml_gives_the_options(options, tmp_path, pipelines):  # noqa: 
         ({"strategy": "ddp"}, "strategy='ddp' must be one of DDP, SHARD_GRAD_OP"),
         (
             {"enable_packing": True},
-            "enable_packing=true is not in cogfast; use data.params.buckets",
+            "enable_packing=true has no counterpart in cogfast; remove it, and use data.params.buckets",
         ),
         ({"learning_rat": 1}, "unknown key learning_rat; did you mean learning_rate?"),
     ):
@@ -505,10 +505,15 @@ def test_a_class_of_ones_own_is_registered_once(monkeypatch):
 
     register("mine", "lora", Mine)
     assert get_model_cls("mine", "lora") is Mine
-    with pytest.raises(ValueError, match="'mine' has a lora trainer, Mine; register Mine under an"):
+    with pytest.raises(
+        ValueError,
+        match="register: model_name='mine' already has the lora trainer Mine; register Mine under an",
+    ):
         register("mine", "lora", Mine)
     get_model_cls("cogvideox-t2v", "lora")
-    with pytest.raises(ValueError, match="'cogvideox-t2v' has a lora trainer, CogVideoXT2VLora"):
+    with pytest.raises(
+        ValueError, match="'cogvideox-t2v' already has the lora trainer CogVideoXT2VLora"
+    ):
         register("cogvideox-t2v", "lora", Mine)
 
 

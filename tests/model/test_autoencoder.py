@@ -336,8 +336,8 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
     state["encoder.mid.attn_1.q.weight"] = torch.zeros(1)
     torch.save({"state_dict": state}, path)
     message = (
-        r"1 tensors \(decoder.up_blocks.0.resnets.0.norm1.conv_y.conv.bias\) missing, "
-        r"1 tensors \(encoder.mid.attn_1.q.weight\) unexpected"
+        r"1 tensor \(decoder.up_blocks.0.resnets.0.norm1.conv_y.conv.bias\) missing, "
+        r"1 tensor \(encoder.mid.attn_1.q.weight\) unexpected"
     )
     with pytest.raises(ValueError, match=message):
         broken.build()
@@ -347,9 +347,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
     torch.save({"state_dict": state}, path)
     with pytest.raises(ValueError, match=r"shape \[64, 3, 3, 3, 3\], the config asks for \[32, 3"):
         broken.build()
-    with pytest.raises(
-        ValueError, match=r"0 tensors missing, 1 tensors \(loss.logvar\) unexpected"
-    ):
+    with pytest.raises(ValueError, match=r"0 tensors missing, 1 tensor \(loss.logvar\) unexpected"):
         params = {**tiny.params, "ignore_keys": []}
         TinyVae(params, tiny.checkpoint, tiny.io).build()
 

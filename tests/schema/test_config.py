@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from cogfast.config import Config, instantiate, load_config, resolve
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.values import KeyProblem
+from cogfast.schema.values import KeyProblem, counted
 
 MODELS = (
     "cogvideox_2b",
@@ -200,7 +200,7 @@ def test_model_arguments(sat_configs):
 
 def test_unused_keys_are_listed_with_reasons(sat_configs):
     config = load_config([sat_configs / "cogvideox1.5_5b_i2v.yaml", sat_configs / "sft.yaml"])
-    assert "SAT reads it nowhere" in config.unused["model.augmentation_dropout"]
+    assert "SAT's code does not read it" in config.unused["model.augmentation_dropout"]
     assert {"args.no_load_rng"} <= set(config.unused)
     assert "deepspeed.zero_optimization.load_from_fp32_weights" in config.unused
 
@@ -389,3 +389,9 @@ def test_the_first_stage_and_the_text_encoder_name_their_keys(sat_configs, tmp_p
         with pytest.raises(KeyProblem) as caught:
             instantiate(node, (), key)
         assert str(caught.value).startswith(f"{key}: ") and str(tmp_path) in str(caught.value)
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    found = [counted(number, "video") for number in (0, 1, 2)]
+    assert found == ["0 videos", "1 video", "2 videos"]
+    assert [counted(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]

@@ -22,7 +22,7 @@ from cogfast.data.cache.shards import (
 from cogfast.data.cache.source_hashes import Sources, hash_text
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList
-from cogfast.schema.values import fits
+from cogfast.schema.values import counted, fits
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +151,11 @@ class CachedVideos(CaptionedVideos):
             if is_logged and waited >= next_line:
                 next_line += _LOG_EVERY
                 logger.info(
-                    "waiting for `cogfast cache`: %s, for %s, for %.0f s (%d of %d such files "
-                    "are written)",
+                    "waiting for `cogfast cache` since %.0f s: %s with %s (%d of %d such files "
+                    "written)",
+                    waited,
                     file.name,
                     self.name(index),
-                    waited,
                     self._count(kind),
                     len(self._files[kind]),
                 )
@@ -205,10 +205,10 @@ class CachedVideos(CaptionedVideos):
             if not index.shards:
                 why = "the folder has no cache"
             elif not why:
-                changed = f"{num_changed} videos changed or moved since caching"
+                changed = f"{counted(num_changed, 'video')} changed or moved since caching"
                 why = changed if num_changed else "new captions"
                 if self._has_trusted(index, keys):
-                    why = "the others are from a trusted cache, and args.trusted_cache is not set"
+                    why = "the rest comes from a trusted cache, and args.trusted_cache is not set"
             raise ValueError(
                 f"args.latent_cache={self.folder}: {why}: {usable} of {total} usable; run "
                 "`cogfast cache` again with this configuration"
@@ -217,11 +217,12 @@ class CachedVideos(CaptionedVideos):
         missing = total - sum(is_there)
         if missing and not is_being_written(self.folder):
             raise ValueError(
-                f"args.latent_cache={self.folder}: {missing} of {total} samples are not encoded, and "
-                "no `cogfast cache` is running; run it again, which resumes"
+                f"args.latent_cache={self.folder}: encoded only {total - missing} of "
+                f"{counted(total, 'sample')}, and no `cogfast cache` is running; run it again, which "
+                "resumes"
             )
         if missing:
-            logger.info("%d of %d samples are still being encoded", missing, total)
+            logger.info("still being encoded: %d of %s", missing, counted(total, "sample"))
 
     def _has_trusted(self, index: CacheIndex, keys: dict[str, list[str]]) -> bool:
         """Whether entries of args.trusted_cache are left out that the samples could have."""

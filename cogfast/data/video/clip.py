@@ -27,6 +27,7 @@ from cogfast.data.video.transform import (
     select_frames_timestamp,
     select_frames_uniform,
 )
+from cogfast.schema.values import counted
 
 # Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
 _PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
@@ -53,7 +54,7 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
         fps, need = len(times) / max(has, 1e-9), num_frames / settings.fps
         digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
         raise ValueError(
-            f"{len(times)} frames at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "
+            f"{counted(len(times), 'frame')} at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "
             "(data.params.short_clips=pad repeats the last frame)"
         )
     return selection

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
+from cogfast.schema.values import counted
 
 FrameSelection = Literal["timestamp", "sat", "uniform"]
 Resize = Literal["crop", "stretch"]
@@ -88,8 +89,8 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
         indices = np.arange(start, end, stride)
         if indices[-1] >= length:  # SFTDataset fails with an index beyond the end
             raise ValueError(
-                f"{length} frames, but frame_selection=sat reads up to frame {indices[-1]} "
-                f"(skip_frms_num={skip:g})"
+                f"{counted(length, 'frame')}, but frame_selection=sat reads up to frame "
+                f"{indices[-1]} (skip_frms_num={skip:g})"
             )
     elif length > num_frames:
         end = int(length - skip)
@@ -104,7 +105,8 @@ def select_frames_sat(length: int, clip_fps: float, fps: float, num_frames: int,
         indices = np.arange(start, start + kept)
     if len(indices) == 0:
         raise ValueError(
-            f"{length} frames, of which none are left after skip_frms_num={skip:g} at either end"
+            f"{counted(length, 'frame')}, of which none is left after skip_frms_num={skip:g} at "
+            "either end"
         )
     return Selection(_padded(indices, num_frames), kept)
 

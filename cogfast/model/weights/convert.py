@@ -33,6 +33,7 @@ from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
 from cogfast.model.weights.verify import check_memory, verify_peft
 from cogfast.model.weights.verify import verify as verify_target
+from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,11 @@ def convert(
     # The cheap checks first: opening a source of 11 GB may take a while.
     source_path, target_path = Path(src), Path(dst)
     if not source_path.exists():
-        raise ValueError(f"{src}: no such file or folder")
+        raise ValueError(f"{src}: no such file or folder; give the path of the weights to convert")
     if to != "sat" and model_parallel_size != 1:
-        raise ValueError(f"--model-parallel-size {model_parallel_size} goes with --to sat only")
+        raise ValueError(
+            f"--model-parallel-size {model_parallel_size} has a meaning with --to sat only; leave it out"
+        )
     kind = None if dtype is None else getattr(torch, dtype)
     # A VAE has formats and options of its own, and nothing in common with adapters.
     vae = open_vae(source_path)
@@ -73,7 +76,10 @@ def convert(
             logger.info("%s: %s", dst, verify_vae(vae, target_path, kind))
         return
     if scaling_factor is not None:
-        raise ValueError(f"--scaling-factor={scaling_factor} is a VAE's; {src} is a transformer")
+        raise ValueError(
+            f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it "
+            "out"
+        )
     source = open_source(source_path, ema)
     _refuse_unexpected(source, allow_unexpected)
     # Filled while the target is written, since merged weights are computed when they are read.
@@ -114,7 +120,7 @@ def convert(
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
     if source.unexpected and not is_allowed:
         raise ValueError(
-            f"{source.description}: {len(source.unexpected)} tensors have unknown names: "
+            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names: "
             f"{first_of(source.unexpected)}; skip them with --allow-unexpected"
         )
 
@@ -133,7 +139,7 @@ def _summary(source: WeightSource) -> str:
     numel = sum(math.prod(shape) for shape in source.shapes.values())
     counts = Counter(str(dtype).removeprefix("torch.") for dtype in source.dtypes.values())
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
-    return f"{len(source.shapes)} tensors ({kinds}), {numel:,} parameters"
+    return f"{counted(len(source.shapes), 'tensor')} ({kinds}), {numel:,} parameters"
 
 
 # Facts about the training, which adapters pass on to the base that they are combined with.

@@ -23,6 +23,7 @@ from cogfast.model.weights.lora.adapters import adapters_of, model_width
 from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
+from cogfast.schema.values import counted
 
 if TYPE_CHECKING:
     from diffusers import CogVideoXTransformer3DModel
@@ -254,6 +255,7 @@ def verify_peft(source: WeightSource, file: Path) -> str:
     is_half = torch.float16 in source.dtypes.values()
     most = (_HALF_PRODUCT if is_half else _EXACT_PRODUCT) * scale
     if layers or largest != largest or largest > most:
-        more = f"; {len(layers)} linears have adapters that are not in the source" if layers else ""
+        number = counted(len(layers), "linear")
+        more = f"; adapters of {number} are not in the source" if layers else ""
         raise ValueError(f"{file}: differs from the source: {line}{more}; delete it")
     return line

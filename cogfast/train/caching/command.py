@@ -44,6 +44,7 @@ from cogfast.data.workers.read_ahead import Reads, read_ahead
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
 from cogfast.train.assembly import DTYPES, assemble_datasets, assemble_encoder, specs_of
 from cogfast.train.caching.encode_choice import (
     as_mode,
@@ -134,8 +135,8 @@ def _fill(
             groups.gather(None)  # all ranks are done before rank 0 releases the cache
     except WriteError as error:
         raise RuntimeError(
-            f"args.latent_cache: {error}; the cache stays valid: free disk space and run {command} "
-            "again; it continues from there"
+            f"args.latent_cache: {error}; what is encoded is kept: free disk space and run {command} "
+            "again, which continues from there"
         ) from None
 
 
@@ -210,7 +211,7 @@ class _CacheRun:
             files |= source_files(clip.dataset, [clip.index])
         stale = sources.changed(files)
         if stale:
-            logger.info("hashing %d new or changed videos", len(stale))
+            logger.info("hashing %s", counted(len(stale), "new or changed video"))
         at_once, last = _HASHED_AT_ONCE * self.groups.world_size, time.monotonic()
         for start in range(0, len(stale), at_once):
             # Every rank takes part in each round, since the gather below needs all of them.
@@ -224,7 +225,8 @@ class _CacheRun:
                 logger.info("hashed %d of %d videos", min(start + at_once, len(stale)), len(stale))
         changed = sum(before[n][-1] != now[-1] for n, now in sources.known.items() if n in before)
         if changed:
-            logger.info("%d sources changed since caching; re-encoding %d", changed, changed)
+            text = "args.latent_cache=%s: encoding %s again, whose content changed since caching"
+            logger.info(text, self.folder, counted(changed, "video"))
         return sources
 
     def _plan(self, specs: dict[str, Spec], sources: Sources, keys: list[str]) -> list[Shard]:
@@ -234,7 +236,10 @@ class _CacheRun:
             difference = index.difference(kind, spec)
             if difference is not None:
                 logger.warning(
-                    "%s: encoding again; the old entries are kept beside the new ones", difference
+                    "args.latent_cache=%s: %s: encoding again; the old entries are kept beside the new "
+                    "ones",
+                    self.folder,
+                    difference,
                 )
         texts = [clip.text_key for clip in self.clips]
         plan = index.plan("text", specs["text"], texts, self.folder)
@@ -264,23 +269,22 @@ class _CacheRun:
         for key, file in [*clips.items(), *captions.items()]:
             if file is not None:
                 self.trusted[trusted_key(key)] = file
-        encoded = f"{clips_left} clips" * (clips_left > 0)
-        encoded += " and " * (clips_left > 0 and texts_left > 0)
-        encoded += f"{texts_left} captions" * (texts_left > 0)
+        left = ((clips_left, "clip"), (texts_left, "caption"))
+        encoded = " and ".join(counted(number, noun) for number, noun in left if number)
         logger.info(
-            "%d of %d clips and %d of %d captions are taken from %s%s",
-            len(taken),
-            len(clips),
-            len(texts),
-            len(captions),
+            "args.trusted_cache=%s: took %d of %s and %d of %s%s",
             cache.folder,
-            f"; {encoded} are encoded" if encoded else "",
+            len(taken),
+            counted(len(clips), "clip"),
+            len(texts),
+            counted(len(captions), "caption"),
+            f"; encoding {encoded}" if encoded else "",
         )
         settings = self.clips[0].dataset.settings
         if taken and (settings.resize, settings.frame_selection) != ("stretch", "uniform"):
             logger.info(
-                "%s holds clips squeezed to their size, with frames spread over the video; this run has "
-                "data.params.resize=%s and frame_selection=%s for the clips that it encodes",
+                "args.trusted_cache=%s: its clips are stretched to their size, with frames spread over the "
+                "video; clips that this run encodes have data.params.resize=%s and frame_selection=%s",
                 cache.folder,
                 settings.resize,
                 settings.frame_selection,
@@ -314,18 +318,21 @@ class _CacheRun:
                 continue  # it becomes a bad sample of the cache
             video = sample["video"][None].to(self.groups.device)
             own = encoder.encode_moments(in_unit_range(video).transpose(1, 2))
-            stored = self._read_trusted([key])[key]
+            stored = self._read_trusted("clip", [key], clips)[key]
             check_scale(self.trusted[key].path, stored, own, encoder.scale_factor, self.scales)
 
-    def _read_trusted(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Read the tensors of those keys that are trusted."""
+    def _read_trusted(
+        self, what: str, keys: Sequence[str], clips: Mapping[str, Clip]
+    ) -> dict[str, Tensor]:
+        """Read the tensors of those keys that are trusted. what: "clip" or "caption"."""
         found = {}
         for key in filter(is_trusted, keys):
             file = self.trusted.get(key)
             if file is None:
                 raise RuntimeError(
-                    f"args.trusted_cache={self.args.trusted_cache}: a file that the latent cache was made "
-                    "with is gone; restore it, or set the key to null to encode all clips"
+                    f"args.trusted_cache={self.args.trusted_cache}: the encoded {what} of "
+                    f"{clips[key].path} is gone, which the latent cache was to contain; restore it, or set "
+                    "the key to null to encode all clips"
                 )
             try:
                 found[key] = file.read()
@@ -388,7 +395,7 @@ class _CacheRun:
         # In turn, so that the shards that training reads first are written first.
         dealt = [of_kind[rank::size] for rank in range(size)]
         clips = by_text if kind == "text" else by_video
-        what = "captions" if kind == "text" else "clips"
+        what = "caption" if kind == "text" else "clip"
         with CacheProgress(self.groups, self.folder, what, dealt) as progress:
             for shard, tensors, rows in encode(dealt[self.groups.rank], clips, progress):
                 write_shard(self.folder / shard.file, tensors, rows)
@@ -405,7 +412,7 @@ class _CacheRun:
             tensors, rows = {}, []
             for start in range(0, len(shard.keys), _CAPTIONS_AT_ONCE):
                 keys = shard.keys[start : start + _CAPTIONS_AT_ONCE]
-                trusted = self._read_trusted(keys)
+                trusted = self._read_trusted("caption", keys, clips)
                 left = [key for key in keys if key not in trusted]
                 found = dict(trusted)
                 if left:
@@ -455,7 +462,7 @@ class _CacheRun:
                         encoder,
                         self.args.cached_noised_images,
                         self.groups.device,
-                        self._read_trusted(keys),
+                        self._read_trusted("clip", keys, clips),
                     ):
                         tensors |= {f"{len(rows)}.{name}": tensor for name, tensor in entry.items()}
                         rows.append(row)
@@ -512,9 +519,9 @@ class _CacheRun:
         else:
             self.bad.file.unlink(missing_ok=True)
         logger.info(
-            "%s holds all %d samples (%.2f GiB), %d of them bad; train with args.latent_cache=%s",
+            "%s: %s in the cache (%.2f GiB), %d of them bad; train with args.latent_cache=%s",
             self.folder,
-            len(self.clips),
+            counted(len(self.clips), "sample"),
             num_bytes / 2**30,
             len(lines),
             self.folder,

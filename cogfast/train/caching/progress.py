@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cogfast.data.cache.shards import Shard
+from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.progress_bar import open_bar
 
@@ -19,7 +20,7 @@ _SECONDS_PER_LINE = 30.0  # between log lines
 class CacheProgress:
     """Counts what all ranks have encoded; rank 0 shows it.
 
-    shards: for each rank, its shards in the order in which it writes them.
+    what: "clip" or "caption". shards: for each rank, its shards in the order in which it writes them.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class CacheProgress:
     def __enter__(self) -> CacheProgress:
         self.start = self.last_line = time.monotonic()
         if self.is_shown:
-            self.bar = open_bar(self.what, self.total)
+            self.bar = open_bar(f"{self.what}s", self.total)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -44,7 +45,8 @@ class CacheProgress:
             self.bar.stop()
         if self.is_shown and kind is None:
             seconds = time.monotonic() - self.start
-            logger.info("encoded %d %s: %.2f/s here", self.done, self.what, self.done / seconds)
+            number = counted(self.done, self.what)
+            logger.info("encoded %s on rank 0, %.2f/s", number, self.done / seconds)
 
     def add(self, number: int) -> None:
         """Count what this rank has encoded."""
@@ -63,5 +65,5 @@ class CacheProgress:
         elif now - self.last_line >= _SECONDS_PER_LINE:
             self.last_line = now
             left = (self.total - done) / rate / 60
-            text = "%d of %d %s encoded, %.2f/s, %.1f minutes left"
-            logger.info(text, done, self.total, self.what, rate, left)
+            text = "encoded %d of %s, %.2f/s, %.1f minutes left"
+            logger.info(text, done, counted(self.total, self.what), rate, left)

@@ -31,6 +31,7 @@ from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import transformer_arguments
+from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,10 @@ class TrustedFile:
             raise ValueError(f"cannot be read ({brief(str(error))})") from None
         if tuple(tensor.shape) != self.shape:
             raise ValueError(
-                f"{self.name} has shape {list(tensor.shape)}, this run {list(self.shape)}"
+                f"{self.name} has shape {list(tensor.shape)}, this run needs {list(self.shape)}"
             )
         if tensor.dtype != self.dtype:
-            raise ValueError(f"{self.name} is {tensor.dtype}, this run has {self.dtype}")
+            raise ValueError(f"{self.name} is {tensor.dtype}, this run needs {self.dtype}")
         if not tensor.isfinite().all():
             raise ValueError(f"{self.name} is not finite")
         return tensor
@@ -130,8 +131,8 @@ class TrustedCache:
         shared = {stem: list(names) for stem, names in files.items() if len(names) > 1}
         stored = {path.stem for path in self.folder.glob(f"video_latent/{self.model_name}/*/*")}
         _warn(
-            f"{' and '.join(names[:3])}{' and others' * (len(names) > 3)} share {stem}.safetensors "
-            f"in {self.folder}, which may be of either: they are encoded"
+            f"{' and '.join(names[:3])}{' and others' * (len(names) > 3)} have the same file name, and "
+            f"{stem}.safetensors in {self.folder} may be of either: they are encoded"
             for stem, names in shared.items()
             if stem in stored
         )
@@ -210,4 +211,4 @@ def _warn(lines: Iterable[str]) -> None:
         if number <= _LINES:
             logger.warning("args.trusted_cache: %s", line)
     if number > _LINES:
-        logger.warning("args.trusted_cache: and %d more such files", number - _LINES)
+        logger.warning("args.trusted_cache: %s", counted(number - _LINES, "more such file"))

@@ -12,6 +12,7 @@ from cogfast.data.buckets import Survey, in_buckets, survey, table
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
 from cogfast.train.assembly import Datasets
 from cogfast.train.distributed.process_groups import ProcessGroups
 
@@ -48,10 +49,10 @@ def survey_datasets(
         log.check()
         if found[0].slow:
             logger.warning(
-                "%d of %d videos have a lower frame rate than configured (data.params.fps=%g, or a "
-                "manifest's fps); their frames will be duplicated (first: %s)",
+                "frames will be duplicated in %d of %s with a lower frame rate than configured "
+                "(data.params.fps=%g, or a manifest's fps), first: %s",
                 len(found[0].slow),
-                len(train),
+                counted(len(train), "video"),
                 train.settings.fps,
                 train.name(found[0].slow[0]),
             )
@@ -65,8 +66,9 @@ def survey_datasets(
         valid = in_buckets(valid, found[1])
         if found[1].reasons:
             first, reason = next(iter(found[1].reasons.items()))
-            what = "%d of %d held-out videos cannot be used, first: %s: %s"
-            logger.warning(what, len(found[1].reasons), len(valid), valid.name(first), reason)
+            what = "cannot use %d of %s, first: %s: %s"
+            total = counted(len(valid), "held-out video")
+            logger.warning(what, len(found[1].reasons), total, valid.name(first), reason)
     return Datasets(train, valid), bad
 
 
@@ -78,10 +80,10 @@ def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:
     both = [name for name in map(valid.name, range(len(valid))) if name in trained]
     if both:
         text = (
-            "%d of %d held-out clips are also training clips (first: %s): the held-out loss is partly a "
-            "training loss"
+            "the held-out loss is partly a training loss, since the training data contain %d of %s, "
+            "first: %s; leave them out of one of args.train_data and args.valid_data"
         )
-        logger.warning(text, len(both), len(valid), both[0])
+        logger.warning(text, len(both), counted(len(valid), "held-out clip"), both[0])
 
 
 def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:
@@ -98,4 +100,4 @@ def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:
     for number, (name, reason) in enumerate(bad.items()):
         log.add(name, reason, is_logged=number < _NUM_LOGGED)
     if len(bad) > _NUM_LOGGED:
-        logger.warning("%d videos cannot be used; all are listed in %s", len(bad), log.file)
+        logger.warning("cannot use %s; see the list in %s", counted(len(bad), "video"), log.file)

@@ -60,12 +60,14 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
                 folder = _download(name, key, folder)
     except OSError as error:
         text = f"{key}={name}: cannot be downloaded to {cache} ({error})"
-        raise ValueError(f"{text}; free space there, or set HF_HOME to another folder") from None
+        raise ValueError(
+            f"{text}; free disk space in that folder, or set HF_HOME to another folder"
+        ) from None
     missing = _first_missing(folder)
     if missing is not None:
         raise ValueError(
-            f"{key}={name}: the hub's model has no {missing}, so it is not a whole CogVideoX pipeline "
-            "of diffusers; use one that has it"
+            f"{key}={name}: the hub's model has no {missing}, so it is not a complete CogVideoX "
+            "pipeline of diffusers; use a model that has this file"
         )
     return folder
 
@@ -81,9 +83,8 @@ def _download(name: str, key: str, partly: Path | None) -> Path:
         found = snapshot_download(name, allow_patterns=WANTED, ignore_patterns=DUPLICATES)
     except RepositoryNotFoundError as error:  # also for gated and private models
         raise ValueError(
-            f"{key}={name}: there is no such folder, and the hub has no model of this name that this "
-            f"machine may read (status {error.response.status_code}); correct the path or the name, or "
-            "run hf auth login"
+            f"{key}={name}: no such folder, and no model of this name on the hub that you may read "
+            f"(status {error.response.status_code}); correct the path or the name, or run hf auth login"
         ) from None
     except (HTTPError, FileNotFoundError, ConnectionError) as error:
         raise _not_here(name, key, partly, f"the hub cannot be reached ({error})") from None
@@ -97,9 +98,9 @@ def _not_here(name: str, key: str, folder: Path | None, why: str) -> ValueError:
     has = f"has it without {missing}" if missing else "does not have it"
     why = " ".join(why.split())[:120]
     return ValueError(
-        f"{key}={name} is no folder here, and the hub's cache {constants.HF_HUB_CACHE} {has}; {why}: "
-        f"run hf download {name} where there is a network, set HF_HOME to the folder of its cache, or "
-        f"set {key} to the folder of a pipeline"
+        f"{key}={name}: no such folder, and the hub's cache {constants.HF_HUB_CACHE} {has}; {why}: "
+        f"run hf download {name} on a machine with network access, set HF_HOME to the folder of its "
+        f"cache, or set {key} to the folder of a pipeline"
     )
 
 
@@ -112,7 +113,9 @@ def _cached(name: str, key: str) -> Path | None:
         # Looks at the local cache alone, without the network.
         index = try_to_load_from_cache(name, "model_index.json")
     except HFValidationError as error:
-        raise ValueError(f"{key}={name}: no such folder, and no id of a model ({error})") from None
+        raise ValueError(
+            f"{key}={name}: no such folder, and not a model id ({error}); correct it"
+        ) from None
     return Path(index).parent if isinstance(index, str) else None
 
 

@@ -200,7 +200,7 @@ class CheckpointWriter:
         self._has_failed = True
         if self.groups.is_main:
             shutil.rmtree(self._draft(step), ignore_errors=True)
-            logger.error("checkpoint of step %d failed: %s; the previous one stays", step, error)
+            logger.error("checkpoint of step %d failed: %s; the previous one is kept", step, error)
 
 
 class _Snapshot:

@@ -28,6 +28,7 @@ from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.lora.adapters import only_adapters
 from cogfast.model.weights.lora.strength import header_only
+from cogfast.schema.values import counted
 from cogfast.train.run.checkpoint_writer import frozen_to_keep
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,13 @@ class Exporter:
                 shutil.rmtree(draft / name, ignore_errors=True)
             (draft / FILE_NAME).unlink(missing_ok=True)
             reason = str(error).partition("\n")[0]
-            text = "%s is saved without files for diffusers: %s"
-            logger.warning(text, _final_name(draft), reason or type(error).__name__)
+            logger.warning(
+                "args.export=%s: checkpoint %s is saved without files for diffusers (%s); write them "
+                "with cogfast convert",
+                self.choice,
+                _final_name(draft),
+                reason or type(error).__name__,
+            )
         else:
             seconds = time.monotonic() - start
             logger.info("%s: wrote %s, %.1f s", _final_name(draft), ", ".join(names), seconds)
@@ -124,7 +130,8 @@ def _trains_adapters(transformer: nn.Module, choice: str) -> bool:
     if adapters:
         reason = "the run trains adapters and other weights, which diffusers has no format for"
     elif lacking:
-        reason = f"checkpoints of this run lack {len(lacking)} frozen tensors, first {min(lacking)}"
+        number = counted(len(lacking), "frozen tensor")
+        reason = f"checkpoints of this run lack {number}, first {min(lacking)}"
     if reason is not None:
         raise ValueError(
             f"args.export={choice}: {reason}; set it to none, and use cogfast convert afterwards"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.schema.values import counted
 
 
 def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
@@ -52,10 +53,10 @@ class GradientCheck:
             hook.remove()
         self.hooks = []
         if self.waiting:
-            kind = "LoRA tensors" if self.is_lora else "trainable tensors"
-            got = self.num_trainable - len(self.waiting)
+            kind = "LoRA tensor" if self.is_lora else "trainable tensor"
             raise RuntimeError(
-                f"{got} of {self.num_trainable} {kind} got a gradient in step {step}; without: "
+                f"no gradient in step {step} for {len(self.waiting)} of "
+                f"{counted(self.num_trainable, kind)}, such as "
                 f"{', '.join(sorted(self.waiting)[:3])}; freeze them with "
                 "model.not_trainable_prefixes, or check that the network uses them"
             )

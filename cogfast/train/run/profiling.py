@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Profiler:
         elif self.is_capturing:
             self._stop()
         elif self.first is not None and not self.has_captured:
-            logger.warning("args.profiling=%d: this run did not do that step", self.first)
+            logger.warning("args.profiling=%d: this run did not reach that step", self.first)
 
     def range(self, name: str) -> AbstractContextManager:
         """Return a range around a part of the step, for nsys (NVTX) and for PyTorch's trace."""
@@ -278,7 +279,7 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
     shown, order = (kernels, "self_device_time_total") if kernels else (ops, "self_cpu_time_total")
     form = {"max_name_column_width": _NAME_WIDTH, "time_unit": "ms"}
-    title = f"{num_steps} steps; times are totals of these steps"
+    title = f"times are totals over {counted(num_steps, 'step')}"
     return "\n".join(
         [
             title,

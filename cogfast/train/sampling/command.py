@@ -18,6 +18,7 @@ from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import to_dict
+from cogfast.schema.values import counted
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.parallelize import run_without_dynamo
@@ -92,8 +93,8 @@ def sample(
     if len(seeds) > 1:
         if num_copies > 1:
             raise ValueError(
-                f"args.batch_size={num_copies} videos per prompt (--num-videos) and {len(seeds)} seeds "
-                "(--seed); give one of them"
+                f"args.batch_size={num_copies} (--num-videos) and {len(seeds)} seeds (--seed) both set the "
+                "number of videos per prompt; give one of them"
             )
         num_copies = len(seeds)
     given = list(zip(prompts, images, sizes, strict=True))
@@ -134,11 +135,15 @@ def sample(
     except (OSError, WriteError) as error:
         kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
         raise RuntimeError(
-            f"{out}: cannot be written ({error}); it has {kept} files of samples; free disk space and "
-            "sample again, or set another folder with --out"
+            f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space "
+            "and sample again, or set another folder with --out"
         ) from None
-    what = "latents" if args.only_save_latents else "videos and contact_sheet.png"
-    logger.info("%d %s in %s", len(files), what, out)
+    if args.only_save_latents:
+        logger.info(
+            "wrote %s to %s", counted(len(files), "file of latents", "files of latents"), out
+        )
+    else:
+        logger.info("wrote %s and contact_sheet.png to %s", counted(len(files), "video"), out)
     groups.close()
     return files
 

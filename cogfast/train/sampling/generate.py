@@ -21,6 +21,7 @@ from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.schema.values import counted
 from cogfast.train.assembly import Diffusion
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.encode import Encoder
@@ -228,7 +229,7 @@ def write_samples(
         conditioning = None
         try:
             if is_asked_to_stop():
-                raise EvaluationStopped(f"{len(mine) - start} videos are left out")
+                raise EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}")
             folder.mkdir(parents=True, exist_ok=True)
             conditioning = maker.condition(part)
         except EvaluationStopped as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _read_images(path: Path, num_prompts: int) -> list[Path | None]:
     ]
     if len(images) != num_prompts:
         raise ValueError(
-            f"{key} names {len(images)} images for {num_prompts} prompts; name one for each prompt of "
+            f"{key} names {counted(len(images), 'image')} for {counted(num_prompts, 'prompt')}; name one for each prompt of "
             "args.eval_prompt_file or args.eval_prompts, in their order"
         )
     return images

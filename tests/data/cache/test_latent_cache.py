@@ -340,7 +340,7 @@ def test_unusable_samples_are_counted_in_the_error(tmp_path: Path, videos: Capti
     ):
         CachedVideos(cache, videos, SPECS)
     plan = planned(cache, videos)
-    with pytest.raises(ValueError, match=r"8 of 8 samples are not encoded, and no `cogfast cache`"):
+    with pytest.raises(ValueError, match=r"encoded only 0 of 8 samples, and no `cogfast cache`"):
         CachedVideos(cache, videos, SPECS)
     make(cache, plan)
     CachedVideos(cache, videos, SPECS)
@@ -351,7 +351,7 @@ def test_unusable_samples_are_counted_in_the_error(tmp_path: Path, videos: Capti
         with pytest.raises(ValueError, match=match):
             CachedVideos(cache, videos, specs)
     Path(videos.paths[0]).write_text("an edited video")
-    with pytest.raises(ValueError, match=r"1 videos changed or moved since caching: 7 of 8 usable"):
+    with pytest.raises(ValueError, match=r"1 video changed or moved since caching: 7 of 8 usable"):
         CachedVideos(cache, videos, SPECS)
 
 

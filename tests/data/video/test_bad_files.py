@@ -79,8 +79,8 @@ KINDS = {
     "audio only": (_audio_only, "no video stream in it", "no video stream in it|not a readable"),
     "one frame": (
         lambda p: write_clip(p, [0.0], size=(32, 48)),
-        "1 frames at .* fps = .* s, need 1.1 s",
-        "1 frames at .* fps = .* s, need 1.1 s",
+        "1 frame at .* fps = .* s, need 1.1 s",
+        "1 frame at .* fps = .* s, need 1.1 s",
     ),
     # A good clip followed by zeros is still a good clip.
     "huge": (lambda p: os.truncate(p, 3 * 2**30), None, None),
@@ -95,7 +95,7 @@ KINDS = {
     "a picture": (
         _picture,
         r"an image \(png\), not a video",
-        r"image \(png\)|not a readable|1 frames at",
+        r"image \(png\)|not a readable|1 frame at",
     ),
     "all at once": (
         _all_at_once,

@@ -216,7 +216,7 @@ def test_extraction_is_the_best_of_its_rank_and_says_what_it_loses() -> None:
     assert set(extraction.lost) == set(base.shapes) - {
         f"blocks.{i}.attention.{linear}.weight" for i in range(2) for linear in ("qkv", "out")
     }
-    assert f"{len(extraction.lost)} other tensors changed and are lost" in extraction.report()
+    assert f"lost are the changes of {len(extraction.lost)} other tensors" in extraction.report()
     with pytest.raises(ValueError, match="--rank 129 must be from 1 to 128"):
         extract_lora(tuned, base, rank=129)
     with pytest.raises(

@@ -285,7 +285,7 @@ def test_the_vae_both_ways(tmp_path: Path) -> None:
         convert(tmp_path / "vae", tmp_path / "x", "peft")
     del state["decoder.conv_in.conv.bias"]
     torch.save({"state_dict": state}, tmp_path / "any.pt")
-    with pytest.raises(ValueError, match="1 tensors are missing, .* decoder.conv_in.conv.bias"):
+    with pytest.raises(ValueError, match="1 tensor missing, .* decoder.conv_in.conv.bias"):
         convert(tmp_path / "any.pt", tmp_path / "x", "diffusers")
 
 

@@ -243,7 +243,7 @@ def test_other_linears_are_read_and_foreign_names_listed(tmp_path: Path) -> None
         "blocks.0.fc1.matrix_B.0": (512, 2),
     }
     assert source.unexpected == list(other)
-    with pytest.raises(ValueError, match="2 tensors have unknown names, first text_enc"):
+    with pytest.raises(ValueError, match="2 tensors with unknown names, first text_enc"):
         open_adapter(tmp_path)
     convert(tmp_path, tmp_path / "known", "peft", allow_unexpected=True)
     assert open_adapter(tmp_path / "known").shapes == source.shapes
@@ -268,7 +268,7 @@ def test_what_is_no_whole_lora_is_refused(tmp_path: Path) -> None:
         "incomplete": {k: t for k, t in tensors.items() if k != key},
         "do not form a pair": tensors | {key: torch.zeros(3, 128)},
         "DoRA": tensors | {key.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(128)},
-        "none of its 1 tensors": {"unet.to_q.lora_A.weight": torch.zeros(2, 2)},
+        "none of 1 tensor is": {"unet.to_q.lora_A.weight": torch.zeros(2, 2)},
     }
     for match, state in cases.items():
         save_file(state, folder / FILE_NAME)

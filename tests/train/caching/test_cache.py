@@ -444,7 +444,7 @@ def test_what_changed_is_encoded_again_and_nothing_else(
         Trainer(config)
     caplog.clear()
     cache_latents(config)
-    assert "2 sources changed since caching; re-encoding 2" in caplog.text
+    assert "encoding 2 videos again, whose content changed since caching" in caplog.text
     after = contents(cache)
     assert all(after[name] == before[name] for name in before if name.endswith(".safetensors"))
     new = CacheIndex.read(cache).shards[len(index.shards) :]
@@ -528,8 +528,8 @@ def test_training_waits_for_a_cache_that_is_being_made(
     arguments = [f"args.latent_cache={cache}"]
     Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'waited'}"])).train()
     assert process.wait(60) == 0
-    assert "20 of 20 samples are still being encoded" in caplog.text
-    assert "waiting for `cogfast cache`: " in caplog.text
+    assert "still being encoded: 20 of 20 samples" in caplog.text
+    assert "waiting for `cogfast cache` since " in caplog.text
     Trainer(load_config([base], [*arguments, f"args.save={tmp_path / 'after'}"])).train()
     assert losses(run_folder(tmp_path / "waited")) == losses(run_folder(tmp_path / "after"))
 

@@ -29,9 +29,9 @@ def test_all_ranks_are_counted_and_no_file_is_looked_for_twice(
         return exists(path)
 
     monkeypatch.setattr(Path, "exists", counted)
-    with CacheProgress(groups, tmp_path, "clips", dealt) as progress:
+    with CacheProgress(groups, tmp_path, "clip", dealt) as progress:
         for number in range(100):
             (tmp_path / dealt[1][number].file).touch()  # the third rank is stuck
             progress.add(8)
-            assert f"{16 * (number + 1)} of 2400 clips encoded" in caplog.messages[-1]
+            assert f"encoded {16 * (number + 1)} of 2400 clips" in caplog.messages[-1]
     assert num_looks == 2 * 100 + 99

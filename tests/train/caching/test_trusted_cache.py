@@ -128,9 +128,9 @@ def test_training_gets_the_batch_of_their_data_set(
     cache_latents(config)
     # Two clips show whether the files are of 2B or of 5B. The others have a folder of their own.
     assert encoded == [(1, 3, 9, SIDE, SIDE)] * (2 if family == "5b" else 0)
-    text = f"4 of 4 clips and 4 of 4 captions are taken from {folder}"
+    text = f"args.trusted_cache={folder}: took 4 of 4 clips and 4 of 4 captions"
     assert text in caplog.messages
-    assert f"{folder} holds clips squeezed to their size" in caplog.text
+    assert f"args.trusted_cache={folder}: its clips are stretched to their size" in caplog.text
 
     batch = batch_of(config)
     stems = [Path(path).stem for path in batch["paths"]]
@@ -165,12 +165,14 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
     assert [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w] == [
         f"{files / '1.safetensors'}: cannot be read (Error while deserializing header: incomplete "
         "metadata, file not fully covered)",
-        f"{files / '2.safetensors'}: encoded_video has shape [8, 2, 4, 4], this run [8, 3, 4, 4]",
+        f"{files / '2.safetensors'}: encoded_video has shape [8, 2, 4, 4], this run needs [8, 3, 4, 4]",
         f"{of_text[0]}: prompt_embedding is not finite",
-        f"{of_text[1]}: prompt_embedding is torch.bfloat16, this run has torch.float32",
+        f"{of_text[1]}: prompt_embedding is torch.bfloat16, this run needs torch.float32",
     ]
-    text = "1 of 4 clips and 1 of 4 captions are taken from"
-    assert f"{text} {folder}; 3 clips and 3 captions are encoded" in caplog.messages
+    text = "took 1 of 4 clips and 1 of 4 captions"
+    assert (
+        f"args.trusted_cache={folder}: {text}; encoding 3 clips and 3 captions" in caplog.messages
+    )
     # One clip of theirs beside three with a variance, which are those of a cache without theirs.
     mixed = latents_of(batch_of(config))
     plain = build(data, tmp_path, "5b", f"args.latent_cache={tmp_path / 'plain'}", trusts=False)
@@ -216,7 +218,7 @@ def test_two_ranks_write_the_files_of_one(data: Path, tmp_path: Path, theirs: Th
     words = [f"args.latent_cache={tmp_path / 'two'}", f"args.trusted_cache={tmp_path / 'cache'}"]
     words.append("model.en_and_decode_n_samples_a_time=1")
     output = run(["cache", "--base", str(tmp_path / "base.yaml"), *words], 2).stdout
-    assert output.count("3 of 4 clips and 3 of 4 captions are taken from") == 1
+    assert output.count("took 3 of 4 clips and 3 of 4 captions") == 1
     assert contents(tmp_path / "two") == contents(tmp_path / "ours")
 
 
@@ -230,9 +232,12 @@ def test_a_stem_that_two_videos_share_is_not_trusted(
         shutil.copy(data / part.replace("1", "2"), other / part)
     config = build(data, tmp_path, "5b", f"args.train_data=[{data},{other}]")
     cache_latents(config)
-    line = f"{data}/videos/1.mp4 and {other}/videos/1.mp4 share 1.safetensors in {folder}"
+    line = f"{data}/videos/1.mp4 and {other}/videos/1.mp4 have the same file name, and 1.safetensors in {folder}"
     assert caplog.text.count(line) == 1
-    assert f"3 of 4 clips and 4 of 4 captions are taken from {folder}; 1 clips" in caplog.text
+    assert (
+        f"args.trusted_cache={folder}: took 3 of 4 clips and 4 of 4 captions; encoding 1 clip"
+        in caplog.text
+    )
 
 
 def test_a_file_that_changes_while_clips_are_encoded_ends_the_run(

@@ -93,7 +93,7 @@ WRONG = {
     "other count": (
         "5b_i2v",
         {PROMPTS: "two.txt", IMAGES: "one_image.txt"},
-        r"args.eval_images=.*one_image.txt names 1 images for 2 prompts; name one for each",
+        r"args.eval_images=.*one_image.txt names 1 image for 2 prompts; name one for each",
     ),
     "missing image": (
         "5b_i2v",

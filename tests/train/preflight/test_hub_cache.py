@@ -83,7 +83,7 @@ def test_a_model_in_the_cache_becomes_its_folder(
 
 def test_an_offline_machine_without_the_model_gets_one_line(cache: Path, tmp_path: Path) -> None:
     wanted = (
-        f"args.load={NAME} is no folder here, and the hub's cache {cache} does not have it; "
+        f"args.load={NAME}: no such folder, and the hub's cache {cache} does not have it; "
         f"HF_HUB_OFFLINE is set: run hf download {NAME} where there is a network, set HF_HOME to"
     )
     with pytest.raises(ValueError, match=wanted):
@@ -123,7 +123,7 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_hub_id("THUDM/CogVideoX1.5-5B-I2V") and is_hub_id("runs/other")
     for name in ("runs/mine", "model", "/a/b", "a/b/c", "./a", "../a", "a/", "a/b c", "a/{b}"):
         assert not is_hub_id(name)
-    with pytest.raises(ValueError, match=r"args.load=a/b--c: no such folder, and no id of a model"):
+    with pytest.raises(ValueError, match=r"args.load=a/b--c: no such folder, and not a model id"):
         hub_folder("a/b--c")
 
 
@@ -216,5 +216,5 @@ def test_a_model_that_the_hub_does_not_have(hub: str, tmp_path: Path) -> None:
     found = [start(unknown, hub, tmp_path), start(NAME, unreachable, tmp_path)]
     texts = [process.communicate(timeout=120)[0] for process in found]
     assert f"ERROR args.load={unknown}: there is no such folder, and the hub has no" in texts[0]
-    assert f"ERROR args.load={NAME} is no folder here" in texts[1]
+    assert f"ERROR args.load={NAME}: no such folder" in texts[1]
     assert "the hub cannot be reached" in texts[1] and f"hf download {NAME}" in texts[1]

@@ -277,7 +277,7 @@ def test_an_export_that_fails_costs_no_checkpoint(
     assert len(calls) == 2 and saved_steps(run) == [2, 4]
     lines = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert [line for line in lines if "without files for diffusers" in line] == [
-        "00000004 is saved without files for diffusers: [Errno 28] No space left on device"
+        "args.export=last: checkpoint 00000004 is saved without files for diffusers ([Errno 28] No space left on device); write them with cogfast convert"
     ]
     found = {p.name for p in newest_checkpoint(run).iterdir()}
     assert found == {"manifest.json", "rank-00000.safetensors"}

@@ -120,7 +120,7 @@ def rows_of(text: str) -> list[list[list]]:
 def test_table_of_ops_is_the_trace_summed_up(profiled: Path, events: list[dict]) -> None:
     """Counts and self times against those of the trace: an op's time less that of what it calls."""
     text = (profiled / "profile" / "top_ops.txt").read_text()
-    assert text.startswith("2 steps; times are totals of these steps\n")
+    assert text.startswith("times are totals over 2 steps\n")
     stacks, parents, children = {}, [], Counter()
     # the ranges of blocks' backward passes stand on a line of their own
     ops = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
@@ -182,7 +182,9 @@ def test_compiled_blocks_have_ranges_and_a_run_that_is_stopped_has_its_profile(
     once = [*blocks, *reversed(blocks)]  # forward, and recomputed
     assert calls == once * 2
     text = (run / "profile" / "top_ops.txt").read_text()
-    assert text.startswith("1 steps;") and re.search(r"block 1 recompute .* 1 +\n", text)
+    assert text.startswith("times are totals over 1 step\n") and re.search(
+        r"block 1 recompute .* 1 +\n", text
+    )
     assert blocks[0]._compiled_call_impl.__name__ == "<lambda>"
 
 
@@ -261,7 +263,7 @@ def test_outside_of_the_capture_a_range_is_one_object_that_does_nothing(
 
 def test_a_step_that_a_run_does_not_reach_is_logged(tmp_path: Path, caplog) -> None:
     run_steps(make_profiler(tmp_path, GPU, profiling=7), num_steps=6)
-    assert "args.profiling=7: this run did not do that step" in caplog.text
+    assert "args.profiling=7: this run did not reach that step" in caplog.text
 
 
 def test_a_full_disk_costs_the_profile_alone(
@@ -319,7 +321,7 @@ def test_tables_of_a_gpu_count_kernels() -> None:
         ],
         3,
     )
-    assert text.startswith("3 steps; times are totals of these steps\n")
+    assert text.startswith("times are totals over 3 steps\n")
     of_ranges, of_kernels = rows_of(text)
     assert of_ranges[0][6:9] == ["Self CUDA", "Self CUDA %", "CUDA total"]
     assert [(row[0], row[4], row[8], row[10]) for row in of_ranges[1:]] == [

@@ -117,7 +117,7 @@ def test_a_full_disk_ends_in_one_line_that_says_what_is_kept(
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.splitlines()[-1].startswith(f"cogfast: {out}: cannot be written (")
-    assert f"it has {num_kept} files of samples; free disk space and sample again" in error
+    assert f"{num_kept} samples kept in it; free disk space and sample again" in error
     names = sorted(path.suffix for path in out.iterdir())
     assert (
         names == [".json"] * (what != "settings") + [".json"] * (num_kept > 0) + [".mp4"] * num_kept
@@ -184,7 +184,10 @@ def test_each_prompt_gets_a_video_of_each_seed(
         "2",
     ]
     assert main(words) == 2
-    assert "(--num-videos) and 2 seeds (--seed); give one of them" in capsys.readouterr().err
+    assert (
+        "(--num-videos) and 2 seeds (--seed) both set the number of videos per prompt; give"
+        in capsys.readouterr().err
+    )
 
 
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:

@@ -33,6 +33,7 @@ from cogfast.model.weights.lora.strength import (
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import Range, brief, check, parse_json, read_json
+from cogfast.schema.values import counted
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -96,7 +97,7 @@ def open_peft(path: str | Path) -> WeightSource:
     found = _Keys.of([key for key in keys if key not in alpha_keys])
     if not found.ours:
         raise ValueError(
-            f"{file}: none of its {len(keys)} tensors is a LoRA tensor of diffusers' "
+            f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
             f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; use a LoRA file "
             "of CogVideoX"
         )

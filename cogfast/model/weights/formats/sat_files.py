@@ -32,6 +32,7 @@ from cogfast.model.weights.formats.torch_files import (
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_tensors, with_flat_patches
 from cogfast.schema.json_files import brief, read_name
+from cogfast.schema.values import counted
 
 _LEAST_WIDTH = 16  # of a position table: in a narrower one an axis has no column
 
@@ -220,7 +221,7 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
         differing += [k for k in first if k in shard and first[k].shape != shard[k].shape]
         if differing:
             raise ValueError(
-                f"{file}: {len(differing)} tensors are not as in {files[0].name}, first "
+                f"{file}: {counted(len(differing), 'tensor')} not as in {files[0].name}, first "
                 f"{brief(differing[0])}; the files are shards of different models, copy them again"
             )
     # Shards of a trained matrix cannot be equal: equal ones mean that a file was copied twice.

@@ -22,6 +22,7 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, num_blocks
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import NETWORK_KEY
+from cogfast.schema.values import counted
 
 _PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 _LORA_CONFIG = f"{NETWORK_KEY}.modules.lora_config"
@@ -46,7 +47,7 @@ class Adapters:
         ranks = ", ".join(map(str, self.ranks))
         alpha = f"unknown (SAT's default is {SAT_ALPHA:g})" if self.alpha is None else self.alpha
         names = ", ".join((*self.targets, *self.others))
-        return f"rank {ranks}, alpha {alpha}, {len(self.layers)} layers, {names}"
+        return f"rank {ranks}, alpha {alpha}, {counted(len(self.layers), 'layer')}, {names}"
 
 
 def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
@@ -55,11 +56,11 @@ def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
     ValueError if there are none, or if tensors have unknown names.
     """
     if not Path(path).exists():
-        raise ValueError(f"{path}: no such file or folder of LoRA adapters")
+        raise ValueError(f"{path}: no such file or folder; give the path of LoRA adapters")
     source = open_source(Path(path), ema)
     if source.unexpected:
         raise ValueError(
-            f"{source.description}: {len(source.unexpected)} tensors have unknown names, first "
+            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names, first "
             f"{brief(source.unexpected[0])}; remove them with cogfast convert {path} DST --to peft "
             "--allow-unexpected"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from cogfast.model.lora import DEFAULT_TARGETS, NUM_PARTS, TARGETS
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, num_blocks
+from cogfast.schema.values import counted
 
 _SPARE, _ITERATIONS = 16, 6  # randomized SVD: extra singular values, power iterations
 _OPTIONAL = {"position_table.weight", "unused_position_embeddings"}  # not in every format
@@ -59,7 +60,8 @@ class Extraction:
         )
         if self.lost:
             shown = ", ".join(self.lost[:5]) + (", ..." if len(self.lost) > 5 else "")
-            line += f"; {len(self.lost)} other tensors changed and are lost: {shown}"
+            number = counted(len(self.lost), "other tensor")
+            line += f"; lost are the changes of {number}: {shown}"
         return line
 
     def _read(self, name: str, shard: Shard | None) -> Tensor:

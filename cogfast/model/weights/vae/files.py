@@ -35,6 +35,7 @@ from cogfast.model.weights.vae.names import (
     to_diffusers,
     to_sat,
 )
+from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
     )
     if differing:
         raise ValueError(
-            f"{vae.description}: {len(differing)} tensors are missing, unknown or of another shape, "
-            f"first {first_of(differing)}; use a complete VAE of CogVideoX"
+            f"{vae.description}: {counted(len(differing), 'tensor')} missing, unknown or of another "
+            f"shape, first {first_of(differing)}; use a complete VAE of CogVideoX"
         )
     return config
