@@ -1,4 +1,4 @@
-"""Reads what `accelerate launch` asks for from the variables that it sets for its processes.
+"""Reads the settings of `accelerate launch` from the variables that it sets for its processes.
 
 `accelerate launch --config_file F -m cogfast finetune ...` starts the ranks as torchrun does. F may also
 name a DeepSpeed file, or describe ZeRO itself; accelerate's own trainer reads both from variables.
@@ -37,7 +37,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return what the variables of `accelerate launch` ask for; an empty Launch without them.
+    """Return the settings in the variables of `accelerate launch`; an empty Launch without them.
 
     Raises ValueError for a kind of parallelism or a precision that cogfast does not have.
     """
@@ -52,7 +52,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         raise ValueError(
             f"{_PREFIX}MIXED_PRECISION={precision} must be one of {', '.join(_PRECISIONS)}; {_FIX}"
         )
+    # "no" is also accelerate's default, so it does not contradict --mixed_precision.
     asked = None if precision == "no" else precision
+    # accelerate writes "none" for settings that its file leaves out.
     file = environment.get(_PREFIX + "DEEPSPEED_CONFIG_FILE", "none")
     if file not in ("", "none"):
         return Launch(file=Path(file), precision=asked)
@@ -61,6 +63,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def _section(environment: Mapping[str, str]) -> dict[str, Any]:
+    # 2 is accelerate's default stage.
     zero: dict[str, Any] = {"stage": _number(environment, "DEEPSPEED_ZERO_STAGE", int, 2)}
     for part in ("optimizer", "param"):
         name = f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE"

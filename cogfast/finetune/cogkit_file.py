@@ -18,7 +18,9 @@ _STAGES = {
     "FULL_SHARD": 3,
     "HYBRID_SHARD": 3,
 }
+# Accepted, since they change no result.
 _UNUSED = ("log_level", "no_grad_sync_when_accumulating")
+# Refused if they are on: a run without them would need more memory or see other batches.
 _REFUSED = {
     "offload_params_grads": "use --deepspeed_config with offload_param and offload_optimizer",
     "enable_packing": "use data.params.buckets=[[frames, rows, columns], ...]",
@@ -53,8 +55,10 @@ def read_cogkit(file: Path, known: list[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{file}: unknown key {cut(key)}{nearest(key, names) or '; remove it'}"
             )
+    # CogKit says fp32 where CogVideo's trainer says no.
     if options.get("mixed_precision") == "fp32":
         options["mixed_precision"] = "no"
+    # CogKit has no model_type: its model names end in t2v or i2v.
     options.setdefault("model_type", str(options.get("model_name"))[-3:])
     # The metadata of data_root has both columns.
     options |= {"caption_column": ".", "video_column": "."}

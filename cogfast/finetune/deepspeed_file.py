@@ -48,6 +48,7 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
             f"{option}, but the file of {_LAUNCH} --config_file has mixed_precision="
             f"{launch.precision}; give --mixed_precision {launch.precision}, or change the file"
         )
+    # A file is complete: it replaces what the launch says about ZeRO.
     section = dict(launch.section) if file is None else _read(file)
     file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
@@ -58,10 +59,12 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     kind = str(optimizer.get("type", args.optimizer))
     if kind.lower() != args.optimizer.lower():
         _refuse(f"--optimizer {args.optimizer}", file, "optimizer.type", kind)
+    # Two options for one key, so _SAME cannot list it.
     betas = _select(optimizer, "params.betas")
     if betas not in (None, "auto", [args.beta1, args.beta2]):
         given = f"--beta1 {args.beta1} --beta2 {args.beta2}"
         _refuse(given, file, "optimizer.params.betas", betas)
+    # Both sections must agree with the one option: a file may switch on one and leave out the other.
     for name in ("bf16", "fp16"):
         is_on = _select(section, f"{name}.enabled")
         if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
@@ -71,6 +74,7 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     if "type" in optimizer:
         settings["deepspeed.optimizer.type"] = kind
     for key, value in section.items():
+        # Key by key: the whole section would replace what --mixed_precision has set in it.
         if isinstance(value, dict) and key in ("bf16", "fp16"):
             inner = {f"deepspeed.{key}.{k}": v for k, v in value.items() if v != "auto"}
             settings |= inner

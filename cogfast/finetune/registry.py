@@ -16,11 +16,12 @@ BUILT_IN = {
     "cogvideox1.5-i2v": "cogvideox1_5_i2v",
 }
 TRAINING_TYPES = ("lora", "sft")
+# Filled by `register`. Built-in classes are missing until get_model_cls imports their modules.
 SUPPORTED_MODELS: dict[str, dict[str, type[Any]]] = {}
 
 
 def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> None:
-    """Make a class known under a name. Raises ValueError if the name has another one."""
+    """Register a trainer class. Raises ValueError if the name has a class for this training type."""
     if training_type not in TRAINING_TYPES:
         types = " or ".join(map(repr, TRAINING_TYPES))
         raise ValueError(f"register: training_type={training_type!r} must be {types}")
@@ -35,6 +36,7 @@ def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> Non
 
 def get_model_cls(model_name: str, training_type: str) -> type[Any]:
     """Return the class of a model name and training type, built-in or registered."""
+    # The module registers its class when it is imported, as upstream's modules do.
     if model_name in BUILT_IN and training_type in TRAINING_TYPES:
         import_module(f"cogfast.finetune.models.{BUILT_IN[model_name]}.{training_type}_trainer")
     check_name(model_name)

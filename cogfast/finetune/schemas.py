@@ -1,4 +1,4 @@
-"""The arguments of CogVideo's diffusers trainer: its names, types and defaults, and our checks.
+"""The arguments of CogVideo's diffusers trainer: its names, types and defaults, checked by cogfast.
 
 Imports no torch, so that `cogfast finetune --help` answers at once.
 """
@@ -171,12 +171,14 @@ class Args:
         hints = typing.get_type_hints(Args, include_extras=True)
         for field in _fields():
             value = _value(field.name, getattr(self, field.name), hints[field.name])
+            # A frozen dataclass allows no other assignment.
             object.__setattr__(self, field.name, value)
         _check_combinations(self)
 
     @classmethod
     def parse_args(cls, words: Sequence[str] | None = None) -> Args:
-        """Parse a command line; None reads sys.argv, as upstream's."""
+        """Parse a command line; None reads sys.argv, as upstream's `parse_args` does."""
+        # Has only the options that were given, so that those of --yaml can be told from defaults.
         found = vars(_parser().parse_intermixed_args(words))
         # A list takes the key=value words that follow it.
         modules = found.get("target_modules", [])
@@ -186,6 +188,7 @@ class Args:
         if "yaml" in found:
             names = [field.name for field in _fields()]
             of_file = read_cogkit(Path(found["yaml"]), names)
+            # The command line comes last, so that it wins over the file.
             found = of_file | found | {"overrides": of_file["overrides"] + found["overrides"]}
         missing = [f"--{f.name}" for f in _fields() if _is_required(f) and f.name not in found]
         if missing:
@@ -218,6 +221,7 @@ def _value(name: str, value: Any, annotation: Any) -> Any:
     kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     rule = describe_type(annotation)
     read: Any = value
+    # Upstream's option is one text, frames x height x width; callers from Python pass three numbers.
     if name == "train_resolution":
         annotation, kind = tuple[int, int, int], tuple
         rule = "frames x height x width in whole numbers, such as 49x480x720"
@@ -231,6 +235,7 @@ def _value(name: str, value: Any, annotation: Any) -> Any:
         read = _number(kind, value)
     elif kind is Path and isinstance(value, Path):
         read = str(value)
+    # A zero byte in a path would otherwise fail deep inside the code that opens it.
     if not fits(read, annotation) or "\0" in str(read):
         raise ValueError(f"--{name} {printable(cut(str(value)))}: must be {rule}")
     return Path(read) if kind is Path else read
@@ -250,13 +255,15 @@ def _number(kind: type, text: Any) -> Any:
 
 
 def _check_combinations(args: Args) -> None:
-    """Refuse options that need or exclude others, and words that are no override."""
+    """Raise ValueError for options that need or exclude others, and for words without "="."""
+    # argparse collects every word that is no option in `overrides`.
     for word in args.overrides:
         if "=" not in word:
             raise ValueError(
                 f"cogfast finetune: {cut(word)!r} is neither an option nor key=value; options begin "
                 "with --"
             )
+    # Names that users registered may end in anything; those with upstream's endings must agree.
     if args.model_name.endswith(("-t2v", "-i2v")) and args.model_type != args.model_name[-3:]:
         raise ValueError(
             f"--model_type {args.model_type} with --model_name {args.model_name}: the name is one of "
@@ -285,6 +292,7 @@ def _check_combinations(args: Args) -> None:
 
 class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
+        # argparse says "unrecognized arguments: --name=value ..."; other errors have no name.
         name = message.split()[2].partition("=")[0] if message.startswith("unrecog") else ""
         plain = name.lstrip("-").replace("-", "_").lower()
         same = [f.name for f in _fields() if f.name.replace("_", "") == plain.replace("_", "")]
@@ -302,6 +310,7 @@ def _parser() -> _Parser:
         description="Fine-tune CogVideoX with the arguments of CogVideo's diffusers trainer.",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=44, width=150),
         allow_abbrev=False,
+        # Defaults are the dataclass's.
         argument_default=argparse.SUPPRESS,
     )
     hints = typing.get_type_hints(Args)
@@ -317,6 +326,7 @@ def _parser() -> _Parser:
             )
             continue
         options: dict[str, Any] = {"metavar": field.name.rpartition("_")[2].upper()}
+        # Upstream's scripts write `--do_validation false`; a bare option means true.
         if kind is bool:
             options = {"nargs": "?", "const": "true", "metavar": "true|false"}
         elif get_origin(kind) is list:
@@ -328,6 +338,7 @@ def _parser() -> _Parser:
         flags = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
         # Only our own options have both spellings, as in `cogfast train`.
         spellings = list(flags) if group == _OWN else [f"--{field.name}"]
+        # argparse formats help texts with %.
         text = f"{field.metadata['help']} [{shown}]".replace("%", "%%")
         groups[group].add_argument(*spellings, help=text, **options)
     return parser

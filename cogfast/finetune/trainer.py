@@ -137,10 +137,12 @@ class Trainer:
     """One run. Subclasses may override `compute_loss`, `collate_fn`, `encode_video` and `encode_text`;
     overriding another of upstream's methods is a TypeError.
 
-    config: what `cogfast train` would read. dataset, optimizer and lr_scheduler are None until `fit`.
+    config: the same run as a configuration of `cogfast train`. dataset, optimizer and lr_scheduler are
+    None until `fit`.
     """
 
     def __init__(self, args: Args) -> None:
+        # A user's script may have configured logging itself.
         if not logging.getLogger("cogfast").handlers:
             start_logging()
         self.args = args
@@ -162,6 +164,7 @@ class Trainer:
         self._encoding: tuple[Encoder, SlotRandom] | None = None  # of the sample that is encoded
 
     def __init_subclass__(cls) -> None:
+        # A method that silently never runs would cost a whole run; this fails when it is defined.
         for name, reason in _NOT_CALLED.items():
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
@@ -257,6 +260,7 @@ class Trainer:
             self.lr_scheduler = LearningRate(run)
             self.state.num_trainable_parameters = run.num_trained
             self.state.total_batch_size_count = run.global_batch
+            # For the user: nothing reads this file.
             if run.groups.is_main:
                 text = json.dumps(self.args.model_dump(), indent=2, default=str)
                 write_text(run.folder / "args.json", text + "\n")

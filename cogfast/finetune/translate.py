@@ -31,8 +31,8 @@ _SAMPLING = "sgm.modules.diffusionmodules"
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
 _OPTIMIZERS = {"adamw": "sat.ops.FusedEmaAdam", "adam": "torch.optim.Adam"}
 _ONE_RATE = {
-    "prodigy": "its one step size over all weights would differ between ZeRO's shards",
-    "came": "it needs whole matrices, which ZeRO splits",
+    "prodigy": "it estimates one step size over all weights, and ZeRO's shards would get different ones",
+    "came": "it needs whole matrices, and ZeRO splits them",
 }
 # Elements per reduction: adapters have about 0.1 billion weights, a 5B model 5.6 billion.
 _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
@@ -41,6 +41,7 @@ _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
 def translate(args: Args) -> Config:
     """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
     base, settings = _model_settings(args)
+    # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
     settings |= _validation_settings(args) | deepspeed_settings(args)
     return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
@@ -51,6 +52,7 @@ Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 
 def _model_settings(args: Args) -> tuple[Path, Settings]:
     folder = args.model_path
+    # --dry-run downloads nothing.
     if is_hub_id(str(folder)):
         folder = hub_folder(str(folder), "--model_path", may_download=not args.dry_run)
     if not (folder / "transformer" / "config.json").is_file():
@@ -147,6 +149,8 @@ def _data_settings(args: Args) -> Settings:
             "data.params.video_column": (videos, "--video_column"),
             "args.train_data": ([str(args.data_root)], "--data_root"),
         }
+    # Upstream encodes before training and keeps the result in data_root/cache; so does cogfast, in a
+    # folder of its own, since the formats differ.
     cache = args.latent_cache or args.data_root / "cache" / "cogfast"
     if str(cache) != "none":
         settings["args.latent_cache"] = (str(cache), "--latent_cache")
@@ -168,6 +172,7 @@ def _training_settings(args: Args) -> Settings:
             f"--optimizer {cut(args.optimizer)}: must be adamw or adam"
             + (f"; {why}" if why else nearest(name, _OPTIMIZERS))
         )
+    # As upstream: a number of steps replaces the number of epochs.
     amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
     if args.train_steps is not None:
         amount = {"args.train_iters": (args.train_steps, "--train_steps")}
@@ -185,8 +190,10 @@ def _training_settings(args: Args) -> Settings:
         "args.weight_decay": (args.weight_decay, "--weight_decay"),
         "args.lr_schedule": (args.lr_scheduler, "--lr_scheduler"),
         "args.warmup_steps": (args.lr_warmup_steps, "--lr_warmup_steps"),
+        # The option is a whole number, the key may be a fraction.
         "args.lr_num_cycles": (float(args.lr_num_cycles), "--lr_num_cycles"),
         "args.lr_power": (args.lr_power, "--lr_power"),
+        # PyTorch's schedulers start at 0: the first step of a warm-up has learning rate 0.
         "args.lr_first_step": (0, TRAINER),
         "args.activation_checkpointing": (
             "auto" if args.gradient_checkpointing else "none",
@@ -229,6 +236,7 @@ def _run_settings(args: Args) -> Settings:
 def _validation_settings(args: Args) -> Settings:
     if not args.do_validation:
         return {}
+    # Checked by Args.
     assert args.validation_dir is not None and args.validation_prompts is not None
     prompts = args.validation_dir / args.validation_prompts
     settings: Settings = {
@@ -250,8 +258,8 @@ def notices(args: Args) -> list[str]:
     found = []
     if str(args.resume_from_checkpoint) == PLACEHOLDER:
         found.append(
-            f"--resume_from_checkpoint {PLACEHOLDER} is the placeholder of CogVideo's scripts: a new "
-            "run starts"
+            f"--resume_from_checkpoint {PLACEHOLDER} is the placeholder of CogVideo's scripts and has "
+            "no effect: a new run starts"
         )
     if args.training_type == "sft":
         for name in ("rank", "lora_alpha"):
@@ -265,18 +273,21 @@ def notices(args: Args) -> list[str]:
             "for diffusers"
         )
     if args.image_column is not None and args.model_type == "t2v":
-        found.append(f"--image_column {args.image_column}: a text-to-video model takes no images")
+        found.append(
+            f"--image_column {args.image_column} has no effect: a text-to-video model takes no images"
+        )
+    # The folders in which upstream's trainer keeps what it has encoded.
     theirs = args.data_root / "cache"
     has_theirs = any((theirs / name).is_dir() for name in ("video_latent", "prompt_embeddings"))
     if has_theirs and not args.trust_cache and str(args.latent_cache) != "none":
         found.append(
-            f"{theirs} has clips or captions that CogVideo's trainer encoded: --trust_cache takes them; "
-            "without it all are encoded by cogfast"
+            f"{theirs} has clips or captions that CogVideo's trainer encoded; --trust_cache uses them, "
+            "and without it cogfast encodes all of them"
         )
     if not args.pin_memory:
         found.append("--pin_memory false has no effect: batches for a GPU are always pinned")
     for name, why in (
-        ("nccl_timeout", "waiting for other ranks ends after fixed times"),
+        ("nccl_timeout", "cogfast's own timeouts apply"),
         ("beta3", "adamw and adam have two betas"),
     ):
         if getattr(args, name) != default[name]:

@@ -430,9 +430,9 @@ def test_a_script_of_upstream_trains(family, training, pipelines, data, tmp_path
     words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
     assert main(["finetune", *words, *ADDED]) == 0
     log = capsys.readouterr().err
-    assert ("is the placeholder of CogVideo's scripts: a new run starts" in log) is (
-        training == "lora"
-    )
+    assert (
+        "is the placeholder of CogVideo's scripts and has no effect: a new run starts" in log
+    ) is (training == "lora")
     check_folder(tmp_path / "out", training)
     # A second run in the folder would mix both.
     assert main(["finetune", *words, *ADDED]) == 2

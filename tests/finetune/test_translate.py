@@ -359,7 +359,7 @@ WRONG = {
     "prodigy": (
         "5b",
         {"optimizer": "prodigy"},
-        "--optimizer prodigy: must be adamw or adam; its one step size over all weights",
+        "--optimizer prodigy: must be adamw or adam; it estimates one step size over all weights",
     ),
     "an optimizer that is none": (
         "5b",
@@ -431,9 +431,9 @@ def test_options_without_an_effect_are_named_once(options):
     )
     text = "\n".join(found)
     for part in (
-        "is the placeholder of CogVideo's scripts: a new run starts",
+        "is the placeholder of CogVideo's scripts and has no effect: a new run starts",
         "--rank 64 has no effect with --training_type sft",
-        "--image_column images.txt: a text-to-video model takes no images",
+        "--image_column images.txt has no effect: a text-to-video model takes no images",
         "--pin_memory false has no effect",
         "--nccl_timeout 60 has no effect",
     ):
