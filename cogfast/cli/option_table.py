@@ -57,7 +57,7 @@ _INTRODUCTION = """\
 
 All keys of a configuration, with their defaults. A key is set in a YAML file or on the command line as `key=value`
 (`args.train_iters=100`); `cogfast train --dry-run` prints every value with its origin. Upper limits of 100000 and above, which only
-catch slips of the keyboard, are left out here. `python -m cogfast.cli.option_table` writes this file from the source.
+catch typing errors, are left out here. `python -m cogfast.cli.option_table` writes this file from the source.
 """
 _WORDS = {
     bool: "true or false",

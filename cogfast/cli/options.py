@@ -80,13 +80,23 @@ def parse_train(argv: Sequence[str]) -> Request:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
-    parser.add_argument("--resume", metavar="WHAT", help="auto, latest, or a run's folder")
+    parser.add_argument(
+        "--resume",
+        metavar="WHAT",
+        help="latest: the newest checkpoint; auto: the same, or a new run if there is none; or the "
+        "path of a run or checkpoint",
+    )
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="resume even if training-relevant keys changed (as args.accept_changes=true)",
+        help="resume even if keys changed that affect training (same as args.accept_changes=true)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.train_iters=100")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="set a key of the configuration, such as args.train_iters=100",
+    )
     found = _parse(parser, argv, visible=("seed", "resume", "accept_changes"))
     return dataclasses.replace(_whole_request(found), dry_run=found.dry_run)
 
@@ -111,7 +121,12 @@ def _whole_request(found: argparse.Namespace) -> Request:
 
 def parse_cache(argv: Sequence[str]) -> Request:
     parser = _parser("cache", "Encode a run's videos and captions once, into args.latent_cache.")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="args.latent_cache=PATH")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="set a key of the configuration, such as args.latent_cache=PATH",
+    )
     found = _parse(parser, argv, visible=("seed",))
     return _whole_request(found)
 
@@ -121,31 +136,35 @@ def parse_sample(argv: Sequence[str]) -> Request:
         "sample",
         "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load.",
     )
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
-    parser.add_argument("--prompt-file", metavar="FILE", help="a prompt per line")
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="prompt of a video; may be repeated"
+    )
+    parser.add_argument("--prompt-file", metavar="FILE", help="text file with a prompt per line")
     parser.add_argument(
         "--image",
         action="append",
         metavar="FILE",
-        help="picture for the first frame; one for all prompts or one per prompt",
+        help="first frame for an image-to-video model; once for all prompts, or once per prompt",
     )
     parser.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
-        help="use the averaged (EMA) weights; default: those of FOLDER, not those of args.load",
+        help="use the averaged (EMA) weights, or not; default: use those of FOLDER, if it has any, and "
+        "the plain weights of args.load",
     )
     parser.add_argument(
         "--lora",
         action="append",
         metavar="PATH[:SCALE]",
-        help="add adapters: a LoRA file, a SAT folder or a run; may be repeated",
+        help="merge adapters, with a strength (default: 1): a LoRA file, a SAT folder or a run; may be "
+        "repeated",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
     parser.add_argument("--out", metavar="DIR", help="output folder; default: args.output_dir")
     _add_sampling_flags(parser)
-    text = "a run, a model folder or a hub id; key=value overrides a key of the configuration"
+    text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
     found = _parse(parser, argv, visible=("seed", "negative_prompt"))
     seeds = _seeds(found)
@@ -204,12 +223,12 @@ def _add_sampling_flags(parser: Parser) -> None:
             "number of frames: 8k+1, with CogVideoX1.5 16k+1" + own,
         ),
         ("--size", "HxW", _size, "rows and columns in pixels, such as 480x720" + own),
-        ("--fps", "N", _number(int, 1000), "frames per second of the files" + own),
+        ("--fps", "N", _number(int, 1000), "frames per second of the video files" + own),
         (
             "--num-videos",
             "N",
             _number(int, 10**5),
-            "videos per prompt, each of another seed; default: 1",
+            "videos per prompt, each with a different seed; default: 1",
         ),
     ):
         parser.add_argument(flag, metavar=metavar, type=kind, help=text)
@@ -299,10 +318,10 @@ def _parser(command: str, what: str) -> Parser:
         nargs="+",
         action="extend",
         metavar="YAML",
-        help="configuration files; a later one overrides",
+        help="configuration files; a key in a later file replaces that in an earlier one",
     )
     if command == "sample":
-        text = "seed of the first video's noise, or a list of seeds: a video per prompt and seed"
+        text = "seed of the first video, the next ones count up; or a list: a video per prompt and seed"
         parser.add_argument("--seed", action="append", metavar="N[,N ...]", help=text)
     else:
         parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
@@ -311,9 +330,11 @@ def _parser(command: str, what: str) -> Parser:
         action="append",
         default=[],
         metavar="PKG",
-        help="allow `target` to name classes that this package defines; may be repeated",
+        help="allow `target` in the configuration to name classes of this package; may be repeated",
     )
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument(
+        "--traceback", action="store_true", help="print the Python traceback of an error"
+    )
     parser.add_argument(
         "--help-all", action=HelpAll, help="list all keys that key=value can set, and stop"
     )
@@ -426,16 +447,21 @@ def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
 def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
     """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
     parser = Parser(prog="cogfast convert", description=_WHAT, allow_abbrev=False)
-    parser.add_argument("src", metavar="SRC")
+    parser.add_argument("src", metavar="SRC", help="the weights to convert")
     parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
-    parser.add_argument("--to", required=True, choices=("sat", "diffusers", "peft", "cogfast"))
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("sat", "diffusers", "peft", "cogfast"),
+        help="format of DST; peft: adapters alone, as a LoRA file",
+    )
     parser.add_argument("--ema", action="store_true", help="convert the averaged (EMA) weights")
     parser.add_argument(
         "--merge-lora",
         nargs="?",
         const="",
         metavar="LORA",
-        help="merge these adapters into the weights; without LORA: the adapters that SRC holds",
+        help="merge these adapters into the weights; without LORA: SRC's own adapters",
     )
     parser.add_argument(
         "--add-lora",
@@ -484,7 +510,9 @@ def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
         metavar="X",
         help="scaling_factor in the diffusers config of a VAE: 1.15258426 for 2B, 0.7 (default) else",
     )
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument(
+        "--traceback", action="store_true", help="print the Python traceback of an error"
+    )
     found = vars(parser.parse_args(list(argv)))
     del found["traceback"]
     return found

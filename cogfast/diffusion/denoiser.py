@@ -74,7 +74,7 @@ class DiscreteDenoiser:
         scaling: VideoScaling,
         # the noise schedule
         discretization: Schedule,
-        # length of the schedule; SAT's files give it twice
+        # number of timesteps: the discretization's num_timesteps
         num_idx: NumTimesteps = 1000,
     ) -> None:
         # SAT's configs give the table's length twice; two lengths would be two schedules.

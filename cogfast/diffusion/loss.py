@@ -34,7 +34,7 @@ class VideoDiffusionLoss:
         sigma_sampler: DiscreteSampling,
         # squared (l2) or absolute error (l1)
         type: Literal["l2", "l1"] = "l2",
-        # factor of one more normal number per sample, added to all its noise
+        # all noise of a sample is shifted by this times one normal number; 0: no shift
         offset_noise_level: Annotated[float, Range(0, 100)] = 0.0,
         # gamma of Min-SNR weighting; null: all timesteps count as in SAT
         min_snr_value: Annotated[float, Range(0, 10**6)] | None = None,

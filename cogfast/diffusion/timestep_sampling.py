@@ -28,7 +28,7 @@ class DiscreteSampling:
         self,
         # the noise schedule
         discretization: Schedule,
-        # length of the schedule
+        # number of timesteps: the discretization's num_timesteps
         num_idx: NumTimesteps = 1000,
         # stratify: spread the timesteps of a step evenly over its samples
         uniform_sampling: bool = False,

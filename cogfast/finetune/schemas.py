@@ -70,19 +70,22 @@ class Args:
     report_to: Literal["tensorboard", "wandb", "all"] | None = _output(
         "tensorboard, wandb or all; TensorBoard files are always written", None
     )
-    tracker_name: str = _output("project of Weights & Biases", "finetrainer-cogvideo")
+    tracker_name: str = _output("project name in Weights & Biases", "finetrainer-cogvideo")
 
     data_root: Path = _data("folder of the training data")
     caption_column: Path = _data("file in data_root with a caption per line")
     video_column: Path = _data(
-        "file with the path of a video per line; the same as caption_column: a file of metadata"
+        "file with the path of a video per line; if equal to caption_column: a metadata file with both"
     )
     image_column: Path | None = _data(
-        "file with the path of a first frame per line; default: the clips' own", None
+        "file with the path of a first frame per line; default: the first frames of the videos",
+        None,
     )
-    train_resolution: tuple[Count, Count, Count] = _data("frames x height x width: 49x480x720")
+    train_resolution: tuple[Count, Count, Count] = _data(
+        "frames x height x width, such as 49x480x720"
+    )
     num_workers: Annotated[int, Range(0, 256)] = _data("processes per rank that read videos", 8)
-    pin_memory: bool = _data("accepted; batches for a GPU are always pinned", True)
+    pin_memory: bool = _data("no effect: batches for a GPU are always pinned", True)
 
     seed: Annotated[int, Range(-(2**62), 2**62)] | None = _train("seed of data order and noise", 42)
     train_epochs: Count = _train("passes over the data; train_steps replaces it", 10)
@@ -96,10 +99,10 @@ class Args:
     optimizer: str = _train("adamw or adam", "adamw")
     beta1: Fraction = _train("decay of the first moment", 0.9)
     beta2: Fraction = _train("decay of the second moment", 0.95)
-    beta3: Fraction = _train("accepted; only prodigy and came have it", 0.98)
-    epsilon: Positive = _train("added to the root of the second moment", 1e-8)
+    beta3: Fraction = _train("no effect: adamw and adam have two betas", 0.98)
+    epsilon: Positive = _train("Adam's epsilon, added to the denominator", 1e-8)
     weight_decay: Positive = _train("weight decay, without norms and biases", 1e-4)
-    max_grad_norm: Positive = _train("gradients of a larger norm are scaled to it", 1.0)
+    max_grad_norm: Positive = _train("largest norm of a step's gradients", 1.0)
     lr_scheduler: DiffusersSchedule = _train(
         "constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial",
         "constant_with_warmup",
@@ -108,12 +111,16 @@ class Args:
     lr_num_cycles: Count = _train("restarts of cosine_with_restarts", 1)
     lr_power: Positive = _train("exponent of polynomial", 1.0)
 
-    gradient_checkpointing: bool = _system("recompute what does not fit into memory", True)
+    gradient_checkpointing: bool = _system(
+        "recompute activations that do not fit into memory", True
+    )
     enable_slicing: bool = _system("encode and decode one video at a time", True)
     enable_tiling: bool = _system(
-        "whole videos, 8 frames at a time or tiles, the first that fits; false: 8 frames", True
+        "encode whole videos, 8 frames at a time or in tiles: the first that fits into memory; false: "
+        "always 8 frames at a time",
+        True,
     )
-    nccl_timeout: Count = _system("accepted; seconds to wait for other ranks are fixed", 1800)
+    nccl_timeout: Count = _system("no effect: cogfast has timeouts of its own", 1800)
 
     checkpointing_steps: Count = _save("steps between checkpoints", 200)
     checkpointing_limit: Count = _save("number of latest checkpoints to keep", 10)
@@ -122,7 +129,7 @@ class Args:
     rank: Annotated[int, Range(1, 2**15)] = _lora("rank of the adapters", 128)
     lora_alpha: Annotated[int, Range(1, 2**20)] = _lora("adapters are scaled by alpha / rank", 64)
     target_modules: list[str] = _lora(
-        "linears with adapters", factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"]
+        "linear layers that get adapters", factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"]
     )
 
     do_validation: bool = _valid("sample videos during training and at the end", False)
@@ -138,11 +145,11 @@ class Args:
     validation_images: str | None = _valid(
         "file with the path of a first frame per line; do_validation of i2v needs it", None
     )
-    validation_videos: str | None = _valid("refused: no model here reads videos", None)
+    validation_videos: str | None = _valid("not supported: CogVideoX takes no videos", None)
     gen_fps: Annotated[int, Range(1, 1000)] = _valid("frames per second of sampled videos", 15)
 
     fps: Annotated[float, Range(0.01, 1000)] | None = _own(
-        "pick frames by time at this rate; default: spread them over the clip", None
+        "read clips at this frame rate; default: spread the frames over the clip", None
     )
     frame_selection: Literal["uniform", "timestamp"] | None = _own(
         "uniform (over the clip) or timestamp; default: timestamp with --fps, else uniform", None
@@ -154,16 +161,16 @@ class Args:
         "folder of encoded clips; default: data_root/cache/cogfast; none: encode in each step", None
     )
     trust_cache: bool = _own(
-        "take clips and captions from data_root/cache, which CogVideo's trainer has filled", False
+        "use the clips and captions that CogVideo's trainer encoded into data_root/cache", False
     )
     export_interval: Count | None = _own(
         "steps between sft checkpoints with a model for diffusers; default: only the last",
         None,
     )
-    deepspeed_config: Path | None = _own("a DeepSpeed configuration", None)
+    deepspeed_config: Path | None = _own("file with a DeepSpeed configuration", None)
     yaml: Path | None = _own("a CogKit YAML file; options given here override it", None)
     overrides: list[str] = _own(
-        "override a key of the configuration: args.log_interval=1", factory=list
+        "set a key of the configuration, such as args.log_interval=1", factory=list
     )
     dry_run: bool = _own("print the configuration with the origin of each value, and stop", False)
 

@@ -136,7 +136,7 @@ class VideoAutoencoder(nn.Module):
         path: str | Path | None = None,
         inner: nn.Module | None = None,
         # whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time, as
-        # diffusers does; tiles: so in tiles; auto: the first of these that fits into the memory
+        # diffusers does; tiles: likewise, in tiles; auto: the first of these that fits into the memory
         encode_chunks: EncodeChunks = "auto",
         # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
         decode_chunks: DecodeChunks = "serial",

@@ -54,14 +54,14 @@ class TrainArguments:
     # names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
     # validation_res)
     folder_layout: FolderLayout = "cogfast"
-    # auto, latest, or a run or checkpoint folder; a checkpoint-N of CogVideo's diffusers trainer gives its
-    # LoRA weights and its step
+    # latest: the newest checkpoint; auto: the same, or a new run if there is none; or the path of a run or
+    # checkpoint. A checkpoint-N of CogVideo's diffusers trainer gives its LoRA weights and its step
     resume: str | None = None
     # resume even if training-relevant keys changed
     accept_changes: bool = False
     # decides the order of the data and all noise; in sampling, the first video's noise
     seed: Annotated[int, Range(-(2**62), 2**62)] = 1234
-    # steps to train; None: args.epochs decides, or SAT's 10000
+    # steps to train; None: those of args.epochs, or SAT's 10000 without that
     train_iters: Count | None = None
     # passes over the data, in place of train_iters
     epochs: Count | None = None
@@ -77,7 +77,7 @@ class TrainArguments:
     # runs; transformer/ and, with EMA, transformer_ema/ of others, in the run's precision. last: only
     # the checkpoint of the last step
     export: Literal["none", "last", "all"] = "none"
-    # with export last: checkpoints whose step is a multiple of this hold such files, too; a multiple of
+    # with export=last: steps between earlier checkpoints that also hold such files; must be a multiple of
     # save_interval
     export_interval: Count | None = None
     # number of latest checkpoints to keep; 0 keeps all
@@ -177,7 +177,7 @@ class TrainArguments:
     # the others: a linear warm-up, then the decay of that name, as diffusers names them
     lr_schedule: Schedule = "sat"
     # first step of the warm-up. 1: its rate is lr / warmup_steps. 0: its rate is 0, as in diffusers'
-    # get_scheduler, whose schedule constant has no warm-up
+    # get_scheduler, and lr_schedule=constant has no warm-up
     lr_first_step: Literal[0, 1] = 1
     # number of decays of lr_schedule=cosine_with_restarts
     lr_num_cycles: Annotated[float, Range(0.01, 10**6)] = 1.0
@@ -193,8 +193,8 @@ class TrainArguments:
     warmup: float = 0.01
     # length of the warm-up in steps; if set, replaces warmup
     warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
-    # final over peak learning rate of cosine, cosine_with_restarts, linear and polynomial, which ends
-    # at 1e-7 or above; not used by lr_schedule=sat
+    # final over peak learning rate of lr_schedule=linear, cosine, cosine_with_restarts and polynomial;
+    # polynomial ends at 1e-7 or above
     min_lr_ratio: float = 0.0
 
     # --- evaluation ---
@@ -306,7 +306,7 @@ class ModelArguments:
     latent_input: bool = False
     # samples per first-stage call; None: all
     en_and_decode_n_samples_a_time: int | None = None
-    # image-to-video
+    # image-to-video: the latents of the first frame, with a little noise, are a part of the input
     noised_image_input: bool = False
     # concatenate the image latents to every frame, not only the first
     noised_image_all_concat: bool = False
@@ -316,7 +316,7 @@ class ModelArguments:
     not_trainable_prefixes: list[str] = field(
         default_factory=lambda: ["first_stage_model", "conditioner"]
     )
-    # train only the parameters that SAT calls lora_layer
+    # train only LoRA adapters, whatever not_trainable_prefixes lists
     lora_train: bool = False
 
     @classmethod

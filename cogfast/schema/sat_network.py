@@ -192,7 +192,7 @@ AUTOENCODER_PARAMS: dict[str, Any] = {
     # beginnings of names in the file that are not loaded
     "ignore_keys": list[str],
     # whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time, as
-    # diffusers does; tiles: so in tiles; auto: the first of these that fits into the memory
+    # diffusers does; tiles: likewise, in tiles; auto: the first of these that fits into the memory
     "encode_chunks": Literal["auto", "whole", "frames", "tiles", "diffusers"],
     # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
     "decode_chunks": Literal["serial", "whole"],

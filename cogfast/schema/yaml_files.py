@@ -30,11 +30,11 @@ _NOT_PLAIN = "is an interpolation, but a run's file has resolved values only; wr
 
 
 class Refused(ValueError):
-    """Raised for a wrong text of YAML; callers put its file or key in front."""
+    """Raised for YAML text that is not accepted; callers prepend its file or key."""
 
 
 def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
-    """The mapping that a file holds, not resolved. ValueError of one line for anything else.
+    """Read the mapping in a file, without resolving it. ValueError of one line for anything else.
 
     name: for messages. is_plain: refuse interpolations, as in a run's own file: its values were
     resolved when it was written, and a downloaded file must not read the environment.
@@ -56,22 +56,22 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ValueError(f"{name}: {error.full_key}: {str(error).splitlines()[0]}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{name}: not a text file") from None
+        raise ValueError(f"{name}: not a text file in UTF-8; give a YAML file") from None
     except OSError as error:  # also where the whole file is one number
-        raise ValueError(f"{name}: cannot be read: {error}") from None
+        raise ValueError(f"{name}: cannot be read: {error}; give a YAML file") from None
     except (Refused, KeyProblem) as error:
         raise ValueError(one_line(f"{name}: {error}")) from None
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:  # dates, say
         raise ValueError(one_line(f"{name}: a value cannot be read: {error}")) from None
     if isinstance(loaded, ListConfig):
         raise ValueError(
-            f"{name}: must be a mapping of the sections model, data, args, deepspeed, not a list"
+            f"{name}: must be a mapping with sections model, data, args or deepspeed, not a list"
         )
     return loaded
 
 
 def check_nesting(text: str) -> None:
-    """Refuse YAML that nests deeply, holds itself, or grows by its aliases."""
+    """Raise Refused for YAML that nests deeply, contains itself, or grows by its aliases."""
     sizes: dict[int, int] = {}
 
     def count(node: yaml.Node, above: tuple[int, ...]) -> int:
@@ -99,7 +99,7 @@ def check_nesting(text: str) -> None:
 
 
 def check_interpolations(config: DictConfig) -> None:
-    """KeyProblem where the values of `config` would be too many or too long once they are resolved.
+    """Raise KeyProblem if the values of `config` are too many or too long once they are resolved.
 
     Undefined names and circular references are left to OmegaConf, which stops at the first.
     """
@@ -107,7 +107,7 @@ def check_interpolations(config: DictConfig) -> None:
 
 
 def check_resolved(plain: dict) -> None:
-    """KeyProblem for a resolved text that holds ${: OmegaConf would resolve it a second time."""
+    """Raise KeyProblem for a resolved text with ${, which OmegaConf would resolve a second time."""
     for path, text in _texts(_as_mappings(plain), ()):
         if _MARK in text:
             key = ".".join(path)
@@ -152,7 +152,7 @@ def _check_references(config: DictConfig, is_plain: bool) -> None:
 
 
 def _as_mappings(node: object) -> object:
-    """Lists as mappings of their indices, and every key as text, as interpolations name them."""
+    """Convert lists to mappings by index, and keys to text, as interpolations refer to them."""
     if not isinstance(node, dict | list):
         return node
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
@@ -171,7 +171,7 @@ def _texts(node: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _targets(text: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Paths that the interpolations of a text at `path` may read; of a resolver, its arguments."""
+    """Yield the paths that interpolations in a text at `path` may read; a resolver's arguments, too."""
     for inner in _REFERENCE.findall(text):
         for name in inner.partition(":")[2].split(",") if ":" in inner else [inner]:
             name = name.strip(" '\"")
@@ -181,7 +181,7 @@ def _targets(text: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _find(root: object, path: tuple[str, ...]) -> tuple[object, tuple[str, ...]]:
-    """Return the node at `path` and its path; or a text above it, which may be an interpolation."""
+    """Return the node at `path` and its path, or those of a text on the way, perhaps an interpolation."""
     node = root
     for depth, part in enumerate(path):
         if not isinstance(node, dict):

@@ -225,7 +225,7 @@ class CachedVideos(CaptionedVideos):
             logger.info("still being encoded: %d of %s", missing, counted(total, "sample"))
 
     def _has_trusted(self, index: CacheIndex, keys: dict[str, list[str]]) -> bool:
-        """Whether entries of args.trusted_cache are left out that the samples could have."""
+        """Whether samples have entries from args.trusted_cache, which this run does not use."""
         if self.trusts:
             return False
         for kind in _KINDS:

@@ -134,7 +134,10 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
 
 @dataclass(slots=True)
 class _FilesById:
-    """The files that a folder beside the manifest lists with their ids. used: ids that rows have."""
+    """Files by id, as the metadata file of a folder beside the manifest lists them.
+
+    used: the ids that rows of the manifest have named.
+    """
 
     table: Path
     paths: dict[str, str] = field(default_factory=dict)
@@ -156,7 +159,7 @@ class _FilesById:
         return self.paths[key]
 
     def refuse_unused(self, manifest: Path) -> None:
-        """Raise ValueError for a file that no sample has: it may have lost its caption."""
+        """Raise ValueError for a file that no row names: its caption may have been lost."""
         left = [key for key in self.paths if key not in self.used]
         if left:
             raise ValueError(

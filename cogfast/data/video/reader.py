@@ -264,7 +264,7 @@ class PyAVReader(VideoReader):
 
 
 def _delay(packets: Sequence[Packet]) -> int | None:
-    """The reordering delay: how many packets at most precede one that is shown before them.
+    """The reordering delay: the largest number of packets that precede one shown before them.
 
     None if the pts are missing or repeated. FFmpeg finds the delay by probing, which open_container
     leaves out.

@@ -250,7 +250,7 @@ class _CacheRun:
         return plan
 
     def _trust(self, specs: dict[str, Spec], keys: list[str]) -> list[str]:
-        """Find what args.trusted_cache has; return the keys of the clips, of which some are trusted."""
+        """Find the files of args.trusted_cache. Returns the keys of the clips; some become trusted ones."""
         videos = {id(clip.dataset): clip.dataset for clip in self.clips}.values()
         dtype = DTYPES[self.args.precision]
         cache = TrustedCache(self.config, self.args, dtype, videos)
@@ -371,7 +371,7 @@ class _CacheRun:
         return spec if self.how.mode == "whole" else {**spec, ENCODE_CHUNKS: self.how.mode}
 
     def _how_to_encode(self, missing: list[Shard]) -> EncodePlan | None:
-        """Return the plan for the missing clips; None without such, or for another first stage."""
+        """Return the plan for the missing clips; None if there are none, or for another first stage."""
         is_needed = any(shard.kind == "video" for shard in missing)
         if self.how is None and is_needed:
             stage = self.video_encoder.first_stage

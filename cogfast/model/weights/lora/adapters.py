@@ -250,7 +250,7 @@ def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
-    """Return `base`, a model without LoRA, with adapters on its linears, as SAT's LoRA checkpoints.
+    """Return `base`, a model without LoRA, with adapters on its linears, as in SAT's LoRA checkpoints.
 
     ValueError if they do not fit.
     """
