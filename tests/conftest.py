@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of garbage collections, of which each took half a second."""
+    """Exclude imported objects from garbage collections, which took half a second each."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The complete golden folder where it is at hand, else the part that the project carries."""
+    """The complete golden folder if it exists, else the part in the project."""
     return COMPLETE if COMPLETE.is_dir() else SUBSET
 
 
@@ -76,7 +76,7 @@ def _nan_filled_empty():
 
 @pytest.fixture(autouse=True)
 def _own_file_size_limit() -> Iterator[None]:
-    """A test that fails while it plays a full disk leaves no limit to those behind it."""
+    """Restore the limit on file sizes, also if a test that simulates a full disk fails."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -84,7 +84,7 @@ def _own_file_size_limit() -> Iterator[None]:
 
 @pytest.fixture
 def file_limit() -> Callable[[int], AbstractContextManager[None]]:
-    """A full disk: within `with file_limit(100)` no file can grow beyond 100 bytes."""
+    """Simulate a full disk: within `with file_limit(100)` no file can grow beyond 100 bytes."""
 
     @contextmanager
     def limited(num_bytes: int) -> Iterator[None]:
@@ -100,7 +100,7 @@ def file_limit() -> Callable[[int], AbstractContextManager[None]]:
 
 @pytest.fixture(autouse=True)
 def _own_scheduling_policy() -> Iterator[None]:
-    """A library that gives this process real-time priority fails its test, not those beside it."""
+    """Fail the test in which a library gives this process real-time priority."""
     policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
     yield
     left = os.sched_getscheduler(0)
@@ -110,7 +110,7 @@ def _own_scheduling_policy() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """Commands and trainers of one test take the log for themselves, not for those behind it."""
+    """Undo what commands and trainers of a test have configured for logging."""
     yield
     logger = logging.getLogger("cogfast")
     logger.handlers, logger.propagate = [], True
@@ -119,13 +119,13 @@ def _own_log() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_linear(monkeypatch):
-    """DeepSpeed's ZeRO-3 leaves its own `linear` behind in the process, which rounds otherwise."""
+    """Restore torch's `linear`: DeepSpeed's ZeRO-3 replaces it by one that rounds differently."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indices of videos and shards stay among the test's files, also those of launched runs."""
+    """Keep indices of videos and shards in the test's folder, also those of launched runs."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield

@@ -185,7 +185,7 @@ class Args:
     @classmethod
     def parse_args(cls, words: Sequence[str] | None = None) -> Args:
         """Parse a command line; None reads sys.argv, as upstream's `parse_args` does."""
-        # Has only the options that were given, so that those of --yaml can be told from defaults.
+        # Only the options that were given: --yaml sets the others.
         found = vars(_parser().parse_intermixed_args(words))
         # A list takes the key=value words that follow it.
         modules = found.get("target_modules", [])

@@ -172,7 +172,7 @@ def _training_settings(args: Args) -> Settings:
             f"--optimizer {cut(args.optimizer)}: must be adamw or adam"
             + (f"; {why}" if why else nearest(name, _OPTIMIZERS))
         )
-    # As upstream: a number of steps replaces the number of epochs.
+    # A number of steps replaces the number of epochs, as it does upstream.
     amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
     if args.train_steps is not None:
         amount = {"args.train_iters": (args.train_steps, "--train_steps")}

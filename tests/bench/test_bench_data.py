@@ -16,7 +16,7 @@ from tests.support.video_files import decode_all
 
 
 def test_all_sides_read_the_same_clip(tmp_path: Path) -> None:
-    """Else their rates would not compare."""
+    """All sides read the same clip; otherwise their rates would not be comparable."""
     (path,) = generated_clips(tmp_path, TINY_SIZES).values()
     assert decode_all(path).shape == (210, *TINY_SIZES["tiny"], 3)
     clips = {}

@@ -56,7 +56,7 @@ def test_every_key_changes_every_draw(other):
 
 
 def test_keys_do_not_run_into_each_other():
-    """(1, 23) and (12, 3) are different keys, and the micro-batch has no part in any."""
+    """(1, 23) and (12, 3) are different keys, and no key depends on the micro-batch."""
     assert (
         len({random_bits(1, 23), random_bits(12, 3), random_bits(123), random_bits("1", 2, 3)}) == 4
     )

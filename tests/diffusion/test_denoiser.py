@@ -1,4 +1,4 @@
-"""The denoiser against upstream's numbers, and its scaling against what it is for."""
+"""The denoiser and its scaling against upstream's numbers and exact results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_timestep_is_the_nearest_one_when_none_is_given():
 
 
 def test_network_dtype_does_not_touch_the_arithmetic():
-    """A bf16 network that answers v = 0 leaves alpha_sqrt * noised, exactly in float32."""
+    """If a bf16 network returns v = 0, the result is alpha_sqrt * noised, exactly in float32."""
     denoiser = video_denoiser()
     noised = torch.randn(2, 4, 1, 2, 2)
     level = denoiser.table.values[torch.tensor([0, 400])]

@@ -42,7 +42,7 @@ def test_thresholding_equals_upstream(golden, name, thresholding):
 
 
 def test_dynamic_scale_by_timestep_equals_upstream(golden):
-    """The scale jumps about: 2.29 at the first step, 2.54, 6.97, ... as upstream's does."""
+    """The scale does not rise evenly: it is 2.29 at the first step, then 2.54, 6.97, ..., as upstream's."""
     meta = json.loads((golden / "diffusion" / "meta.json").read_text())
     guider = DynamicCFG(scale=6, exp=5, num_steps=50)
     for t, expected in meta["DynamicCFG_scale_by_timestep_num_steps50"].items():

@@ -135,7 +135,7 @@ def test_vpode_is_algorithm_2_of_dpm_solver_plus_plus():
 
 
 def test_sde_sampler_gives_the_right_distribution():
-    """20,000 numbers from noise: standard deviation 0.5, and no memory of where they began."""
+    """20,000 sampled numbers have standard deviation 0.5 and do not depend on the initial noise."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 2, 1, 100, 100, generator=generator)
     sampler = VPSDEDPMPP2MSampler(SCHEDULE, 500)

@@ -234,7 +234,7 @@ PARTS = {"to_q": ("qkv", 0), "to_k": ("qkv", 1), "to_v": ("qkv", 2), "to_out.0":
 
 
 def named_as_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PEFT's names as cogfast's."""
+    """Translate PEFT's names to cogfast's."""
     found = {}
     for name, tensor in tensors.items():
         name = name.replace(".default.weight", ".weight")
@@ -394,7 +394,7 @@ def test_a_run_trains_from_the_cache_of_their_trainer(options, data, tmp_path, m
 
 
 def script_words(folder: Path, family: str, training: str, data: Path, out: Path) -> list[str]:
-    """The words that bash makes of the script: train_ddp_*.sh for LoRA, train_zero_*.sh for sft."""
+    """The arguments that bash passes in the script: train_ddp_*.sh for LoRA, train_zero_*.sh for sft."""
     name, kind = KINDS[family]
     resume = f'--resume_from_checkpoint "{PLACEHOLDER}"' if training == "lora" else ""
     text = SCRIPT.format(

@@ -143,7 +143,7 @@ def test_whole_models_are_exported_at_an_interval(options):
 
 
 def test_their_cache_is_taken_only_if_it_is_trusted(options, tmp_path, capsys):
-    """Without the option, a line names it if the cache is there."""
+    """If the cache exists and the option is not given, a log line names the option."""
     assert translate(Args(**options())).args.trusted_cache is None
     theirs = tmp_path / "data" / "cache"
     (theirs / "cogfast").mkdir(parents=True)

@@ -352,7 +352,7 @@ def test_low_precision_copies(build, dtype):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_non_finite_gradients_propagate(build):
-    """Without a flag there is NaN where Adam gives NaN, and nowhere else."""
+    """If no flag is given, there is NaN where Adam gives NaN, and nowhere else."""
     params, grads = random_case([(1030,)], num_steps=2)
     for index, value in ((3, float("inf")), (1000, float("nan")), (1029, -float("inf"))):
         grads[0][0][index] = value

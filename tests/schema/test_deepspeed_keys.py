@@ -139,7 +139,7 @@ def test_a_dry_run_shows_where_a_value_comes_from(
 
 @pytest.mark.parametrize(("args", "expected"), [((), {}), (("args.bf16=true",), {"bf16": True})])
 def test_precision(args: tuple, expected: dict) -> None:
-    """Without a word in args, the dtype of the weights decides, as without the section."""
+    """If args sets no precision, the dtype of the weights decides, as it does without the section."""
     autos = ("deepspeed.bf16={enabled: auto}", "deepspeed.fp16={enabled: auto, loss_scale: 0}")
     section = to_dict(filled(*args, *autos).deepspeed)
     if not expected:

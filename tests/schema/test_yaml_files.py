@@ -1,4 +1,4 @@
-"""YAML of a kilobyte that names terabytes, and files of runs that reach for the environment."""
+"""YAML files of a kilobyte that expand to terabytes, and run files that read the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs under torchrun that are killed on their way: all of it, one rank, or torchrun itself."""
+"""Runs under torchrun that are killed: all processes, one rank, or torchrun itself."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_with_kills(arguments: Sequence[str], save: Path, kills: Sequence[Kill]) 
 
 
 def kill_now(process: Started, kill: Kill, save: Path) -> str:
-    """Whatever is left must end by itself. Returns the output."""
+    """Kill; the remaining processes must end by themselves. Returns the output."""
     launcher = psutil.Process(process.pid)
     if kill.when == "start":
         time.sleep(kill.delay)

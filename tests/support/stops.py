@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A signal to all of the command's processes, as a terminal or a scheduler sends it, or to the
+    """A signal to all processes of the command, as a terminal or a scheduler sends it, or to the
     first alone, `delay` seconds after `when`: the "start" of the launch, the "step" after the newest
     checkpoint, the next "save" or the next "evaluation"."""
 

@@ -1,4 +1,4 @@
-"""The examinations' own instrument sees what it must see: each test does what a case must not do."""
+"""tests/support/hostile.py reports forbidden actions: each test performs one of them."""
 
 from __future__ import annotations
 

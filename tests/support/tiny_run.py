@@ -244,7 +244,7 @@ def torchrun(processes: int) -> list[str]:
 
 
 def launch_ranks(processes: int, *arguments: str) -> str:
-    """Run `python ARGUMENTS` on so many gloo processes; it must end well. Return the output."""
+    """Run `python ARGUMENTS` on so many gloo processes; it must succeed. Return the output."""
     done = run_forked(arguments, processes, free_port())
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -1,4 +1,4 @@
-"""A tiny member of each family, with weights in which nothing is trivial."""
+"""A tiny member of each family, whose weights are all random."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAMILY = {
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Every parameter normal, matrices about norm-keeping, norms and biases off their 1 and 0."""
+    """Draw every parameter: matrices roughly preserve norms, norms and biases differ from 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -21,7 +21,7 @@ RNG = SlotRandom(seed=3, step=5, slots=[0, 1, 2, 3], num_slots=4)
 
 
 class Pooling(nn.Module):
-    """A first stage that a line of numbers replaces: every fourth frame, 8x8 pixels averaged."""
+    """A first stage that averages: every fourth frame, blocks of 8x8 pixels."""
 
     def __init__(self, std: float | None = STD) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Evaluation during training: held-out loss by band, sampled videos, and that failures stay there."""
+"""Evaluation during training: held-out loss by band, sampled videos, and failures, which do not end it."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_samples_come_from_the_weights_asked_for(
 
 
 def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> None:
-    """Without held-out data: the latents equal those of a sampler run by hand on the pictures."""
+    """No held-out data are needed: the latents equal those of a sampler run by hand on the pictures."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
     for name, picture in zip("ab", pixels, strict=True):
         Image.fromarray(picture).save(tmp_path / f"{name}.png")

@@ -1,4 +1,4 @@
-"""Runs that train adapters: what their checkpoints weigh, and starting from adapters that exist."""
+"""Runs that train adapters: the size of their checkpoints, and starts from existing adapters."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
 def test_a_base_that_gives_adapters_no_gradient_is_refused(
     base: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A base of zeros where the adapters' gradient comes through, as fresh weights have it."""
+    """The base is zero behind the adapters, as fresh weights are, so no gradient reaches them."""
     plain = build_transformer(model_section("5b", tmp_path))
     randomize(plain, seed=1)
     with torch.no_grad():

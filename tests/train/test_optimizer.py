@@ -51,7 +51,7 @@ def test_groups_equal_upstream(golden, case, family, lora_rank):
 
 
 def test_groups_go_by_module_not_by_name():
-    """A LayerNorm decays nowhere, whatever it is called; a matrix called "norm" does; no doubles."""
+    """LayerNorms never decay, whatever their names; a matrix named "norm" does; each is in one group."""
 
     class Odd(nn.Module):
         def __init__(self):

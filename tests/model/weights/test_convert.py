@@ -1,4 +1,4 @@
-"""Weights from any format to any other: names, numbers, configs, and what the stock tools say."""
+"""Weights from any format to any other: names, numbers, configs, and the stock tools' readers."""
 
 from __future__ import annotations
 

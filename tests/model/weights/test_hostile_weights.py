@@ -177,7 +177,7 @@ def _encode() -> None:
 
 @cache
 def _model(family: str) -> DiffusionTransformer:
-    """One that a case changes in its own process only."""
+    """Return a model that a case changes in its own process only."""
     return tiny(family, **SMALL).bfloat16()
 
 
@@ -295,7 +295,7 @@ def _places(value: object) -> Iterator[tuple[object, object]]:
 
 
 def _odd_json(value: object, draw: random.Random) -> object:
-    """The value with one thing in it changed, removed or added."""
+    """Return the value with one entry changed, removed or added."""
     places = list(_places(value))
     if not places or draw.random() < 0.05:
         return draw.choice(ODD)
@@ -351,7 +351,7 @@ def damage_size(folder: Path, draw: random.Random) -> str:
 
 
 def damage_kind(folder: Path, draw: random.Random) -> str:
-    """A folder, a pipe or a link to nothing in the place of a file."""
+    """Replace a file by a folder, a pipe or a dangling link."""
     file = draw.choice(_files(folder, ""))
     file.unlink()
     kind = draw.choice([Path.mkdir, os.mkfifo, lambda p: p.symlink_to(p)])
@@ -431,7 +431,7 @@ def _change(state: dict[str, torch.Tensor], draw: random.Random) -> None:
 
 
 def damage_tensors(folder: Path, draw: random.Random) -> str | None:
-    """Other names, shapes and dtypes in files that are whole."""
+    """Write intact files with other names, shapes and dtypes."""
     file = draw.choice(_files(folder, ".safetensors", ".pt"))
     if file.suffix == ".safetensors":
         metadata = _header(file)[0].get("__metadata__")
@@ -450,7 +450,7 @@ def damage_tensors(folder: Path, draw: random.Random) -> str | None:
 
 
 class Call:
-    """Pickled, it is a call of something when it is read."""
+    """An object whose pickle calls a function when it is read."""
 
     def __init__(self, call: Callable, *arguments: object) -> None:
         self.call, self.arguments = call, arguments
@@ -548,7 +548,7 @@ DAMAGES = (
 
 
 def examine(whole: Path, read: object, seed: int, folder: Path) -> list[str]:
-    """Damage a copy of `whole` and read it; what is wrong with how that ends."""
+    """Damage a copy of `whole`, read it, and return the faults of the outcome."""
     draw = random.Random(seed)
     case = folder / "beside" / f"case-{seed}"
     shutil.copytree(whole, case / "in")
@@ -580,7 +580,7 @@ def examine_many(name: str, whole: Path, seeds: Iterable[int], folder: Path) -> 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_whole_files_are_read(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
-    """Without damage all are read, so the refusals below are due to the damage."""
+    """Undamaged files are read, so the refusals below are due to the damage."""
     for i, read in enumerate(FORMATS[name].reads):
         case = tmp_path / str(i)
         shutil.copytree(made(name), case / "in")

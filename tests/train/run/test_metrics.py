@@ -384,7 +384,7 @@ def test_flops_of_a_layer_by_hand() -> None:
 
 @pytest.mark.slow
 def test_a_log_line_has_the_time_left(tmp_path: Path, data: Path, caplog) -> None:
-    """Without a terminal there is no progress bar: the line has steps left times their duration."""
+    """No progress bar is shown outside of a terminal: the line has steps left times their duration."""
     caplog.set_level("INFO", logger="cogfast")
     make(tmp_path, data, train_iters=3, log_interval=1).train()
     shown = [m.split("  ") for m in caplog.messages if " left" in m]

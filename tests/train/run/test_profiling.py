@@ -70,7 +70,7 @@ def ranges(events: list[dict]) -> list[dict]:
 
 
 def test_ranges_of_the_trace(events: list[dict]) -> None:
-    """Each as often as the step has it, and inside of the range that it belongs to."""
+    """Each range occurs as often as in the step, and inside its parent."""
     named = Counter(event["name"] for event in ranges(events))
     wanted = {"step 1": 1, "step 2": 1, "log": 2}
     wanted |= dict.fromkeys(["data", "encode", "forward", "backward", "optimizer"], 4)

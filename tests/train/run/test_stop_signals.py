@@ -109,7 +109,7 @@ def test_other_ranks_are_quiet() -> None:
 
 
 def test_what_is_ignored_at_the_start_stays_so() -> None:
-    """nohup ignores SIGHUP, and a shell's script SIGINT of what it starts in the background."""
+    """nohup ignores SIGHUP; a shell script ignores SIGINT in processes that it starts in background."""
     process = started("time.sleep(1)", prefix=["nohup"])
     process.send_signal(signal.SIGHUP)
     printed, errors = process.communicate(timeout=30)
@@ -118,7 +118,7 @@ def test_what_is_ignored_at_the_start_stays_so() -> None:
 
 
 def test_a_main_thread_that_does_not_listen_is_ended() -> None:
-    """Such as one that waits for another rank in C++: after some seconds, or at the second Ctrl-C."""
+    """It may wait for another rank in C++: it is ended after some seconds, or at the second Ctrl-C."""
     patient, hasty = started(BUSY), started(BUSY)
     time.sleep(0.5)  # they say that they are ready just before the call
     patient.send_signal(signal.SIGTERM)

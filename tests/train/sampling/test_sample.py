@@ -57,7 +57,7 @@ def picture(tmp_path: Path) -> Path:
 
 
 def sample(source: Path, out: Path, *arguments: str) -> dict[str, str]:
-    """{file: prompt} of what was made."""
+    """Run `cogfast sample`; return {file: prompt}."""
     assert main(["sample", str(source), "--out", str(out), *arguments]) == 0
     return json.loads((out / "prompts.json").read_text())
 

@@ -140,7 +140,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
 
 
 def sample(out: Path, *arguments: str | Path) -> dict:
-    """settings.json of what was made of one prompt with one seed."""
+    """Sample one prompt with one seed; return settings.json."""
     steps = f"model.sampler_config.params.num_steps={STEPS}"
     given = ["sample", *arguments, "--prompt", PROMPT, "--out", out, "--seed", SEED, steps]
     assert main(list(map(str, given))) == 0
@@ -221,7 +221,7 @@ def test_a_pipeline_at_another_size_gives_diffusers_latents(
 def test_a_picture_and_a_pipeline_are_enough(
     family: str, pipelines: Pipelines, tmp_path: Path
 ) -> None:
-    """The VAE, text encoder and rate of the folder; 1.5 takes the picture's shape."""
+    """VAE, text encoder and frame rate come from the folder; 1.5 uses the picture's shape."""
     pixels = np.random.default_rng(0).integers(0, 256, (60, 40, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "tall.png")
     few = "model.sampler_config.params.num_steps=2"
