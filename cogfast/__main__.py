@@ -87,6 +87,7 @@ def train(argv: Sequence[str]) -> None:
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.precision import infer_precision
 
+    # A hub id becomes a folder first, since the weights in it may decide the precision.
     config = fill_from_pipeline(config, may_download=not request.dry_run)
     infer_precision(config)
     if request.dry_run:
@@ -175,6 +176,7 @@ def finetune(argv: Sequence[str]) -> None:
     start_logging()
     from cogfast.finetune.registry import get_model_cls
 
+    # Building a trainer translates and checks its arguments; it loads no weights.
     trainer = get_model_cls(args.model_name, args.training_type)(args)
     if not args.dry_run:
         trainer.fit()

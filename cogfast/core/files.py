@@ -62,6 +62,7 @@ def write_text(path: Path, text: str) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged file to an unused `<stem>.damaged-<n>` name and return the new path."""
+    # An earlier damaged file may be the only copy of its readable part, so it is kept, too.
     number = 1
     while (free := path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")).exists():
         number += 1
@@ -71,6 +72,7 @@ def set_aside(path: Path) -> Path:
 
 def sync(path: Path) -> None:
     """Block until a file's contents, or a folder's entries, are on the disk (fsync)."""
+    # A folder can be opened for reading only, which is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,6 +106,7 @@ class ChecksumFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`, which must not change until the next call or the end of the block."""
+        # One buffer at a time, in order: the hash depends on it.
         self._wait()
         self._hashing = self._pool.submit(self._hash.update, data)
         self._file.write(data)
@@ -120,6 +123,7 @@ class ChecksumFile:
     ) -> None:
         try:
             with self._file:
+                # After an error the file is unfinished, and the caller deletes it.
                 if error is None:
                     self._file.flush()
                     os.fsync(self._file.fileno())

@@ -38,6 +38,7 @@ class PatchSize:
     @classmethod
     def from_config(cls, value: int | list[int] | tuple[int, ...]) -> PatchSize:
         """Parse SAT's `patch_size`: 2 (CogVideoX 1.0, one latent frame) or [2, 2, 2] (1.5)."""
+        # SAT's number is for rows and columns alone.
         if isinstance(value, int):
             return cls(1, value, value)
         if len(value) != 3:
@@ -85,6 +86,7 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
     CogVideoX 1.5 joins two latent frames in a token, but 16N+1 frames give an odd T. Upstream's
     diffusers trainer pads this way (finetune/models/cogvideox_i2v/lora_trainer.py).
     """
+    # -T % t is the number of frames up to the next multiple of t.
     missing = -latents.shape[2] % patch.t
     if missing == 0:
         return latents
@@ -153,6 +155,7 @@ def _check_table(
             f"{key}=[{height}, {width}]: the model's position table is for {list(table)} only; use "
             f"that, or change {names} {'and ' if one_size == 'learned' else ''}{how}"
         )
+    # A smaller video uses the first rows and columns of a rotary table.
     if height > table[0] or width > table[1]:
         raise ValueError(
             f"{key}=[{height}, {width}]: the model's position table ends at {list(table)}; use that "

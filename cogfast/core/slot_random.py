@@ -19,13 +19,14 @@ _UNIT = 2.0**-53  # the spacing of doubles in [0.5, 1): 53 random bits make a un
 
 def random_bits(*key: int | str) -> int:
     """Return 63 random bits that depend on `key` alone, equal on every machine and process."""
-    # Python's hash() is salted per process; blake2b is not.
+    # Python's hash() is salted per process; blake2b is not. The separator keeps 1, 23 and 12, 3 apart.
     text = "\x1f".join(map(str, key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def random_unit(*key: int | str) -> float:
     """Return a uniform number in [0, 1) that depends on `key` alone."""
+    # A double has 53 bits; more of them would round some numbers up to 1.
     return (random_bits(*key) >> 10) * _UNIT
 
 
@@ -63,6 +64,7 @@ class SlotRandom:
 
     def uniform(self, purpose: str) -> Tensor:
         """Draw one uniform float64 number in [0, 1) per slot, [B], on the CPU."""
+        # Not drawn by the device, whose generators differ from those of other devices.
         draws = [random_unit(self.seed, self.step, slot, purpose) for slot in self.slots]
         return torch.tensor(draws, dtype=torch.float64)
 
