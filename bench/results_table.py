@@ -149,6 +149,7 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     for piece, render in renders.items():
         for report in results.of(piece):
             lines += render(report["rows"])
+    lines += _sampling([row for each in results.of("sampling_peers") for row in each["rows"]])
     for path in sorted(results.folder.glob("*.png")):
         link = Path(os.path.relpath(path, folder_of_page)).as_posix()
         lines += ["", f"![{path.stem} on {results.machine}]({link})"]
@@ -214,6 +215,21 @@ def _rates(reports: Sequence[Report]) -> list[str]:
     ]
     head = ("case, cogfast / diffusers", "TFLOP/s", "MFU", "peak GiB", "attention kernel")
     return _question("How well does a step use the machine?", head, rows)
+
+
+def _sampling(rows: Sequence[Row]) -> list[str]:
+    """Rows of bench.steps.sampling_peers; those without a speed-up were not timed."""
+    body = []
+    for row in rows:
+        if "speed-up" in row:
+            case = (
+                f"{row['model']}, {row['steps']} steps, {row['dtype']}, {_threads(row['threads'])}"
+            )
+            ours, theirs = (_ms(row[f"{side} median_ms"]) for side in _SIDES)
+            spread = f"{_ms(row['ours p10_ms'])} to {_ms(row['ours p90_ms'])}"
+            body.append((case, f"{row['speed-up']:.2f}x", ours, theirs, spread))
+    head = ("case", "speed-up", "cogfast, ms", "diffusers' pipeline, ms", "cogfast, p10 to p90")
+    return _question("How long does sampling take, both from the same noise?", head, body)
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:
@@ -317,11 +333,13 @@ def _data_runs(rows: Sequence[Row]) -> list[str]:
 
 
 def _case(row: Row, report: Report) -> str:
-    threads = f", {report['threads']} threads" if report.get("threads", 1) > 1 else ""
-    if report.get("threads") == 1:
-        threads = ", one thread"
+    threads = f", {_threads(report['threads'])}" if "threads" in report else ""
     engine = f"{row['engine']}, checkpointing {row['checkpointing']}"
     return f"{_model(row)}, {engine}{threads}"
+
+
+def _threads(number: int) -> str:
+    return "one thread" if number == 1 else f"{number} threads"
 
 
 def _model(row: Row) -> str:

@@ -121,6 +121,17 @@ def test_a_section_of_results(results: Path) -> None:
     assert not of("5B: block")
 
 
+def test_sampling_is_shown_where_it_was_timed(results: Path) -> None:
+    case = {"model": "tiny", "dtype": "float32", "steps": 4}
+    figures = {"ours median_ms": 200.0, "ours p10_ms": 190.4, "ours p90_ms": 230.0}
+    timed = {**case, "threads": 1, **figures, "diffusers median_ms": 250.0, "speed-up": 1.25}
+    wrong = {**case, "threads": 2, "difference": 0.5}
+    write(results, "sampling_peers", {"rows": [timed, wrong]})
+    lines = write_section([read_results(results)]).splitlines()
+    row = "| tiny, 4 steps, float32, one thread | 1.25x | 200 | 250 | 190 to 230 |"
+    assert [line for line in lines if line.startswith("| tiny, ")] == [row]
+
+
 def test_no_table_is_wide(results: Path) -> None:
     folders = [read_results(results), *(read_results(folder) for folder in all_folders())]
     for text in (write_section(folders), write_compact(folders)):
