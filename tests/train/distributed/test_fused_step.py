@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -668,6 +669,27 @@ def test_any_order_of_overflows_gives_deepspeeds_scale(hysteresis: int, consecut
         assert tuple(n.item() for n in numbers) == want
         seen.add(stock.cur_scale)
     assert len(seen) > 5 and ours.cur_iter == stock.cur_iter
+
+
+def test_deepspeed_is_called_for_a_reduction_and_not_for_each_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its method takes 0.1 ms for a gradient that only enters the bucket, on the host of a GPU."""
+    method, entered = "reduce_independent_p_g_buckets_and_remove_grads", []
+    real = getattr(DeepSpeedZeroOptimizer, method)
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer,
+        method,
+        lambda zero, p, i: entered.append(p.numel()) or real(zero, p, i),
+    )
+    start_processes()
+    micro_batch(make(Case(zero={"reduce_bucket_size": 10_000}), False), 0, 0)
+    assert entered == []
+    engine = make(Case(), False)  # buckets of 600 elements
+    micro_batch(engine, 0, 0)
+    sizes = [p.numel() for p in engine.transformer.parameters()]
+    assert engine.transformer.middle.weight.numel() in entered  # larger than a bucket
+    assert 0 < len(entered) < len(sizes)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
