@@ -161,6 +161,9 @@ class _QkNormRope3d(torch.autograd.Function):
         ]
         saved = (qkv, affine[0], affine[2], table)
         dqkv, sums = _qk_norm_rope3d_backward(*gradients, *saved, *ctx.numbers, any(needs))
+        dtypes = [p.dtype for p, n in zip(affine, needs, strict=True) if n]
+        if dtypes and all(dtype == dtypes[0] for dtype in dtypes):
+            sums = sums.to(dtypes[0])  # one launch instead of one for each parameter
         grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
         return dqkv, *grads, *[None] * (1 + len(ctx.numbers))
 

@@ -182,9 +182,9 @@ def launch_backward(
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     n = x.shape[-1]
-    dbias = x.new_zeros(n if needs_dbias else 0)
     if not x.numel():
-        return dx, dbias
+        return dx, x.new_zeros(n if needs_dbias else 0)
+    dbias = x.new_empty(n if needs_dbias else 0)
     rows = x.numel() // n
     num_blocks = cdiv(n, launch.columns)
     num_programs = num_multiprocessors(x.device) * launch.programs // num_blocks
