@@ -26,7 +26,7 @@ _GIB = 2**30
 _SHARED_MEMORY = 1 * _GIB  # Docker's default is 64 MiB, in which a reader's second batch fails
 _OPEN_FILES = 4096
 _DISK = 50 * _GIB
-_SMI_SECONDS = 20
+_SMI_SECONDS = 20  # nvidia-smi may hang if a GPU has failed
 _CHECKPOINT_TEXT = "a checkpoint with optimizer and EMA takes 27 GB for 2B and 89 GB for 5B"
 
 
@@ -80,6 +80,7 @@ def _packages() -> Iterator[Finding]:
     good = 0
     for text in needed:
         requirement = Requirement(text)
+        # Requirements of extras, such as [gpu], are optional parts.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -109,6 +110,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
     versions = f"torch {torch.__version__}"
     listed = _output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if not torch.cuda.is_available():
+        # A machine without a GPU is fine; a GPU that torch cannot use is an error.
         if listed is None and not Path("/dev/nvidia0").exists():
             yield Finding(
                 what="gpu",
@@ -153,6 +155,7 @@ def _gpu(torch: Any, index: int, driver: str) -> Finding:
         return Finding(
             what=what, status="error", found=found, cost=cost, fix="pip install --upgrade torch"
         )
+    # The driver itself and an idle desktop take a few percent.
     if free < 0.9 * total:
         cost = f"another process holds {(total - free) / _GIB:.1f} GiB"
         return Finding(
@@ -170,6 +173,7 @@ def _links(torch: Any) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if count < 2:
         return
+    # Access may be one-sided, so both directions are asked for.
     apart = [
         (a, b)
         for a in range(count)
@@ -325,6 +329,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
+    # The soft limit applies; users may raise it to the hard one.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= _OPEN_FILES or soft == resource.RLIM_INFINITY:
         yield Finding(what="open files", status="ok", found=f"at most {soft}")
@@ -339,6 +344,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
+    # The folder of a first run does not exist yet; its disk is that of the nearest parent.
     there = folder.resolve()
     while not there.exists():
         there = there.parent

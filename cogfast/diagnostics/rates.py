@@ -63,6 +63,7 @@ def all_reduce_rate(num_ranks: int, num_bytes: int, on_gpus: bool) -> float:
 
     The rate is that of each rank's link: 2 (n - 1) / n times the buffer's bytes by the time.
     """
+    # A forked process could not use CUDA, which this one has initialized.
     context: Any = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -80,6 +81,7 @@ def all_reduce_rate(num_ranks: int, num_bytes: int, on_gpus: bool) -> float:
         failed = [process.exitcode for process in ranks if process.exitcode]
         if failed:
             raise RuntimeError(f"all-reduce between {num_ranks} ranks: one ended with {failed[0]}")
+        # An all-reduce is over when its slowest rank has finished.
         seconds = max(queue.get() for _ in ranks)
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
 
@@ -100,6 +102,7 @@ def _reduce(
     )
     buffer = torch.ones(num_bytes // 4, device=device)
     torch.distributed.all_reduce(buffer)  # creates the communicator
+    # All ranks start together, or the first would count the wait for the last.
     torch.distributed.barrier()
     wait_for(device)
     started = time.perf_counter()
@@ -156,6 +159,7 @@ def _gpu_of(device: torch.device) -> Gpu | None:
 
 
 def _judge(what: str, rate: float, unit: str, sheet: float | None, least: float) -> Finding:
+    # Processors and GPUs that gpus.py does not list.
     if sheet is None:
         return Finding(what=what, status="ok", found=f"{rate:.4g} {unit}; no data sheet to compare")
     found = f"{rate:.4g} {unit}, {rate / sheet:.0%} of the data sheet's {sheet:.4g}"

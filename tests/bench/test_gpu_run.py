@@ -65,7 +65,7 @@ def read(folder: Path, piece: str) -> dict:
     return report
 
 
-def test_facts(first: Path) -> None:
+def test_facts_of_the_machine_are_recorded(first: Path) -> None:
     numbers = read(first, "facts")["numbers"]
     assert numbers["version_torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert numbers["flash_attention_4"].startswith("no: ModuleNotFoundError")

@@ -106,7 +106,7 @@ def test_wrong_arguments(sat_configs, capsys, arguments):
     assert printed.out == ""
 
 
-def test_words_without_files(capsys):
+def test_commands_without_files_or_with_wrong_names(capsys):
     assert main(["train"]) == 2
     assert "--base is missing" in capsys.readouterr().err
     assert main(["trian"]) == 2

@@ -63,7 +63,7 @@ def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path, file_limit) -> None:
     assert not is_disk_full(PermissionError(13, "Permission denied"))
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     (tmp_path / "a.json.12.incomplete").write_text("half")
     write_text(tmp_path / "b", "whole")
     remove_unfinished(tmp_path)
@@ -102,7 +102,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         check_checksum(path, good)
 
 
-def test_what_is_no_file_is_missing(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_counts_as_missing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", ".", "none"):
         with pytest.raises(DamageError, match="is missing"):

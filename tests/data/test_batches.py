@@ -155,7 +155,7 @@ def test_mostly_bad_ends_early():
         _read(Latents(10_000, tuple(range(9_000))), 30, micro_batch=1, accumulation=4)
 
 
-def test_nothing_readable():
+def test_a_step_without_a_readable_sample_ends_the_run():
     with pytest.raises(ValueError, match="2/2 videos unreadable"):
         _read(Latents(2, bad=(0, 1)), 1, num_workers=1)
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_the_cut_is_that_of_the_crop():
     ],
     ids=["padded", "skipped"],
 )
-def test_nothing_to_report(folder, changes):
+def test_clips_at_their_own_speed_and_shape_need_no_note(folder, changes):
     assert survey(VideoFolder(folder, **{**CLIP, **changes})).notes == []
 
 

@@ -171,7 +171,7 @@ def test_one_bucket_is_the_plain_order():
     assert plain.fingerprint != GlobalOrder(10, 1234, 5, np.full(10, 2.0)).fingerprint
 
 
-def test_what_was_read_once():
+def test_each_sample_counts_once_in_the_first_epoch():
     """An evaluation that counts each sample once must ignore what fills up the last step."""
     order = GlobalOrder(20, 8, 4, buckets=BUCKETS)
     counted = [

@@ -95,7 +95,9 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(
         ({"free": 20 * 2**30}, "note", "another process holds 60.0 GiB"),
     ],
 )
-def test_a_gpu(gpu: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_described(
+    gpu: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "_output_of", lambda *argv: "NVIDIA H100 80GB HBM3, 580.1")
     found = named(list(doctor._devices(fake_torch(True, "13.0", "NVIDIA H100 80GB HBM3", **gpu))))
     assert found["gpu 0"].status == status

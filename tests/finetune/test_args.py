@@ -149,7 +149,7 @@ def test_python_gives_values_or_text():
 
 
 @pytest.mark.parametrize("name", [name for name, row in SHELL.items() if row[0] is bool])
-def test_switches_read_their_word(name):
+def test_boolean_options_read_true_and_false(name):
     """Upstream's type=bool takes every word for true."""
     for text, expected in (("true", True), ("True", True), ("false", False), ("False", False)):
         given = words(

@@ -232,7 +232,7 @@ def test_batches_that_the_own_loss_cannot_take_are_refused():
         assert check_collated("Mine.collate_fn", changed, samples, True) is changed
 
 
-def test_what_cannot_be_honoured_is_refused_at_the_start(options, monkeypatch):  # noqa: F811
+def test_overrides_that_cannot_work_are_refused_at_the_start(options, monkeypatch):  # noqa: F811
     monkeypatch.setattr("cogfast.train.trainer.start_processes", None)  # checks come before
 
     class Copied(CogVideoXT2VLoraTrainer):

@@ -384,7 +384,7 @@ def test_one_output_alone(kind: str, used: int) -> None:
 
 
 @NEEDS_CPU_KERNELS
-def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch) -> None:
+def test_frozen_parameters_get_no_gradient_and_cost_none(monkeypatch) -> None:
     """LoRA: only hidden and branch need gradients, and backward is asked for nothing else."""
     asked = []
     real = norm._backward

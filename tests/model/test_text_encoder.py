@@ -148,7 +148,7 @@ def test_a_vocabulary_without_words_is_refused(t5_folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("what", ["missing folder", "no config"])
-def test_what_is_no_t5_folder_is_refused(what: str, t5_folder: Path, tmp_path: Path) -> None:
+def test_folders_without_a_t5_are_refused(what: str, t5_folder: Path, tmp_path: Path) -> None:
     if what == "missing folder":
         with pytest.raises(
             ValueError, match="model_dir=.*/nowhere is not a folder; give the folder"

@@ -348,7 +348,7 @@ CONSTRUCTORS = {
 
 
 @pytest.mark.parametrize("case", CONSTRUCTORS)
-def test_what_a_constructor_refuses_has_the_key(tmp_path, monkeypatch, case):
+def test_errors_of_a_constructor_name_the_key(tmp_path, monkeypatch, case):
     params, kind, message = CONSTRUCTORS[case]
     write(tmp_path, "my_parts.py", PARTS)
     monkeypatch.syspath_prepend(tmp_path)

@@ -92,7 +92,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_one_line(name: str, tmp_path: Path) -> None:
+def test_values_that_do_not_fit_the_schema_give_one_line(name: str, tmp_path: Path) -> None:
     text, schema, message = REFUSED[name]
     file = tmp_path / "a.json"
     file.write_text(text, encoding="utf-8")

@@ -45,7 +45,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize("kind", GROWING)
-def test_what_grows_is_refused_before_it_grows(tmp_path: Path, kind: str) -> None:
+def test_yaml_that_expands_hugely_is_refused_before_it_expands(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(yaml.safe_dump({"args": GROWING[kind]}))
     with pytest.raises(ValueError, match=r"^a.yaml: .* values once ") as refused:
@@ -80,7 +80,7 @@ def test_two_files_are_counted_together(tmp_path: Path) -> None:
         ({"a": [1] * 200, **{f"b{i}": "${a}" for i in range(5)}}, {"b4": [1] * 200}),
     ],
 )
-def test_what_configurations_use_is_resolved(
+def test_ordinary_interpolations_are_resolved(
     monkeypatch: pytest.MonkeyPatch, values: dict, resolved: dict
 ) -> None:
     monkeypatch.setenv("COGFAST_TEST_WORD", "word")

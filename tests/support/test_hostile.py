@@ -57,7 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("call", "fault"), CASES)
-def test_what_a_case_does_is_seen(tmp_path: Path, call, fault: str | None) -> None:
+def test_actions_of_a_case_are_reported(tmp_path: Path, call, fault: str | None) -> None:
     outcome = run(tmp_path, call)
     if fault is None:
         assert faults(outcome) == []

@@ -127,7 +127,7 @@ def test_dropouts_follow_their_draws_and_evaluation_has_none() -> None:
     assert (conditioning.image_latents[:, :, 0] != 0).all()
 
 
-def test_a_dropped_caption_takes_its_infinities_along() -> None:
+def test_a_dropped_caption_leaves_no_infinity_or_nan() -> None:
     """T5 may overflow on a caption; zero times infinity would be NaN."""
     built = encoder(text_dropout=1.0)
     batch = {**clips(), "prompt_embedding": torch.full((4, 2, 3), float("inf"))}
@@ -285,7 +285,7 @@ def test_encoded_batches_may_bring_images(dtype: torch.dtype) -> None:
     assert built.num_frames(batch) == 9
 
 
-def test_what_a_batch_needs_and_the_config_lacks_is_named() -> None:
+def test_an_encoder_that_a_batch_needs_and_the_config_lacks_is_named() -> None:
     built = Encoder(lambda: None, lambda: None, scale_factor=SCALE, patch=FLAT)
     with pytest.raises(ValueError, match="model.first_stage_config has no autoencoder"):
         built({**clips(), "prompt_embedding": torch.zeros(4, 2, 3)}, RNG)

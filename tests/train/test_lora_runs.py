@@ -248,7 +248,7 @@ def test_a_checkpoint_of_the_diffusers_trainer_resumes(
     assert elsewhere.step == 200 and elsewhere.folder.parent == tmp_path / "runs"
 
 
-def test_what_cannot_resume_from_the_diffusers_trainer_is_refused(
+def test_checkpoints_of_the_diffusers_trainer_that_cannot_resume_are_refused(
     base: Path, trained: Path, tmp_path: Path
 ) -> None:
     checkpoint = save_as_upstream(tmp_path, trained)

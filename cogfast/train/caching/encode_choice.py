@@ -69,7 +69,9 @@ class EncodeChoice:
         # A way that fits into the least free memory fits on all ranks.
         budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
         _, _, num_frames, rows, columns = clips.shape
+        # A user's own data set may return larger clips than the configuration says.
         shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
+        # A configured way wins over the checkpoint's.
         is_kept = self.stored is not None and stage.encode_chunks == "auto"
         plan = choose(stage, shape, budget, self.args, self.stored if is_kept else None)
         # A trial on the GPU may end differently on another rank.
@@ -139,8 +141,8 @@ def log_plan(
     )
     if plan.num_bytes > budget:
         fix = (
-            "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less and "
-            "give other latents"
+            "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less memory "
+            "and change the latents"
         )
         if plan.mode == "tiles":
             fix = "reduce data.params.video_size or max_num_frames, or set params.tile_size"

@@ -28,7 +28,7 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.merged_config import find_origin, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
-from cogfast.schema.values import Problems, cut
+from cogfast.schema.values import Problems, cut, show
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
@@ -104,6 +104,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"
         refuse(config, "model.input_key", text)
+    # Otherwise the run would fail when it opens its metrics, after all weights are loaded.
     if args.wandb and importlib.util.find_spec("wandb") is None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
         refuse(config, "args.wandb", text)
@@ -132,6 +133,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
 def check_cache(config: Config) -> None:
     """Check the configuration of `cogfast cache`."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    # Only encoders run here, but they need the network's sizes.
     _require_sections(config, "network_config")
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
@@ -152,6 +154,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load."""
     args = TrainArguments.from_config(config)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
+    # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
         _check_placeholders(config)
         if args.load is None and not args.force_inference:
@@ -330,6 +333,7 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
     if args.max_hours is not None and args.max_hours <= 0:
         text = f"args.max_hours={args.max_hours} must be more than 0; null sets no limit"
         refuse(config, "args.max_hours", text)
+    # With export=all every checkpoint has the files, and with none no checkpoint has.
     interval = args.export_interval
     if interval is not None and args.export != "last":
         text = (
@@ -340,7 +344,7 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
     if interval is not None and (not args.save_interval or interval % args.save_interval):
         text = (
             f"args.export_interval={interval} must be a multiple of args.save_interval="
-            f"{args.save_interval}: files are written into checkpoints"
+            f"{show(args.save_interval)}: files are written into checkpoints; change one of them"
         )
         refuse(config, "args.export_interval", text)
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
@@ -400,6 +404,7 @@ def _check_precision(config: Config, args: TrainArguments) -> None:
 
 
 def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
+    # DeepSpeed accumulates in float32 only where it partitions gradients.
     dtype = OmegaConf.select(config.deepspeed, "data_types.grad_accum_dtype")
     if args.bf16 and args.zero_stage < 2 and dtype in ("fp32", "float32", "float"):
         key = "deepspeed.data_types.grad_accum_dtype"

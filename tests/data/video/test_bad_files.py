@@ -106,7 +106,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_reported_and_replaced(kind, tmp_path):
+def test_an_unusable_file_is_reported_and_replaced(kind, tmp_path):
     spoil, surveyed, read = KINDS[kind]
     sat_folder(tmp_path / "d", 6)
     path = tmp_path / "d/videos/03.mp4"
@@ -206,7 +206,7 @@ def test_the_same_name_in_two_folders(tmp_path):
     assert list(survey(data).reasons) == [1] and data.name(1).endswith("b/videos/00.mp4")
 
 
-def test_what_could_not_be_read_is_tried_again(tmp_path):
+def test_unreadable_files_are_tried_again(tmp_path):
     """A change of permissions changes neither size nor mtime."""
     path = sat_folder(tmp_path, 2) / "videos/01.mp4"
     good, stat = path.read_bytes(), path.stat()

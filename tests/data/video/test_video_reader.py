@@ -232,7 +232,7 @@ def test_no_decoder_outlives_its_sample(tmp_path):
     ],
     ids=["zero bytes", "text", "missing"],
 )
-def test_what_is_no_video(reader, content, reason, tmp_path):
+def test_files_that_are_not_videos(reader, content, reason, tmp_path):
     path = tmp_path / "x.mp4"
     if content is not None:
         path.write_bytes(content)

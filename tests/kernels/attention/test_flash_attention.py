@@ -276,7 +276,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
     ],
     ids=["h100", "wide", "fp32", "36", "old-cudnn", "turing", "fa3-fa4", "a100-fa2"],
 )
-def test_what_runs_on_a_gpu(gpu, machine: dict, dtype: torch.dtype, width: int, runs: list) -> None:
+def test_backends_that_run_on_a_gpu(
+    gpu, machine: dict, dtype: torch.dtype, width: int, runs: list
+) -> None:
     gpu(**machine)
     assert backends_that_run(GPU, dtype, width) == runs
     assert attention_backends.default_backend(GPU, dtype, width) == runs[0]

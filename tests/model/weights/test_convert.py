@@ -126,7 +126,7 @@ def test_lora_checkpoints_keep_every_bit(name: str, count: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_it_is_shows_in_the_tensors(name: str, sat_folders, tmp_path: Path) -> None:
+def test_a_model_is_identified_from_its_tensors(name: str, sat_folders, tmp_path: Path) -> None:
     config, found = of_four_heads(name), identify(open_source(sat_folders[name]))
     differing = {f for f in config.__slots__ if getattr(config, f) != getattr(found, f)}
     # 1.0's tables say for which video they are; 1.5 has none, there the published size stands

@@ -105,7 +105,7 @@ def test_tensors_missing_or_of_another_size(made: Path, tmp_path: Path) -> None:
     assert_refused(folder, "no patch_embedding.weight and no text_embedding.weight ")
 
 
-def test_no_cogvideox(tmp_path: Path) -> None:
+def test_models_other_than_cogvideox_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     torch.save({"module": {"encoder.weight": torch.zeros(2)}}, tmp_path / "model/x.pt")
     assert_refused(tmp_path / "model/x.pt", "no tensor named model.diffusion_model")
@@ -168,7 +168,7 @@ def test_a_disk_too_small_is_foreseen(
 
 @pytest.mark.parametrize("to", ["sat", "diffusers", "cogfast"])
 @pytest.mark.parametrize("cause", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_what_ends_half_way_leaves_nothing(
+def test_an_interrupted_conversion_leaves_nothing(
     to: str, cause: BaseException, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills, or the user stops it, at the 30th tensor."""
@@ -187,7 +187,7 @@ def test_what_ends_half_way_leaves_nothing(
     assert len(calls) == 30 and not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_conversion_left_is_no_obstacle(made: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_no_obstacle(made: Path, tmp_path: Path) -> None:
     (tmp_path / "target.incomplete").mkdir()
     (tmp_path / "target.incomplete/weights.safetensors").write_bytes(b"half")
     convert(made / "sat", tmp_path / "target", "cogfast")

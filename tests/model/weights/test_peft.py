@@ -257,7 +257,7 @@ def test_a_share_of_a_matrix_is_read(tmp_path: Path) -> None:
     assert torch.equal(share, source.read(name, None)[64:])
 
 
-def test_what_is_no_whole_lora_is_refused(tmp_path: Path) -> None:
+def test_incomplete_lora_files_are_refused(tmp_path: Path) -> None:
     source = source_of(tiny("5b", lora_rank=4), 1.0)
     folder = tmp_path / "lora"
     file = write_peft(source, folder)

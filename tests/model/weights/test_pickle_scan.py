@@ -88,7 +88,7 @@ def test_endless_work_is_refused(name: str, tmp_path: Path) -> None:
         read_torch_file(file)
 
 
-def test_what_trainers_save_is_read(tmp_path: Path) -> None:
+def test_pickles_that_trainers_save_are_read(tmp_path: Path) -> None:
     """State dicts with metadata, parameters, views, scalars, generators' states, plain values."""
     linear = torch.nn.Linear(3, 2)
     content = {

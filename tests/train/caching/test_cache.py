@@ -420,7 +420,7 @@ def test_ten_kills_leave_no_trace(data: Path, tmp_path: Path) -> None:
         assert found == contents(tmp_path / "straight")
 
 
-def test_what_changed_is_encoded_again_and_nothing_else(
+def test_only_changed_clips_are_encoded_again(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="cogfast")

@@ -103,7 +103,9 @@ def only(*programs: str):
     return lambda name: f"/usr/bin/{name}" if name in programs else None
 
 
-def test_what_compiling_needs_on_a_cpu(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_on_a_cpu_needs_a_compiler_and_headers(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compilers.sys, "platform", "linux")
@@ -124,7 +126,9 @@ def test_what_compiling_needs_on_a_cpu(base: Path, monkeypatch: pytest.MonkeyPat
         check(base, "args.compile=true")
 
 
-def test_what_triton_needs_on_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_on_a_gpu_needs_a_compiler_and_headers(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(compilers.shutil, "which", only("clang"))
@@ -144,7 +148,7 @@ def test_what_triton_needs_on_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch)
         check(base, "args.kernels=torch", "args.compile=true")
 
 
-def test_what_does_not_go_together(base: Path) -> None:
+def test_compile_and_kernels_refuse_what_they_do_not_support(base: Path) -> None:
     stage_3 = "deepspeed.zero_optimization.stage=3"
     with pytest.raises(ValueError, match="args.compile=true does not support ZeRO-3"):
         check(base, "args.compile=true", stage_3)

@@ -112,7 +112,7 @@ def test_a_wrong_backend_is_out(
     assert str(row).startswith("flash      out: ")
 
 
-def test_the_look_at_some_rows_sees_all_of_them() -> None:
+def test_a_wrong_value_in_any_compared_row_is_found() -> None:
     """The first and the last row are compared; dk and dv are compared whole."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]

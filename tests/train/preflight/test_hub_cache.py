@@ -117,7 +117,9 @@ def test_a_dry_run_downloads_nothing(cache: Path) -> None:
         fill_from_pipeline(load_config([], [f"args.load={NAME}"]), may_download=False)
 
 
-def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_and_paths_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert is_hub_id("THUDM/CogVideoX1.5-5B-I2V") and is_hub_id("runs/other")

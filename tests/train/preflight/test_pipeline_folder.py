@@ -64,7 +64,7 @@ def test_a_dry_run_of_training_shows_what_comes_from_the_pipeline(
     assert "ckpt_path" not in text and "encoder_config" not in text
 
 
-def test_what_the_configuration_sets_stays(tmp_path: Path) -> None:
+def test_configured_values_are_kept(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path)
     vae, t5 = "/mine/3d-vae.pt", "/mine/t5"
     given = (f"{STAGE}.params.ckpt_path={vae}", f"{MODEL_DIR}={t5}", f"{SCALE}=0.5")

@@ -64,7 +64,7 @@ def test_going_back_keeps_what_it_writes(tmp_path: Path, base: Path) -> None:
     assert losses(again) == losses(train(base, tmp_path / "whole", "args.train_iters=8"))
 
 
-def test_what_a_killed_run_left_unfinished_goes(tmp_path: Path, base: Path) -> None:
+def test_unfinished_checkpoints_of_a_killed_run_are_removed(tmp_path: Path, base: Path) -> None:
     run = train(base, tmp_path, "args.train_iters=2")
     (run / "checkpoints" / "00000003.incomplete").mkdir()
     train(base, tmp_path, "args.train_iters=4", "args.resume=latest")
@@ -283,7 +283,9 @@ def test_an_export_that_fails_costs_no_checkpoint(
     assert found == {"manifest.json", "rank-00000.safetensors"}
 
 
-def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path, base: Path) -> None:
+def test_a_model_that_cannot_be_exported_is_refused_before_training(
+    tmp_path: Path, base: Path
+) -> None:
     network = "model.network_config.params"
     cases = {
         f"{network}.modules.adaln_layer_config.params.qk_ln=false": "args.export=all: qk_ln=False must",

@@ -126,7 +126,7 @@ def test_only_what_a_share_needs_is_read(tmp_path: Path, cut: tuple) -> None:
         source.read("w", None)
 
 
-def test_of_a_whole_parameter_only_the_ranges_of_the_share_are_read(tmp_path: Path) -> None:
+def test_only_the_ranges_of_the_share_are_read_of_a_whole_parameter(tmp_path: Path) -> None:
     """Share 1 of 2 of three parts of 8 rows of 7: rows 4 to 8, 12 to 16 and 20 to 24."""
     shape = (24, 7)
     manifest = write_files(tmp_path, (shape, 0, 3), numbers(shape), 1, 6)

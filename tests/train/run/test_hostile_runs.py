@@ -173,7 +173,7 @@ def test_damaged_metrics_are_set_aside(
     assert len(_history_until(2, file)) == 2 and caplog.text == ""
 
 
-def test_what_is_no_file_is_set_aside(tmp_path: Path) -> None:
+def test_a_pipe_or_folder_in_place_of_a_log_is_set_aside(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     (tmp_path / "bad_samples.jsonl").mkdir()
     assert _history_until(2, tmp_path / "metrics.jsonl") == []

@@ -73,7 +73,7 @@ def test_a_run_or_a_checkpoint_is_named_by_its_path(
     assert open_run_folder("", "a", "00000001", ALONE) == (run, first)
 
 
-def test_what_cannot_be_found_or_made_is_refused(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder; refusing to start from scratch"):
         open_run_folder("", "a", str(tmp_path / "nowhere"), ALONE)
     with pytest.raises(ValueError, match="it has no checkpoint of cogfast"):

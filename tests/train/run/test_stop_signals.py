@@ -108,7 +108,7 @@ def test_other_ranks_are_quiet() -> None:
     assert process.communicate(timeout=30) == ("removed\n", "")
 
 
-def test_what_is_ignored_at_the_start_stays_so() -> None:
+def test_signals_ignored_at_the_start_stay_ignored() -> None:
     """nohup ignores SIGHUP; a shell script ignores SIGINT in processes that it starts in background."""
     process = started("time.sleep(1)", prefix=["nohup"])
     process.send_signal(signal.SIGHUP)

@@ -18,7 +18,7 @@ WEIGHT = "blocks.0.attention.out.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_rounding_costs_is_logged(
+def test_the_rounding_of_a_merge_is_logged(
     tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The logged share, as --merge-lora logs it, is that of the change found in the weights."""

@@ -335,7 +335,7 @@ def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) 
         read_image(tmp_path / "no.png", (32, 32))
 
 
-def test_what_sampling_cannot_do_is_refused(
+def test_sampling_refuses_prompts_and_images_that_do_not_fit(
     tmp_path: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for arguments, wanted in (
