@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -426,7 +427,15 @@ def check_folder(out: Path, training: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "training"), [("2b", "lora"), ("1.5_5b_i2v", "sft")])
-def test_a_script_of_upstream_trains(family, training, pipelines, data, tmp_path, capsys):  # noqa: F811
+def test_a_script_of_upstream_trains(
+    family,
+    training,
+    pipelines,  # noqa: F811
+    data,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
     assert main(["finetune", *words, *ADDED]) == 0
     log = capsys.readouterr().err
@@ -440,6 +449,20 @@ def test_a_script_of_upstream_trains(family, training, pipelines, data, tmp_path
     more = ["--resume_from_checkpoint", "latest", "--train_steps", "5"]
     assert main(["finetune", *words, *ADDED, *more]) == 0
     assert (tmp_path / "out" / "checkpoint-5").is_dir()
+    # Another model or size is refused before anything is encoded or loaded.
+    monkeypatch.setattr("cogfast.train.trainer.start_processes", None)
+    capsys.readouterr()
+    other = script_words(pipelines.path("5b"), "5b", training, data, tmp_path / "out")
+    refused = {r"model\.": [*other, *ADDED, *more]}
+    if family != "2b":  # of which the table has one size
+        resized = [*words, *ADDED, *more, "--train_resolution", "17x48x32"]
+        refused[r"data.params.video_size: \[32, 48\] -> \[48, 32\]"] = resized
+    for message, given in refused.items():
+        assert main(["finetune", *given]) == 2
+        (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("cogfast:"))
+        assert "--resume_from_checkpoint: args.resume=" in line
+        assert "the configuration differs from the checkpoint's: " in line
+        assert re.search(message, line) and len(line) < 1000, line
 
 
 @pytest.mark.soak

@@ -381,6 +381,17 @@ WRONG = {
         {"report_to": "wandb"},
         "--report_to: args.wandb=true, but wandb is not installed; pip install wandb",
     ),
+    "a run's folder below a file": (
+        "5b",
+        {"output_dir": "/etc/hostname/out"},
+        "--output_dir: args.run_folder=/etc/hostname/out: cannot be created .*hostname is a file",
+    ),
+    "a hub id without a network": (
+        "5b",
+        {"model_path": "THUDM/CogVideoX-none"},
+        "--model_path=THUDM/CogVideoX-none is no folder here, .* HF_HUB_OFFLINE is set: run hf "
+        "download THUDM/CogVideoX-none where .* set HF_HOME",
+    ),
     "an override of a key that is none": (
         "5b",
         {"beta1": 0.8, "seed": "1"},
@@ -403,6 +414,46 @@ def test_wrong_input_ends_in_one_line(options, capsys, monkeypatch, what):
     assert re.search(message, lines[-1]), lines
     assert sum(line.startswith("cogfast:") for line in lines) == 1
     assert len(lines[-1]) < 400
+
+
+LISTS = {
+    "more captions than videos": (
+        {"caption_column": "three.txt"},
+        "videos.txt has 2 lines and .*three.txt 3; give each video one line with its caption",
+    ),
+    "another number of images": (
+        {"image_column": "one.txt"},
+        "videos.txt has 2 lines and .*one.txt 1; give each video one line with its image",
+    ),
+    "a video that is missing": (
+        {"video_column": "missing.txt"},
+        r"missing.txt: line 2: .*/9.mp4 does not exist \(1 of 2 files are missing\); correct",
+    ),
+    "a list of another name": (
+        {"caption_column": "prompt.txt"},
+        "caption_column=prompt.txt: .*/prompt.txt does not exist; did you mean prompts.txt",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_lists_that_do_not_fit_end_in_one_line(options, tmp_path, capsys, monkeypatch, what):
+    """They are read before an encoder or the model is built."""
+    monkeypatch.setattr("cogfast.train.caching.command.assemble_encoder", None)
+    data = tmp_path / "data"
+    for name, lines in {
+        "three.txt": "a\nb\nc\n",
+        "one.txt": "1.png\n",
+        "missing.txt": "1.mp4\n9.mp4\n",
+    }.items():
+        (data / name).write_text(lines)
+    for name in ("1.mp4", "2.mp4", "1.png"):
+        (data / name).touch()
+    changes, message = LISTS[what]
+    family = "5b_i2v" if "image_column" in changes else "5b"
+    assert main(["finetune", *words(options(family, num_workers=0, **changes))]) == 2
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("cogfast:")]
+    assert len(lines) == 1 and re.search(message, lines[0]), lines
 
 
 def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys, monkeypatch):

@@ -18,6 +18,7 @@ from cogfast.config import Config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family
@@ -36,7 +37,12 @@ from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
-from cogfast.train.run.folder import adapters_to_resume, resumed_in_run_folder
+from cogfast.train.run.folder import (
+    adapters_to_resume,
+    check_changes,
+    check_creatable,
+    resumed_in_run_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +70,19 @@ def _check_names(config: Config, args: TrainArguments) -> None:
 
 
 def _check_run_folder(config: Config, args: TrainArguments) -> None:
-    if args.run_folder is None:
-        return
+    """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
     try:
-        resumed_in_run_folder(args)
+        check_creatable(args)
+        checkpoint = None if args.run_folder is None else resumed_in_run_folder(args)
+        if checkpoint is not None and adapters_to_resume(checkpoint) is None:
+            manifest = read_manifest(checkpoint, RESUMABLE, is_verified=args.verify_checkpoints)
+            # The global batch of this run is not known yet: it is compared when the run starts.
+            check_changes(checkpoint, manifest, config, manifest["global_batch"])
     except ValueError as error:
-        key = "args.resume" if str(error).startswith("args.resume") else "args.run_folder"
-        refuse(config, key, str(error))
+        key = next(
+            (k for k in ("run_folder", "save") if str(error).startswith(f"args.{k}")), "resume"
+        )
+        refuse(config, f"args.{key}", str(error))
 
 
 def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:

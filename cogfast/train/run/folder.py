@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import re
 import secrets
@@ -32,6 +33,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.schema.merged_config import to_dict
+from cogfast.schema.values import cut
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
 
@@ -69,6 +71,8 @@ _FREE = (
     "data.params.keep_decoded_mib",
     "model.denoiser_config.params.weighting_config.*",
 )
+_MOST_NAME_BYTES = 255  # of a file or folder, on Linux
+_MOST_CHANGES = 6  # in an error message
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
@@ -138,6 +142,27 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     if problem is not None:
         raise ValueError(f"args.run_folder={run} {problem}, or set another folder")
     return checkpoint
+
+
+def check_creatable(args: TrainArguments) -> None:
+    """Raise ValueError if the folder that the run writes into cannot be created. Creates nothing."""
+    folder = Path(args.run_folder or args.save or "runs").absolute()
+    above = folder
+    while not os.path.exists(above):
+        above = above.parent
+    reason = None
+    if not above.is_dir():
+        reason = f"{cut(str(above))} is a file"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        reason = f"{cut(str(above))} is not writable"
+    elif any(len(os.fsencode(part)) > _MOST_NAME_BYTES for part in folder.parts):
+        reason = f"a name in it has more than {_MOST_NAME_BYTES} bytes"
+    if reason is not None:
+        key = "run_folder" if args.run_folder is not None else "save"
+        shown = cut(str(getattr(args, key)))
+        raise ValueError(
+            f"args.{key}={shown}: cannot be created ({reason}); set it to another folder"
+        )
 
 
 def adapters_to_resume(checkpoint: Path) -> Path | None:
@@ -249,6 +274,9 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
         changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
+    more = len(changes) - _MOST_CHANGES
+    if more > 0:
+        changes = [*changes[:_MOST_CHANGES], f"and {more} more keys"]
     if changes and not config.args.get("accept_changes"):
         raise ValueError(
             f"args.resume={checkpoint}: the configuration differs from the checkpoint's: "
