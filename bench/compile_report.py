@@ -144,7 +144,8 @@ def count_resident(figures: Mapping[str, int], num_warps: int, arch: int) -> int
 
 def find_over(case: CompileCase, arch: int, figures: Mapping[str, int]) -> list[str]:
     """Limits of a case that the figures exceed, such as `registers 48 > 40`."""
-    limits = {"stack_bytes": 0, "local_bytes": 0, "local_accesses": 0}
+    spilled = case.spilled_bytes.get(arch, 0)
+    limits = {"stack_bytes": spilled, "local_bytes": 0, "local_accesses": spilled // 4}
     if arch == _LIMITED_ARCH:
         limits |= {"registers": case.max_registers, "shared_bytes": case.max_shared_bytes}
         limits |= {"narrow_loads": case.narrow_loads, "narrow_stores": case.narrow_stores}
