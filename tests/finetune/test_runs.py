@@ -481,6 +481,53 @@ def test_every_script_of_upstream_trains_on_two_processes(
     check_folder(tmp_path / "out", training)
 
 
+TENSOR_PARALLEL, ZERO_3 = "args.model_parallel_size=2", "deepspeed.zero_optimization.stage=3"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("training", ["lora", "sft"])
+def test_four_processes_leave_the_files_of_one(training, pipelines, tmp_path):  # noqa: F811
+    """The encoded clips byte for byte, and what diffusers loads but for the order of sums.
+
+    The clips are three shards of the cache, so that three ranks encode.
+    """
+    data = tmp_path / "data"
+    lines = lambda text: "".join(f"{text.format(i)}\n" for i in range(20))
+    for i in range(20):
+        write_clip(data / "videos" / f"{i}.mp4", constant_rate(20, 8 + i), size=SIZE)
+    (data / "prompt.txt").write_text(lines("a red block, number {}"))
+    (data / "videos.txt").write_text(lines("videos/{}.mp4"))
+    words = script_words(pipelines.path("5b"), "5b", training, data, tmp_path)
+    words += [*ADDED, "--train_steps", "2", "--mixed_precision", "no", "--lr_warmup_steps", "0"]
+    layouts = {
+        "one": (1, 4, []),
+        "dp 4": (4, 1, []),
+        "tp 2": (4, 2, [TENSOR_PARALLEL]),
+        "ZeRO-3": (4, 1, [ZERO_3]),
+        "tp 2 and ZeRO-3": (4, 2, [TENSOR_PARALLEL, ZERO_3]),
+    }
+    found: dict[str, dict[str, Tensor]] = {}
+    caches: dict[str, dict[str, bytes]] = {}
+    for name, (processes, batch, more) in layouts.items():
+        out, cache = tmp_path / name, tmp_path / f"{name} cache"
+        given = ["--output_dir", out, "--latent_cache", cache, "--batch_size", batch]
+        # The result in float32 depends on how many clips are encoded together.
+        given += [*more, "model.en_and_decode_n_samples_a_time=1"]
+        done = run(["finetune", *words, *map(str, given)], processes)
+        assert done.returncode == 0, done.stdout
+        files = (out / "checkpoint-2").rglob("*.safetensors")
+        exported = [path for path in files if not path.name.startswith("rank-")]
+        assert len(exported) == (1 if training == "lora" else 2)  # the second is the average
+        found[name] = {f"{p.parent.name} {k}": t for p in exported for k, t in load_file(p).items()}
+        caches[name] = {path.name: path.read_bytes() for path in cache.glob("*.safetensors")}
+    assert len([name for name in caches["one"] if name.startswith("video")]) == 3
+    for name in layouts:
+        assert caches[name] == caches["one"]
+        assert found[name].keys() == found["one"].keys()
+        for key, tensor in found["one"].items():
+            assert (found[name][key] - tensor).abs().max() < 1e-5, (name, key)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("is_offloaded", [False, True])

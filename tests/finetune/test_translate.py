@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import cogfast.train.trainer
@@ -18,6 +19,7 @@ from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.schema.merged_config import find_origin, to_dict
+from cogfast.train.optimizer import build_optimizer
 from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 KINDS = {
@@ -57,6 +59,23 @@ def options(pipelines: Pipelines, tmp_path: Path):  # noqa: F811
 
 def words(options: dict[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_the_average_of_the_weights_can_be_left_out(options):
+    """torch's AdamW takes the same steps as the optimizer that keeps an average."""
+    trained, kept = [], []
+    for words in ([], ["deepspeed.optimizer.type=AdamW"]):
+        config = translate(Args(**options("5b", training_type="sft", overrides=words)))
+        weights = torch.nn.Parameter(torch.linspace(-1, 1, 64))
+        group = {"params": [weights], "weight_decay": 1e-4}
+        optimizer = build_optimizer(config.deepspeed.optimizer, [group])
+        for step in range(3):
+            weights.grad = torch.linspace(-1, 2, 64).roll(step)
+            optimizer.step()
+        trained.append(weights.detach())
+        kept.append(optimizer.state[weights].keys())
+    torch.testing.assert_close(*trained, rtol=1e-6, atol=0)
+    assert kept[0] - kept[1] == {"shadow"}
 
 
 @pytest.mark.parametrize("family", KINDS)
