@@ -150,6 +150,12 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
         for report in results.of(piece):
             lines += render(report["rows"])
     lines += _sampling([row for each in results.of("sampling_peers") for row in each["rows"]])
+    for piece, render in {
+        "finetune_step": _finetune_steps,
+        "finetune_cache": _finetune_cache,
+    }.items():
+        for report in results.of(piece):
+            lines += [*render(report), *_load(report)]
     for path in sorted(results.folder.glob("*.png")):
         link = Path(os.path.relpath(path, folder_of_page)).as_posix()
         lines += ["", f"![{path.stem} on {results.machine}]({link})"]
@@ -330,6 +336,59 @@ def _data_runs(rows: Sequence[Row]) -> list[str]:
     head = ("command", "clips", "clips per second", "seconds in all", "MiB")
     body = [cells(row, keys) for row in rows if "data_wait_percent" not in row]
     return lines + _question("How long do `cogfast cache` and a start take?", head, body)
+
+
+def _finetune_steps(report: Report) -> list[str]:
+    """A step of `cogfast finetune` against the loop of CogVideo's trainer, with the same arguments."""
+    sides, body = ("ours", "theirs"), []
+    for row in report["rows"]:
+        trained = "all weights" if row["mode"] == "sft" else "LoRA"
+        flag = str(row["gradient_checkpointing"]).lower()
+        name = f"{row['model']}, {trained}, {row['dtype']}, --gradient_checkpointing {flag}, {_threads(report['threads'])}"
+        if "not_timed" in row:
+            body.append((name, str(row["not_timed"]), *[_EMPTY] * 4))
+            continue
+        medians = [_ms(row[f"{side}_median_ms"]) for side in sides]
+        spreads = [f"{_ms(row[f'{s}_p10_ms'])} to {_ms(row[f'{s}_p90_ms'])}" for s in sides]
+        body.append((name, f"{row['ratio']:.2f}", *medians, *spreads))
+    columns = [
+        f"{side}, {what}" for what in ("ms", "p10 to p90") for side in ("cogfast", "CogVideo")
+    ]
+    question = (
+        "How long does a step of `cogfast finetune` take against CogVideo's diffusers trainer?"
+    )
+    return _question(question, ("case", "time of cogfast / CogVideo", *columns), body)
+
+
+def _finetune_cache(report: Report) -> list[str]:
+    body = [
+        (
+            f"{row['side']}, {row['clips']} clips of 9x{row['size'][0]}x{row['size'][1]}, {_threads(report['threads'])}",
+            f"{row['ratio']:.2f}" if "ratio" in row else _EMPTY,
+            _number(row["clips_per_s"]),
+            f"{_number(row['p10_s'])} to {_number(row['p90_s'])}",
+            f"{row['bytes_per_clip'] / 2**20:.2f}",
+        )
+        for row in report["rows"]
+    ]
+    head = (
+        "",
+        "time of cogfast / CogVideo",
+        "clips per second",
+        "s in all, p10 to p90",
+        "MiB per clip",
+    )
+    question = "How fast does one process encode clips, with one that reads, against CogVideo's diffusers trainer?"
+    return _question(question, head, body)
+
+
+def _load(report: Report) -> list[str]:
+    load = report["load_average"]
+    text = (
+        f"{load['before']:.1f} before and {load['after']:.1f} after, on {report['cpu_cores']} cores"
+    )
+    note = "Ratios are medians over pairs that follow each other. CogVideo's trainer keeps no EMA. Load"
+    return ["", f"{note} average: {text}."]
 
 
 def _case(row: Row, report: Report) -> str:
