@@ -20,7 +20,15 @@ from bench.scaling.traffic import (
 from cogfast.config import load_config
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_network import transformer_arguments
-from tests.support.ranks.communication_ranks import CASES, MESH_RUNS, PERSISTENT, RANK, RUNS, SHARED
+from tests.support.ranks.communication_ranks import (
+    CASES,
+    MESH_RUNS,
+    PERSISTENT,
+    QUICK_MESH,
+    RANK,
+    RUNS,
+    SHARED,
+)
 from tests.support.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
 from tests.support.tiny_transformers import FAMILY, inputs
 
@@ -29,10 +37,11 @@ TOLERANCE = 0.03
 NUM_TOKENS = 20  # in the runs: 8 of text, 3 x 2 x 2 of video
 
 
-def launch(folder: Path, processes: int) -> tuple[list[Sent], TransformerConfig]:
+def launch(folder: Path, processes: int, *words: str) -> tuple[list[Sent], TransformerConfig]:
     """Launch all processes; return {case: {collective: bytes}} of each, and the transformer of the runs."""
     base = write_config(folder / "base.yaml", write_clips(folder / "data"), "5b")
-    launch_ranks(processes, "tests/support/ranks/communication_ranks.py", str(base), str(folder))
+    script = "tests/support/ranks/communication_ranks.py"
+    launch_ranks(processes, script, str(base), str(folder), *words)
     network = load_config([base]).model["network_config"]["params"]
     sent = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
     return sent, TransformerConfig(**transformer_arguments(network))
@@ -44,9 +53,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], Tran
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sent], TransformerConfig]:
+def mesh(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Sent], TransformerConfig]:
     """Launch two copies of a model, each on two processes."""
-    return launch(tmp_path_factory.mktemp("mesh"), 4)
+    mine = [item for item in request.session.items if item.module is request.module]
+    has_soaks = any(item.get_closest_marker("soak") for item in mine)
+    return launch(tmp_path_factory.mktemp("mesh"), 4, *["soak"] * has_soaks)
 
 
 @pytest.mark.slow
@@ -101,7 +114,13 @@ def test_traffic_of_a_tensor_parallel_model(launched, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESH_RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK_MESH else pytest.mark.soak)
+        for name in MESH_RUNS
+    ],
+)
 def test_traffic_of_two_tensor_parallel_copies(mesh, name: str) -> None:
     sent, config = mesh
     layout = Layout(
