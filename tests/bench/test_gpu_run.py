@@ -37,6 +37,16 @@ TINY = Settings(torch.device("cpu"), is_tiny=True)
 ABSENT = ("diffusers", "decord", "av", "skvideo", "flash_attn", "wandb")
 
 
+# The trainings that it starts are forked: they have the imports, and none that is absent.
+FIRST = """
+import subprocess, sys
+from tests.support.ranks.forked import ForkedPopen
+subprocess.Popen = ForkedPopen
+from bench import gpu_run
+sys.exit(gpu_run.main())
+"""
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Path:
     """Run `python -m bench.gpu_run first` and return its folder."""
@@ -45,8 +55,7 @@ def first(tmp_path_factory) -> Path:
     lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in ABSENT)]
     (hiding / "sitecustomize.py").write_text("\n".join(lines) + "\n")
     done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu_run", "first", "--out", str(out)]
-        + ["--device", "cpu", "--tiny"],
+        [sys.executable, "-c", FIRST, "first", "--out", str(out)] + ["--device", "cpu", "--tiny"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(hiding), "OMP_NUM_THREADS": "1"},
         capture_output=True,

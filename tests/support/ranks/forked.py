@@ -95,14 +95,17 @@ def _wait_for_all(ranks: list, timeout: float) -> int | None:
 class Forked:
     """A program that was forked from the server, with the interface of subprocess.Popen.
 
-    It leads a session of its own. communicate() returns stdout and stderr together.
+    It leads a session of its own. communicate() returns stdout and stderr together, unless they go to
+    the terminal or file `output`.
     """
 
-    def __init__(self, program: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, program: Sequence[str], environment: Mapping[str, str], output: str | None = None
+    ) -> None:
         self.args = list(program)
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115
         with contextlib.chdir(ROOT):
-            arguments = (tuple(program), dict(environment), self._output.name, True)
+            arguments = (tuple(program), dict(environment), output or self._output.name, True)
             self._process = _server().Process(target=_be_rank, args=arguments)
             self._process.start()
         self.pid: int = self._process.pid
@@ -128,24 +131,31 @@ class Forked:
         os.kill(self.pid, number)
 
 
-class _ForkedRank(subprocess.Popen):
-    """A rank that torchrun starts: forked from torchrun, which has the imports, and not executed."""
+class ForkedPopen(subprocess.Popen):
+    """A child that runs Python, such as a rank of torchrun: forked from this process, which has the
+    imports, and not executed. Other programs are executed."""
 
     def _execute_child(self, args: Sequence[str], *more: object) -> None:
-        environment = more[5]  # by the order of Popen's own method
+        if args[0] != sys.executable:
+            return super()._execute_child(args, *more)
+        # By the order of Popen's own method.
+        environment, output, errors = more[5], more[11], more[13]
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
                 os.setsid()
+                for target, file in ((1, output), (2, errors)):
+                    if file != -1:
+                        os.dup2(file, target)
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's connections, as exec does
                 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                os.environ.clear()
-                os.environ.update(environment)
-                assert args[:2] == (sys.executable, "-u"), args
-                status = _run(args[2:])
+                if environment is not None:
+                    os.environ.clear()
+                    os.environ.update(environment)
+                status = _run([word for word in args[1:] if word != "-u"])
             finally:
                 os._exit(status)
         self._child_created = True
@@ -189,5 +199,5 @@ def _be_rank(
     if program[:2] == ("-m", "torch.distributed.run"):
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-        subprocess_handler.Popen = _ForkedRank
+        subprocess_handler.Popen = ForkedPopen
     sys.exit(_run(program))

@@ -7,7 +7,7 @@ import logging
 import os
 import pty
 import resource
-import subprocess
+import select
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.metrics import Metrics, forward_flops, memory_gib, train_flops
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import ROOT, launch_ranks, run_folder, write_clips, write_config
+from tests.support.ranks.forked import Forked
+from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_clips, write_config
 from tests.support.tiny_transformers import inputs, tiny
 
 KEYS = {
@@ -399,13 +400,11 @@ def test_a_log_line_has_the_time_left(tmp_path: Path, data: Path, caplog) -> Non
 def test_a_terminal_sees_a_progress_bar(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data, train_iters=3)
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cogfast", "train", "--base", str(base)],
-        cwd=ROOT,
-        stdout=follower,
-        stderr=follower,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    process = Forked(
+        ["-m", "cogfast", "train", "--base", str(base)], terminal, os.ttyname(follower)
     )
+    wait_for(lambda: select.select([leader], [], [], 0)[0], process)  # it has the terminal open
     os.close(follower)
     shown = b""
     while True:
