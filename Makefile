@@ -26,6 +26,9 @@ $(INSTALLED): setup.py constraints.txt scripts/setup.sh $(wildcard cogfast/kerne
 quickstart: $(INSTALLED)
 	SEED=$(SEED) scripts/quickstart.sh
 
+# Processes of the tests take what an earlier one has compiled, also where the shell asks for no files.
+test check soak: export PYTHONDONTWRITEBYTECODE =
+
 test: $(INSTALLED)
 	$(PYTEST) -m "not soak"
 

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -39,11 +40,25 @@ COMPLETE = Path(os.environ.get("COGFAST_GOLDEN", ROOT.parent / "shared" / "golde
 SUBSET = ROOT / "tests" / "golden"
 
 
+# Files that take longest although none of their tests is slow.
+LONG = (
+    "test_sample_sources.py",
+    "test_evaluate.py",
+    "test_trainer.py",
+    "test_bench_step.py",
+    "test_autoencoder.py",
+    "test_gpu_run.py",
+    "test_sample_clips.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that fork first, before any test leaves threads; then those with slow tests, so that
-    no long file is the last."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not item.get_closest_marker("forks"), item.path not in slow))
+    """Put files that fork first, before any test leaves threads; then the long ones and those with
+    slow tests, so that no long file is the last."""
+    long = {
+        item.path for item in items if item.get_closest_marker("slow") or item.path.name in LONG
+    }
+    items.sort(key=lambda item: (not item.get_closest_marker("forks"), item.path not in long))
 
 
 def pytest_collection_finish() -> None:
@@ -115,6 +130,14 @@ def _own_log() -> Iterator[None]:
     logger = logging.getLogger("cogfast")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def _pictures_only_where_they_are_looked_at(request, monkeypatch) -> None:
+    """A run of this process draws no loss.png, a quarter of its time, except in test_metrics.py."""
+    metrics = sys.modules.get("cogfast.train.run.metrics")
+    if metrics is not None and request.path.name != "test_metrics.py":
+        monkeypatch.setattr(metrics.Metrics, "draw_loss", lambda self: None)
 
 
 @pytest.fixture(autouse=True)
