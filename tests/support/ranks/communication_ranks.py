@@ -60,7 +60,7 @@ RUNS = {
 # Two copies of the model, each held by two processes.
 MESH = ["args.model_parallel_size=2", *TWICE]
 ROWS = "args.sequence_parallel=true"
-# Of each two of these, one has split rows and one adapters; the two others are soaks.
+# One of them has split rows, one has adapters; the two others are soaks.
 QUICK_MESH = ("trained", "adapters, split rows")
 MESH_RUNS = {
     "trained": MESH,

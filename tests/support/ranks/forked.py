@@ -138,7 +138,7 @@ class ForkedPopen(subprocess.Popen):
     def _execute_child(self, args: Sequence[str], *more: object) -> None:
         if args[0] != sys.executable:
             return super()._execute_child(args, *more)
-        # By the order of Popen's own method.
+        # The order is that of Popen's own method.
         environment, output, errors = more[5], more[11], more[13]
         self.pid = os.fork()
         if self.pid == 0:
