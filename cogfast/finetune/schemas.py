@@ -116,8 +116,7 @@ class Args:
     )
     enable_slicing: bool = _system("encode and decode one video at a time", True)
     enable_tiling: bool = _system(
-        "encode whole videos, 8 frames at a time or in tiles: the first that fits into memory; false: "
-        "always 8 frames at a time",
+        "encode whole videos, 8 frames at a time or in tiles, whichever fits first; false: 8 frames",
         True,
     )
     nccl_timeout: Count = _system("no effect: cogfast has timeouts of its own", 1800)

@@ -131,7 +131,7 @@ def test_short_clip(selection, short_clips, expected, tmp_path):
 
 @pytest.mark.parametrize(
     "num_frames, fps, reason",
-    [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none are left")],
+    [(20, 4, "4 fps is below fps=8"), (10, 8, "reads up to frame"), (6, 8, "none is left")],
 )
 def test_clips_on_which_sat_fails_are_bad_samples(num_frames, fps, reason, tmp_path):
     write_clip(tmp_path / "x.mp4", constant_rate(num_frames, fps))

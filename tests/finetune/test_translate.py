@@ -169,7 +169,7 @@ def test_their_cache_is_taken_only_if_it_is_trusted(options, tmp_path, capsys):
     assert notices(Args(**options())) == []
     (theirs / "prompt_embeddings").mkdir()
     (line,) = notices(Args(**options()))
-    assert line.startswith(f"{theirs} has clips or captions") and "--trust_cache takes them" in line
+    assert line.startswith(f"{theirs} has clips or captions") and "--trust_cache uses them" in line
     assert notices(Args(**options(trust_cache=True))) == []
     assert notices(Args(**options(latent_cache="none"))) == []
     main(["finetune", *words(options()), "--trust-cache", "--dry-run"])

@@ -209,7 +209,7 @@ def test_the_file_is_named(tmp_path, sat_configs):
 FILES = {
     "args: [1": "bad.yaml line 1: not valid YAML",
     "5": "bad.yaml: cannot be read",
-    "- args": "must be a mapping of the sections model, data, args, deepspeed",
+    "- args": "must be a mapping with sections model, data, args or deepspeed",
     "args: {seed: 1, seed: 2}": "duplicate key",
     "args: {save_interval: '${args.seeed}'}": "bad.yaml: args.save_interval: .*args.seeed",
     "args: {seed: '???'}": r"args.seed has no value \(\?\?\?\)",

@@ -236,7 +236,10 @@ def test_a_checkpoint_of_the_diffusers_trainer_resumes(
     arguments += ["args.folder_layout=finetune", "args.save_interval=1"]
     into = [f"args.run_folder={checkpoint.parent}"]
     trainer = Trainer(load_config([base], [*arguments, *into]))
-    assert "LoRA weights and step 200 are taken, the state of its optimizer is not" in caplog.text
+    assert (
+        "resuming its LoRA weights and its step 200, without the state of its optimizer"
+        in caplog.text
+    )
     for name, parameter in trainer.engine.transformer.named_parameters():
         if is_lora_parameter(name):
             assert torch.equal(parameter, adapter.read(name, None)), name

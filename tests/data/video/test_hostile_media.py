@@ -288,8 +288,8 @@ TARS: dict[str, str | None] = {
     "a tar in it": None,
     "names of escapes": None,
     "cut in a video": None,
-    "cut in a header": "not a tar file, or a compressed one",
-    "a zip": "not a tar file, or a compressed one",
+    "cut in a header": "not a tar file (",
+    "a zip": "not a tar file (",
     "noise in its headers": None,
 }
 QUICK_TARS = ["names of escapes", "a sparse member"]

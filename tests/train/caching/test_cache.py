@@ -573,9 +573,7 @@ def test_a_real_full_disk_costs_no_entry(data: Path, tmp_path: Path, file_limit)
     base = write_config(tmp_path / "base.yaml", data, latent_cache=str(cache))
     before = {}
     for limit, name in ((500, "sources.json"), (8_000, "text-00000"), (13_200, "video-00000")):
-        expected = (
-            rf"^args.latent_cache: .*/{name}\S* cannot be written \(File too large\); the cache "
-        )
+        expected = rf"^args.latent_cache: .*/{name}\S* cannot be written \(File too large\); what "
         with file_limit(limit), pytest.raises(RuntimeError, match=expected):
             cache_latents(load_config([base]))
         assert before.items() <= contents(cache).items()

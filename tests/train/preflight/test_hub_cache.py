@@ -84,7 +84,7 @@ def test_a_model_in_the_cache_becomes_its_folder(
 def test_an_offline_machine_without_the_model_gets_one_line(cache: Path, tmp_path: Path) -> None:
     wanted = (
         f"args.load={NAME}: no such folder, and the hub's cache {cache} does not have it; "
-        f"HF_HUB_OFFLINE is set: run hf download {NAME} where there is a network, set HF_HOME to"
+        f"HF_HUB_OFFLINE is set: run hf download {NAME} on a machine with network access, set HF_HOME to"
     )
     with pytest.raises(ValueError, match=wanted):
         fill_from_pipeline(load_config([], [f"args.load={NAME}"]))
@@ -217,6 +217,9 @@ def test_a_model_that_the_hub_does_not_have(hub: str, tmp_path: Path) -> None:
     unknown, unreachable = "owner/other", "http://127.0.0.1:9"
     found = [start(unknown, hub, tmp_path), start(NAME, unreachable, tmp_path)]
     texts = [process.communicate(timeout=120)[0] for process in found]
-    assert f"ERROR args.load={unknown}: there is no such folder, and the hub has no" in texts[0]
+    assert (
+        f"ERROR args.load={unknown}: no such folder, and no model of this name on the hub"
+        in texts[0]
+    )
     assert f"ERROR args.load={NAME}: no such folder" in texts[1]
     assert "the hub cannot be reached" in texts[1] and f"hf download {NAME}" in texts[1]
