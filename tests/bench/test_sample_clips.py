@@ -25,14 +25,18 @@ from bench.clips.sample_clips import (
 )
 from bench.clips.shape_look import Look, Scores, foreground, look_at, read_frames, score
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
+from tests.support.ranks.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def clips_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the quickstart's data."""
     folder = tmp_path_factory.mktemp("clips")
-    write_sample_clips(folder)
+    prepared = run_quickstart("prepare", str(folder))
+    assert prepared.returncode == 0, prepared.stdout
+    assert "176 clips" in prepared.stdout
     return folder
 
 
@@ -67,9 +71,10 @@ def test_files_are_h264_of_the_documented_format(clips_folder: Path) -> None:
 
 
 def test_the_same_bytes_every_time(clips_folder: Path, tmp_path: Path) -> None:
-    write_sample_clips(tmp_path)
-    for path in clips_folder.glob("*/*"):
-        assert path.read_bytes() == (tmp_path / path.relative_to(clips_folder)).read_bytes(), path
+    paths = write_sample_clips(tmp_path, num_copies=1)
+    assert len(paths) == 44
+    for path in tmp_path.glob("*/*"):
+        assert path.read_bytes() == (clips_folder / path.relative_to(tmp_path)).read_bytes(), path
 
 
 def test_copies_are_jittered_and_the_seed_matters(clips_folder: Path, tmp_path: Path) -> None:
@@ -140,15 +145,11 @@ def test_each_score_depends_on_one_word() -> None:
 
 
 def run_quickstart(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True)
+    return run_forked([str(ROOT / "scripts" / "quickstart.py"), *argv])
 
 
-def test_quickstart_script_prepares_and_looks(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    prepared = run_quickstart("prepare", str(data))
-    assert prepared.returncode == 0, prepared.stderr
-    assert "176 clips" in prepared.stdout
+def test_quickstart_script_prepares_and_looks(clips_folder: Path, tmp_path: Path) -> None:
+    data = clips_folder
     assert WaveletAutoencoder(data / "wavelet.safetensors").latent_channels == 48
     assert len((data / "captions.txt").read_text().splitlines()) == 48
 
@@ -166,8 +167,8 @@ def test_quickstart_script_prepares_and_looks(tmp_path: Path) -> None:
     (samples / "1.mp4").unlink()
     broken = run_quickstart("look", str(samples))
     assert broken.returncode == 1
-    assert broken.stderr.startswith("quickstart: ")
-    assert "1.mp4, which does not exist" in broken.stderr
+    assert broken.stdout.startswith("quickstart: ")
+    assert "1.mp4, which does not exist" in broken.stdout
 
 
 MEASURED = """

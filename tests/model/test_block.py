@@ -66,7 +66,9 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=0)
 
 
-@pytest.mark.slow  # Inductor compiles C++
+# Inductor compiles C++. In make test, test_activation_checkpointing.py and test_compile_key.py compare
+# compiled blocks with eager ones.
+@pytest.mark.soak
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
 def test_a_compiled_block_gives_the_eager_numbers(has_lora: bool) -> None:
     block = make_block()
@@ -93,8 +95,22 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("where", ["cpu", "triton, interpreted"])
+# Each op has tests of its own in the interpreter: of a block, all of them and as few as there can be.
+INTERPRETED = ("5b", "neither")
+
+
+@pytest.mark.parametrize(
+    ("where", "variant"),
+    [
+        *[("cpu", variant) for variant in VARIANTS],
+        *[("triton, interpreted", variant) for variant in INTERPRETED],
+        *[
+            pytest.param("triton, interpreted", variant, marks=pytest.mark.soak)
+            for variant in VARIANTS
+            if variant not in INTERPRETED
+        ],
+    ],
+)
 def test_kernels_give_the_numbers_of_plain_pytorch(where: str, variant: str) -> None:
     is_rotary, has_qk_norm, has_affine_norms = VARIANTS[variant]
     block = make_block(has_qk_norm=has_qk_norm, has_affine_norms=has_affine_norms)

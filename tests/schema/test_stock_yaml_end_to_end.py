@@ -38,6 +38,7 @@ from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae.names import to_sat
 from cogfast.train.encode import Encoder
 from cogfast.train.sampling.sizes import read_image
+from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder
 from tests.support.tiny_transformers import randomize
 from tests.support.video_files import constant_rate, decode_all, write_clip
@@ -517,7 +518,8 @@ def test_upstreams_commands(
     arguments = [files.training(case, sat_configs, save) for save in runs]
     shorter = ["args.train_iters=2", "args.eval_interval=null", "args.save_interval=null"]
     train([*arguments[0], *shorter])
-    run_child([sys.executable, "scripts/train_video.py", *arguments[1], *shorter], children)
+    done = run_forked(["scripts/train_video.py", *arguments[1], *shorter])
+    assert done.returncode == 0, done.stdout
     base, rest = arguments[2][1:3], arguments[2][5:]
     run_child(
         ["scripts/finetune_single_gpu.sh", *rest, *shorter],

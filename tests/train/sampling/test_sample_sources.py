@@ -38,7 +38,7 @@ from tests.support.video_files import decode_all
 
 SIZE = (32, 48)
 PROMPT = "a red block moves right over grey"
-STEPS, SCALE, SEED = 50, 3.0, 7
+STEPS, SCALE, SEED = 10, 3.0, 7
 GUIDER = "sgm.modules.diffusionmodules.guiders.VanillaCFG"
 
 
