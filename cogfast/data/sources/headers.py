@@ -179,7 +179,7 @@ class _Index:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__
         except OSError as error:
-            logger.warning("video headers cannot be saved for the next start: %s", error)
+            self._warn(error)
         return self
 
     def add(self, name: str, stamp: str, header: Header) -> None:
@@ -189,9 +189,25 @@ class _Index:
         try:
             self.file.write(line.encode())
         except OSError as error:
-            logger.warning("video headers cannot be saved for the next start: %s", error)
-            self.file = None
+            self._warn(error)
+            self._close()
 
     def __exit__(self, *exc_info: object) -> None:
-        if self.file is not None:
-            self.file.close()
+        error = self._close()
+        if error is not None:
+            self._warn(error)
+
+    def _close(self) -> OSError | None:
+        """Close the file, which writes what is buffered; return the error if that fails."""
+        file, self.file = self.file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            return error
+        return None
+
+    def _warn(self, error: OSError) -> None:
+        logger.warning(
+            "%s cannot be written, so the next start reads headers again: %s", self.path, error
+        )
