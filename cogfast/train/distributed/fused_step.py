@@ -7,7 +7,7 @@ DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the n
 The all-gather of the new weights overlaps the preparation of the next batch (the frozen VAE and text
 encoder, or only copies and noise for cached latents). The next forward pass waits for all weights.
 Nothing here was timed on a GPU. DeepSpeed reduces the gradients, except between CPU ranks that share
-memory. Only this file, shared_memory.py and zero_engine.py use private names of DeepSpeed 0.19.
+memory; a rank without others has nothing to reduce. Only this file, shared_memory.py and zero_engine.py use private names of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -164,6 +164,10 @@ class FusedStep:
         if zero.contiguous_gradients:
             self._reduce_and_fill = zero.reduce_independent_p_g_buckets_and_remove_grads
             zero.reduce_independent_p_g_buckets_and_remove_grads = self._fill_bucket
+            if self._is_alone():
+                zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
+                zero.reduce_ipg_grads = self._store_kept
+                zero.setup_buckets = self._begin_backward
         # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
         if zero.gradient_accumulation_dtype == zero.dtype:
             zero.copy_grads_in_partition = self._store_gradient
@@ -282,6 +286,41 @@ class FusedStep:
         bucket.elements += n
         bucket.grads.append(gradient)
         bucket.params.append((part, parameter.param_idx_in_group, key))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _is_alone(self) -> bool:
+        """Whether the averaged gradient is the rank's own, bit for bit."""
+        zero = self.zero
+        dtypes = (zero.gradient_accumulation_dtype, zero.communication_data_type)
+        is_one_rank = dist.get_world_size(group=zero.dp_process_group) == 1
+        return is_one_rank and dtypes == (zero.dtype,) * 2 and zero.gradient_predivide_factor == 1
+
+    def _begin_backward(self) -> None:
+        """Do what `zero.setup_buckets` does, without the buckets' memory."""
+        if not self.zero.ready_for_gradients:
+            self.zero.micro_step_id += 1
+            self.zero.ready_for_gradients = True
+
+    def _keep_gradient(self, parameter: nn.Parameter, part: int) -> None:
+        """Keep a new gradient where it is until there are as many as a bucket holds."""
+        zero = self.zero
+        if not parameter.numel():  # it has no place
+            return
+        key, bucket = zero.get_param_id(parameter), zero.ipg_buckets[zero.communication_data_type]
+        assert not zero.params_already_reduced[key], "a gradient is reduced once per backward pass"
+        bucket.elements += parameter.numel()
+        bucket.params.append((part, parameter.param_idx_in_group, key))  # pyright: ignore[reportAttributeAccessIssue]
+        # Not the first gradient: its partition's memory is allocated when activations are freed.
+        if bucket.elements > zero.reduce_bucket_size:
+            self._store_kept()
+
+    def _store_kept(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Copy the kept gradients to their places, in place of `zero.reduce_ipg_grads`."""
+        zero = self.zero
+        for bucket in zero.ipg_buckets.values():
+            for part, index, key in bucket.params:
+                zero.params_already_reduced[key] = True
+                self._store_gradient(zero.bit16_groups[part][index], part)
+            bucket.clear()
 
     def _store_gradient(self, parameter: nn.Parameter, part: int) -> None:
         """Copy a reduced gradient from the bucket to its place in the partition.

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.train.distributed.fused_step import DeviceLossScaler
+from cogfast.train.distributed.fused_step import DeviceLossScaler, FusedStep
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
@@ -683,9 +683,13 @@ def test_deepspeed_is_called_for_a_reduction_and_not_for_each_gradient(
         lambda zero, p, i: entered.append(p.numel()) or real(zero, p, i),
     )
     start_processes()
+    engine = make(Case(), False)  # buckets of 600 elements
+    micro_batch(engine, 0, 0)
+    assert entered == []  # one rank has nothing to reduce
+    monkeypatch.setattr(FusedStep, "_is_alone", lambda step: False)
     micro_batch(make(Case(zero={"reduce_bucket_size": 10_000}), False), 0, 0)
     assert entered == []
-    engine = make(Case(), False)  # buckets of 600 elements
+    engine = make(Case(), False)
     micro_batch(engine, 0, 0)
     sizes = [p.numel() for p in engine.transformer.parameters()]
     assert engine.transformer.middle.weight.numel() in entered  # larger than a bucket
