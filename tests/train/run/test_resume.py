@@ -29,7 +29,7 @@ from tests.support.tiny_run import (
     write_config,
 )
 
-STEPS = 40
+STEPS = 24
 SAVE_EVERY = 4
 
 
