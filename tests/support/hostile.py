@@ -30,9 +30,22 @@ _PROGRESS = 0.5  # seconds of processor time
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
 # Programs that a run may start, to record the commit and the machine that it ran on.
-# matplotlib, which draws loss.png, lists the fonts by fc-list.
+# matplotlib, which draws loss.png, lists the fonts by fc-list, and DeepSpeed's ZeRO-3 the cores by
+# numactl.
 COMMANDS = frozenset(
-    {"fc-list", "git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc", "c++", "g++"}
+    {
+        "fc-list",
+        "numactl",
+        "git",
+        "nvidia-smi",
+        "lscpu",
+        "uname",
+        "ldconfig",
+        "gcc",
+        "cc",
+        "c++",
+        "g++",
+    }
 )
 
 _SCRATCH_VARIABLES = (
