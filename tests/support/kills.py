@@ -13,10 +13,13 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, step_of
 from tests.support.tiny_run import Started, losses, run, start, wait_for
 
 SECONDS_TO_END = 30
+# Below a `save` folder, in the layout of cogfast and in that of CogVideo's diffusers trainer
+LATEST = ("*/checkpoints/latest", "*/latest")
+UNFINISHED = ("*/checkpoints/*.incomplete", "*/checkpoint-*.incomplete")
 START_SECONDS = 6.0  # of a launch: imports, groups, model, checkpoint
 
 
@@ -45,10 +48,20 @@ def draw_kills(seed: int, count: int, last_step: int) -> list[Kill]:
 
 def newest_step(save: Path) -> int:
     """Return the newest step of the runs below `save`; 0 if none has a checkpoint yet."""
-    return max((int(path.read_text()) for path in save.glob("*/checkpoints/latest")), default=0)
+    latest = (name.read_text() for pattern in LATEST for name in save.glob(pattern))
+    return max((int(name.removeprefix("checkpoint-")) for name in latest), default=0)
 
 
-def run_with_kills(arguments: Sequence[str], save: Path, kills: Sequence[Kill]) -> list[bool]:
+def has_unfinished(save: Path) -> bool:
+    return any(path for pattern in UNFINISHED for path in save.glob(pattern))
+
+
+def run_with_kills(
+    arguments: Sequence[str],
+    save: Path,
+    kills: Sequence[Kill],
+    resume: Sequence[str] = ("--resume", "auto"),
+) -> list[bool]:
     """`cogfast WORDS` of two processes, again after each kill, and at last to its end. Returns
     whether each kill left an unfinished checkpoint."""
     was_in_save = []
@@ -56,13 +69,13 @@ def run_with_kills(arguments: Sequence[str], save: Path, kills: Sequence[Kill]) 
         before = newest_step(save)
         # The rank of a process is read from the environment of a fresh start.
         is_fresh = kill.when == "start" or kill.what.startswith("rank")
-        process = start([*arguments, "--resume", "auto"], 2, is_fresh)
+        process = start([*arguments, *resume], 2, is_fresh)
         if kill.when != "start":
             wanted = max(kill.step, before + 1)
-            wait_for(lambda: newest_step(save) >= wanted, process)  # noqa: B023
+            wait_for(lambda: newest_step(save) >= wanted, process, timeout=600)  # noqa: B023
         kill_now(process, kill, save)
-        was_in_save.append(any(save.glob("*/checkpoints/*.incomplete")))
-    done = run([*arguments, "--resume", "auto"], 2, timeout=1200)
+        was_in_save.append(has_unfinished(save))
+    done = run([*arguments, *resume], 2, timeout=1200)
     assert done.returncode == 0, done.stdout
     return was_in_save
 
@@ -75,8 +88,7 @@ def kill_now(process: Started, kill: Kill, save: Path) -> str:
     everything = [*launcher.children(recursive=True), launcher]
     ranks = {f"rank {p.environ().get('RANK')}": p for p in launcher.children()}
     if kill.when == "save":
-        drafts = lambda: any(save.glob("*/checkpoints/*.incomplete"))
-        wait_for(drafts, process, pause=0.0)
+        wait_for(lambda: has_unfinished(save), process, pause=0.0)
     if kill.when != "start":
         time.sleep(kill.delay)
     assert process.poll() is None, f"the run was over before {kill}: {process.communicate()[0]}"
@@ -96,11 +108,16 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
     runs = [[p for p in save.iterdir() if newest_checkpoint(p)] for save in (one, other)]
     (first,), (second,) = runs
     checkpoints = [newest_checkpoint(run) for run in (first, second)]
-    assert [int(path.name) for path in checkpoints] == [step, step]
+    assert [step_of(path) for path in checkpoints] == [step, step]
     about = [json.loads((path / "manifest.json").read_text()) for path in checkpoints]
     for manifest, run_of in zip(about, (one, other), strict=True):
-        assert manifest["config"]["args"].pop("save") == str(run_of)
-        manifest["config"]["args"].pop("resume", None)
+        args = manifest["config"]["args"]
+        assert str(run_of) in (
+            args.pop("save", None),
+            str(Path(args.pop("run_folder") or "/").parent),
+        )
+        args.pop("resume", None)
+        args.pop("latent_cache", None)
         manifest.pop("checksum")  # of the manifest, with its paths
     assert about[0] == about[1]
     for name in about[0]["bytes"]:
