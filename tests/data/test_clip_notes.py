@@ -57,8 +57,8 @@ def test_a_run_logs_them_once(folder, caplog):
         survey_datasets(Datasets(data, data.part([0])), args, groups, global_batch=1)
     lines = [record.getMessage() for record in caplog.records]
     assert [line[:28] for line in lines if "clips" in line and "held-out" not in line] == [
-        "4 clips of 1.5 to 4.0 s are ",
-        "1 of 4 clips has another sha",
+        "frames spread over 4 clips o",
+        "cropping 1 of 4 clips to the",
     ]
 
 

@@ -139,7 +139,7 @@ def test_the_command_follows_the_launch(monkeypatch: pytest.MonkeyPatch) -> None
         (
             "mixed_precision",
             "no",
-            "--mixed_precision no, but accelerate launch has mixed_precision=bf16; give --mixed_precision bf16",
+            "--mixed_precision no, but the file of accelerate launch --config_file has mixed_precision=bf16; give --mixed_precision bf16",
         ),
         (
             "max_grad_norm",

@@ -408,8 +408,8 @@ WRONG = {
     "a hub id without a network": (
         "5b",
         {"model_path": "THUDM/CogVideoX-none"},
-        "--model_path=THUDM/CogVideoX-none is no folder here, .* HF_HUB_OFFLINE is set: run hf "
-        "download THUDM/CogVideoX-none where .* set HF_HOME",
+        "--model_path=THUDM/CogVideoX-none: no such folder, .* HF_HUB_OFFLINE is set: run hf "
+        "download THUDM/CogVideoX-none on a machine with .* set HF_HOME",
     ),
     "an override of a key that is none": (
         "5b",
@@ -562,7 +562,7 @@ def test_upstreams_classes_stand_at_upstreams_names():
         ValueError, match="--model_name x: must be one of cogvideox-t2v, cogvideox-i"
     ):
         get_model_cls("x", "lora")
-    with pytest.raises(ValueError, match="cogvideox-t2v has lora and sft; use one of them"):
+    with pytest.raises(ValueError, match="cogvideox-t2v has only lora and sft; use one of them"):
         get_model_cls("cogvideox-t2v", "dora")
 
 
