@@ -11,8 +11,6 @@ PYTHON=${PYTHON:-python3}
 }
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" -c constraints.txt; }
-# Python compiles what it imports; compiling all files of all packages here takes 40 s.
-export PIP_NO_COMPILE=1
 
 torch=$(grep '^torch==' constraints.txt)
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
