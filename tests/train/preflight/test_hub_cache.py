@@ -103,7 +103,7 @@ def test_every_file_of_the_pipeline_must_be_in_the_cache(cache: Path) -> None:
         (folder / name).unlink()
         lacking = "does not have it" if name == "model_index.json" else f"has it without {name}"
         with pytest.raises(
-            ValueError, match=f"--model_path={NAME} is no folder.*{lacking}; HF_HUB"
+            ValueError, match=f"--model_path={NAME}: no such folder.*{lacking}; HF_HUB"
         ):
             hub_folder(NAME, key="--model_path")
         (folder / name).write_bytes(content)
