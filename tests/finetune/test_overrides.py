@@ -248,7 +248,7 @@ def test_overrides_that_cannot_work_are_refused_at_the_start(options, monkeypatc
         Copied(Args(**given)).fit()
     source = "class Typed(Base):\n    def encode_text(self, prompt):\n        return None\n"
     names = {"Base": CogVideoXT2VLoraTrainer, "__name__": "typed"}
-    exec(source, names)
+    exec(compile(source, "<typed>", "exec"), names)
     message = "Typed.encode_text: its source cannot be read, .* or set latent_cache to none"
     with pytest.raises(ValueError, match=message):
         names["Typed"](Args(**given)).fit()
