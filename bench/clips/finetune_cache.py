@@ -88,11 +88,12 @@ class Encoders:
     def _encode(self, video: Path) -> Tensor:
         import decord
 
-        decord.bridge.set_bridge("torch")
+        decord.bridge.set_bridge("torch")  # for the whole process
         frames, height, width = self.args.train_resolution
         reader = decord.VideoReader(str(video), width=width, height=height)
         step = len(reader) // frames
         picked = reader.get_batch(list(range(0, len(reader), step)))[:frames]
+        decord.bridge.set_bridge("native")
         pixels = picked.float().permute(0, 3, 1, 2).contiguous()
         # Frame after frame, as that trainer's transform does.
         scaled = torch.stack([frame / 255.0 * 2.0 - 1.0 for frame in pixels])

@@ -180,7 +180,8 @@ def test_script_defaults_load() -> None:
         config = load_config([ROOT / file for file in files.split()])
         assert config.model.network_config.params.modules.lora_config.params.r == 128
     # and every file that a comment or a page names
-    texts = [*CONFIGS.glob("*.yaml"), *(ROOT / "scripts").glob("*"), *(ROOT / "docs").glob("*.md")]
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    texts = [*CONFIGS.glob("*.yaml"), *scripts, *(ROOT / "docs").glob("*.md")]
     for path in [*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"\bconfigs/([\w.]+)\.yaml", path.read_text()):
             assert (CONFIGS / f"{name}.yaml").is_file(), f"{path} names {name}.yaml"

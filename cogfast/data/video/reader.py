@@ -134,12 +134,14 @@ class DecordReader(VideoReader):
             part = list(indices[i : i + _FRAMES_AT_ONCE])
             assert self._reader is not None, "the reader is closed"
             try:
-                frames = torch.from_numpy(self._reader.get_batch(part).asnumpy())
+                found = self._reader.get_batch(part)
             except self._errors as error:
                 self._free(error)
                 reason = f"frames {part[0]}..{part[-1]} of {len(self)} do not decode"
                 raise BadSample(self.path, f"{reason} ({one_line(error)})") from None
-            yield frames
+            # It is a tensor if the process has called decord.bridge.set_bridge("torch"), as CogVideo's
+            # diffusers trainer does when it is imported.
+            yield found if isinstance(found, Tensor) else torch.from_numpy(found.asnumpy())
 
 
 class PyAVReader(VideoReader):

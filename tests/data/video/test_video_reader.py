@@ -199,6 +199,19 @@ def test_frames_that_an_edit_list_cuts_off(tmp_path):
     assert np.array_equal(video.read([3, 20]).numpy(), frames[[3, 20]])
 
 
+def test_decords_bridge_may_be_set_for_the_process(tmp_path):
+    """CogVideo's diffusers trainer sets it when it is imported, and a user's class may import that."""
+    import decord
+
+    path = str(write_clip(tmp_path / "a.mp4", constant_rate(5, 8), size=(34, 48)))
+    plain = open_video(path, "decord").read([0, 3])
+    decord.bridge.set_bridge("torch")
+    try:
+        assert torch.equal(open_video(path, "decord").read([0, 3]), plain)
+    finally:
+        decord.bridge.set_bridge("native")
+
+
 def test_no_decoder_outlives_its_sample(tmp_path):
     """A decoder kept alive by a traceback would hang forked workers that collect it."""
     import decord
