@@ -203,7 +203,7 @@ def test_decords_bridge_may_be_set_for_the_process(tmp_path):
     """CogVideo's diffusers trainer sets it when it is imported, and a user's class may import that."""
     import decord
 
-    path = str(write_clip(tmp_path / "a.mp4", constant_rate(5, 8), size=(34, 48)))
+    path = str(write_clip(tmp_path / "a.mp4", constant_rate(25, 8)))
     plain = open_video(path, "decord").read([0, 3])
     decord.bridge.set_bridge("torch")
     try:
