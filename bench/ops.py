@@ -200,8 +200,8 @@ def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
     except _NOT_FOUND as error:
         if name == OURS:
             raise
-        # This peer is not installed here, or it needs a GPU. Ours would have raised.
-        pytest.skip(why(error))
+        # A peer may be missing: an optional package, or one that needs a GPU. Ours would have raised.
+        pytest.skip(f"{name} cannot be compared with here: {why(error)}")
     rate = _gb_per_s(bench, way, times_ms)
     benchmark.group = f"{bench} {way}"
     benchmark.extra_info |= {**bench.describe(), "way": way, "by": name}

@@ -31,7 +31,7 @@ from bench.clips.finetune_data import (
     write_data,
     write_pipeline,
 )
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
 from cogfast.config import load_config
 from cogfast.diagnostics.timing import spread
@@ -157,16 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), arguments.clips, arguments.rounds)
     print(table(Outcome(rows=rows, shown=_SHOWN)))
-    if arguments.out:
-        report = {
-            "piece": "finetune_cache",
-            **describe_machine(torch.device("cpu")),
-            "threads": arguments.threads,
-            "load_average": {"before": load, "after": os.getloadavg()[0]},
-            "rows": rows,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(
+        arguments.out,
+        "finetune_cache",
+        torch.device("cpu"),
+        threads=arguments.threads,
+        load_average={"before": load, "after": os.getloadavg()[0]},
+        rows=rows,
+    )
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -26,6 +27,14 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "versions": {name: _version(name) for name in _PACKAGES},
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def write_report(path: Path | None, piece: str, device: torch.device, **content: object) -> None:
+    """Write the JSON file of a piece that runs alone; nothing if path is None."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report = {"piece": piece, **describe_machine(device), **content}
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def name_cpu() -> str:

@@ -10,7 +10,6 @@ AdamW and an EMA; the floor has neither loss nor optimizer. Ratios are medians o
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
 from bench.steps.floor import Floor
 from bench.steps.step_cases import Case, make_call
@@ -108,10 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hidden = ("p10_ms", "p90_ms", "num_samples")
     shown = [key for key in rows[0] if not key.endswith(hidden)]
     print(table(Outcome(rows=rows, shown=shown)))
-    if arguments.out:
-        report = {"piece": "cpu_peers", **describe_machine(CPU), "rows": rows}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.out, "cpu_peers", CPU, rows=rows)
     return 0
 
 

@@ -12,7 +12,6 @@ noise, are compared first; a case that disagrees is not timed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from bench.clips.finetune_cache import Encoders
 from bench.clips.finetune_data import options, size_of, write_data, write_pipeline
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
 from bench.steps.finetune_peer import Peer
 from bench.steps.step_models import MODELS, Variant
@@ -182,17 +181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(Outcome(rows=rows, shown=shown)))
     for problem in problems:
         print(f"  WRONG: {problem}")
-    if arguments.out:
-        report = {
-            "piece": "finetune_step",
-            **describe_machine(torch.device("cpu")),
-            "threads": arguments.threads,
-            "load_average": {"before": load, "after": os.getloadavg()[0]},
-            "rows": rows,
-            "problems": problems,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(
+        arguments.out,
+        "finetune_step",
+        torch.device("cpu"),
+        threads=arguments.threads,
+        load_average={"before": load, "after": os.getloadavg()[0]},
+        rows=rows,
+        problems=problems,
+    )
     return 1 if problems else 0
 
 

@@ -8,7 +8,6 @@ are the same code on both sides. The results are compared first. Calls take turn
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
 from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_sides import Ours, Theirs
@@ -136,10 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(outcome))
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
-    if arguments.out:
-        report = {"piece": "sampling_peers", **describe_machine(device), "rows": outcome.rows}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.out, "sampling_peers", device, rows=outcome.rows)
     return 1 if outcome.problems else 0
 
 

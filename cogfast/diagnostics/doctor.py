@@ -83,12 +83,8 @@ def _packages() -> Iterator[Finding]:
         # Requirements of extras, such as [gpu], are optional parts.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            yield _needed(requirement.name, None, f"{requirement.name}{requirement.specifier}")
-            continue
-        if requirement.specifier.contains(version, prereleases=True):
+        version = _version(requirement.name)
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
             good += 1
         else:
             yield _needed(requirement.name, version, f"{requirement.name}{requirement.specifier}")

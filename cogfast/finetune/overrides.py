@@ -91,9 +91,8 @@ def check_encoded(what: str, found: Any, shape: tuple[int, ...]) -> Tensor:
 
 def samples_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     """Return the samples of a batch with upstream's keys, on the CPU as those of its workers."""
-    parts = {
-        name: batch[key].cpu() for key, name in SAMPLE_KEYS.items() if key in batch
-    }  # sync: as above
+    # sync: only for a user's own collate_fn, which gets CPU tensors as upstream's does
+    parts = {name: batch[key].cpu() for key, name in SAMPLE_KEYS.items() if key in batch}
     frames, height, width = parts["encoded_video"].shape[2:]
     size = {"num_frames": frames, "height": height, "width": width}
     return [

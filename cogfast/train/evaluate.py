@@ -110,7 +110,7 @@ class Evaluator:
         self.report_videos = partial(report_videos, step)
         has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
-        # Also switches the blocks back to their calls without checkpointing.
+        # This switches the blocks back to their calls without checkpointing, too.
         self.engine.transformer.eval()
         # The master weights come back at the end, also after an error.
         with self.engine.weights("shadow" if has_ema else "master"):

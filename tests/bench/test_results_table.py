@@ -107,7 +107,7 @@ def test_a_section_of_results(results: Path) -> None:
     best = cells("5B with 20 of 42 layers step, all weights, bfloat16, against eager")
     policies = ["checkpointing none, eager: 240 ms", "checkpointing full, eager: 300 ms"]
     assert best[1:] == ["1.25x", *policies]
-    # The same policy comes before the best policy of each side.
+    # A row with the same policy comes before one with the best policy of each side.
     assert lines.index(of(case)[0]) < lines.index("| " + " | ".join(best) + " |")
 
     assert cells("gelu forward, 5b")[1:] == ["0.203", "3784", "88%", "88%"]

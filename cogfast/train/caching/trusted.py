@@ -187,6 +187,7 @@ def check_scale(
     power = own.mean.float().square().mean()
     if own.logvar is not None:
         power += own.logvar.float().exp().mean()
+    # sync: for two clips, before any is encoded
     found = (stored.float().square().mean() / power.cpu()).sqrt().item()
     if not 1 / _SAME_SCALE < found / scale_factor < _SAME_SCALE:
         known = " and ".join(f"{name} ({scale:.3g})" for name, scale in scales.items())

@@ -233,7 +233,7 @@ def _on_all_ranks(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
     except OSError as error:
         answer = None, str(error)
     answers: list = [None] * dist.get_world_size(group=group)
-    # Also a barrier: no rank maps a row before its owner has reserved it.
+    # This is a barrier, too: no rank maps a row before its owner has reserved it.
     dist.all_gather_object(answers, answer, group=group)
     for rank, (_, problem) in enumerate(answers):
         if problem:

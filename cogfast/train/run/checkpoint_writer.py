@@ -150,7 +150,7 @@ class CheckpointWriter:
         """Write the files of all ranks, the manifest and `latest`. One rank's error ends all."""
         draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
         assert snapshot is not None, "save takes it before it starts this thread"
-        # Also a barrier: no rank writes before the folder is empty.
+        # This is a barrier, too: no rank writes before the folder is empty.
         groups.on_main(lambda: _make_empty(draft))
         name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
         try:

@@ -55,7 +55,7 @@ class LogFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: the error of a full disk must come from write, not from close.
         with open(self.path, "ab", buffering=0) as file:
-            # Where the file ends now: after an error it is cut there again.
+            # After an error, the file is cut to the size that it has now.
             start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
             try:
                 while rest:

@@ -168,7 +168,7 @@ def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) ->
     mine = list(prompts[groups.data_rank :: groups.data_size])
     most = -(-len(prompts) // groups.data_size)
     while is_in_step and len(mine) < most:
-        # The same video again, so writing its file twice is harmless.
+        # Another rank makes the same video, so writing its file twice is harmless.
         mine.append(prompts[-1])
     return mine
 

@@ -449,7 +449,7 @@ def test_only_changed_clips_are_encoded_again(
     assert all(after[name] == before[name] for name in before if name.endswith(".safetensors"))
     new = CacheIndex.read(cache).shards[len(index.shards) :]
     assert [(shard.kind, len(shard.keys)) for shard in new] == [("text", 1), ("video", 1)]
-    # Where nothing is missing no frozen part is built.
+    # If nothing is missing, no frozen part is built.
     config.model.first_stage_config.params.use_slicing = True  # changes no number
     with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
         cache_latents(config)

@@ -449,7 +449,7 @@ def runs(
 @everywhere(CASES)
 def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) -> None:
     ours, stock = (runs[place][case.name, is_stock] for is_stock in (False, True))
-    # Where the clip factor's last bit differs, a 16-bit weight may be rounded the other way.
+    # If the clip factor's last bit differs, a 16-bit weight may be rounded the other way.
     exact = {"rtol": 0, "atol": 0}
     near = exact if case.clip == 0 else {"rtol": 1e-5, "atol": 1e-7}
     if case.clip > 0 and case.dtype == "fp16":

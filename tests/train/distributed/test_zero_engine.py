@@ -122,7 +122,7 @@ class Waits:
     """Counts, per caller, the ops that would make the host wait for a GPU."""
 
     METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
-    # Where a GPU run does not pass, or where the tensor lies on the CPU in any case.
+    # A GPU run does not pass there, or the tensor lies on the CPU in any case.
     EXCLUDED = ("fused_ema_adam.py", "batches.py", "/torch/")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
