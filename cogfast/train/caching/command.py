@@ -114,9 +114,9 @@ def encode_first(
     groups = dataclasses.replace(groups, tensor=None, model_control=None, data=None)
     with keeping(kept):
         _fill(config, args, groups, "the same command", overrides)
-    gc.collect()  # sync: once, before training begins
+    gc.collect()
     if groups.device.type == "cuda":
-        torch.cuda.empty_cache()  # sync: as above
+        torch.cuda.empty_cache()  # sync: once, before training begins
 
 
 def _fill(
