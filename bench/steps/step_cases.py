@@ -28,8 +28,8 @@ from cogfast.diagnostics.timing import spread, wait_for
 from cogfast.kernels.attention.backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.schema.arguments import PolicyChoice
-from cogfast.train.distributed.memory_plan import describe
-from cogfast.train.run.metrics import peak_flops, train_flops
+from cogfast.train.plan.activations import describe
+from cogfast.train.plan.flops import peak_flops, train_flops
 
 What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]

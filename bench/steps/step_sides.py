@@ -27,8 +27,8 @@ from cogfast.train.distributed.activation_checkpointing import (
     ActivationCheckpointing,
     apply_policies,
 )
-from cogfast.train.distributed.memory_plan import LADDER, Policy
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.plan.activations import LADDER, Policy
 
 
 class Side(Protocol):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from cogfast.diagnostics.doctor import Finding
-from cogfast.diagnostics.gpus import Gpu, find_gpu
 from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls, wait_for
+from cogfast.train.plan.gpus import Gpu, find_gpu
 
 # Shares of a data sheet's rate, below which something is wrong: clocks, power, another process.
 _LEAST_COPY, _LEAST_MATMUL, _LEAST_ATTENTION, _LEAST_REDUCE = 0.75, 0.5, 0.35, 0.5

@@ -35,7 +35,7 @@ from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.merged_config import refuse
 from cogfast.schema.places import is_none
-from cogfast.train.cache_key import cache_specs
+from cogfast.train.caching.cache_key import cache_specs
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups

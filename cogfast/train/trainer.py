@@ -64,7 +64,7 @@ from cogfast.train.run.folder import (
     plain_sections,
     tensorboard_folder,
 )
-from cogfast.train.run.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.profiling import Profiler
 from cogfast.train.video_size import (

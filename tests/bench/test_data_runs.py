@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from cogfast.config import load_config
 from cogfast.train.caching.command import cache_latents
+from cogfast.train.plan.flops import train_flops
 from cogfast.train.preflight.check import check_train
-from cogfast.train.run.metrics import train_flops
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 from tests.support.video_files import constant_rate, write_clip

@@ -14,7 +14,7 @@ import pytest
 
 from cogfast.__main__ import main
 from cogfast.diagnostics import doctor, rates
-from cogfast.diagnostics.gpus import find_gpu
+from cogfast.train.plan.gpus import find_gpu
 
 
 def named(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:

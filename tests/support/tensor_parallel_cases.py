@@ -11,8 +11,8 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import DEFAULT_TARGETS
 from cogfast.model.transformer import DiffusionTransformer, freeze
-from cogfast.train.distributed.memory_plan import Policy
 from cogfast.train.distributed.parallelize import allocate, find_shards
+from cogfast.train.plan.activations import Policy
 from tests.support.tiny_transformers import FAMILY, inputs
 
 

@@ -26,8 +26,8 @@ from cogfast.model.autoencoder import (
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.plan.activations import free_memory
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@
 
 All policies give the same gradients, bit for bit where the kernels are deterministic. `auto` starts
 with full and measures the second step (the first one allocates gradients and optimizer state). Then
-each block gets the policy that recomputes least and still fits (memory_plan.py). With args.compile,
+each block gets the policy that recomputes least and still fits (plan/activations.py). With args.compile,
 pointwise and attention_kept run inside the compiled graph and guide the compiler's partitioner.
 """
 
@@ -32,7 +32,10 @@ import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op
 from cogfast.model.block import Block
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.distributed.memory_plan import (
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
+from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
+from cogfast.train.plan.activations import (
     LADDER,
     LayerShape,
     Policy,
@@ -41,9 +44,6 @@ from cogfast.train.distributed.memory_plan import (
     kept_by_all,
     plan_layers,
 )
-from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
-from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
 
 logger = logging.getLogger(__name__)
 

@@ -20,64 +20,15 @@ from torch import Tensor
 from cogfast.core.files import WriteError, set_aside, write_text, write_whole
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
-from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
+from cogfast.train.plan.flops import peak_flops, train_flops
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.progress_bar import open_bar
 from cogfast.train.run.wandb_run import WandbRun
 from cogfast.train.sampling.generate import SampledVideo
-
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The first
-# match counts, so "H100 PCIe" comes before "H100".
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "B200": 2250e12,
-}
-
-
-def forward_flops(config: TransformerConfig, num_tokens: int) -> tuple[float, float]:
-    """Return the FLOPs of one sample's forward pass: in the blocks' linears, and in attention.
-
-    24 M^2 S per layer for QKV, output and the 4x MLP, 4 S^2 M for attention, S = num_tokens;
-    embeddings and modulation are below 0.1% and left out.
-    """
-    width, layers = config.hidden_size, config.num_layers
-    return 24.0 * width**2 * num_tokens * layers, 4.0 * num_tokens**2 * width * layers
-
-
-def train_flops(config: TransformerConfig, num_tokens: int) -> float:
-    """Return the model FLOPs of training on one sample, without recomputed activations.
-
-    Three forwards for full training. With LoRA the frozen linears need no weight gradient: two,
-    plus three times the adapters' 2 S r (in + out) for each target, plus 3x attention.
-    """
-    linear, attention = forward_flops(config, num_tokens)
-    if config.lora_rank is None:
-        return 3 * (linear + attention)
-    # in + out in multiples of M: 2, and for the MLP's linears 1 + 4.
-    sides = sum(1 + MLP_RATIO if t.startswith("ff.") else 2 for t in config.lora_targets)
-    width = config.lora_rank * sides * config.hidden_size
-    adapters = 2.0 * num_tokens * width * config.num_layers
-    return 2 * linear + 3 * (adapters + attention)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bf16 peak in FLOP/s; None if it is unknown (such as a CPU's)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:

@@ -20,10 +20,10 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.values import counted
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
-from cogfast.train.distributed.memory_plan import free_memory
 from cogfast.train.distributed.parallelize import run_without_dynamo
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
+from cogfast.train.plan.activations import free_memory
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from cogfast.config import load_config
 from cogfast.model.transformer import assemble_transformer
 from cogfast.train.distributed.activation_checkpointing import apply_policies
-from cogfast.train.distributed.memory_plan import LADDER
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.plan.activations import LADDER
 from cogfast.train.trainer import Trainer
 from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
 from tests.support.tensor_parallel_cases import materialize

@@ -31,8 +31,8 @@ from cogfast.data.video.settings import ClipSettings
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import Datasets, assemble_datasets
-from cogfast.train.cache_key import cache_specs
 from cogfast.train.caching import command as cache_module
+from cogfast.train.caching.cache_key import cache_specs
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.run.stop_signals import Interrupted, StopSignals

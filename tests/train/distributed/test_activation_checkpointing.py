@@ -28,7 +28,7 @@ from cogfast.train.distributed.activation_checkpointing import (
     apply_policies,
     layer_shape,
 )
-from cogfast.train.distributed.memory_plan import (
+from cogfast.train.plan.activations import (
     LADDER,
     LayerShape,
     describe,

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.run.metrics import Metrics, forward_flops, memory_gib, train_flops
+from cogfast.train.plan.flops import forward_flops, train_flops
+from cogfast.train.run.metrics import Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
 from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_clips, write_config

@@ -338,7 +338,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for name in CASES:
         (folder / name).mkdir()
-    launch_ranks(4, "-m", "tests.train.run.test_checkpoint_layouts", str(folder))
+    launch_ranks(4, "-m", "tests.train.run.checkpoints.test_checkpoint_layouts", str(folder))
     return folder
 
 
