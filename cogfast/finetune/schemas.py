@@ -119,7 +119,7 @@ class Args:
         "encode whole videos, 8 frames at a time or in tiles, whichever fits first; false: 8 frames",
         True,
     )
-    nccl_timeout: Count = _system("no effect: cogfast has timeouts of its own", 1800)
+    nccl_timeout: Count = _system("seconds that a rank waits for another one in a collective", 1800)
 
     checkpointing_steps: Count = _save("steps between checkpoints", 200)
     checkpointing_limit: Count = _save("number of latest checkpoints to keep", 10)

@@ -137,6 +137,7 @@ def _data_settings(args: Args) -> Settings:
         ),
         "data.params.resize": (args.resize, "--resize"),
         "args.num_workers": (args.num_workers, "--num_workers"),
+        "args.collective_timeout": (args.nccl_timeout, "--nccl_timeout"),
     }
     # One name for both is a file of metadata, or the folder of one.
     if captions == videos:
@@ -286,10 +287,6 @@ def notices(args: Args) -> list[str]:
         )
     if not args.pin_memory:
         found.append("--pin_memory false has no effect: batches for a GPU are always pinned")
-    for name, why in (
-        ("nccl_timeout", "cogfast's own timeouts apply"),
-        ("beta3", "adamw and adam have two betas"),
-    ):
-        if getattr(args, name) != default[name]:
-            found.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")
+    if args.beta3 != default["beta3"]:
+        found.append(f"--beta3 {show(args.beta3)} has no effect: adamw and adam have two betas")
     return found

@@ -140,6 +140,8 @@ class TrainArguments:
     model_parallel_size: Annotated[int, Range(0, 1024)] = 1
     # shard activations by rows between the tensor-parallel linears
     sequence_parallel: bool = False
+    # seconds that a rank waits for another one in a collective, before the run ends
+    collective_timeout: Annotated[int, Range(1, 10**7)] = 1800
     # steps between checks that replicas are still equal; None: never
     replica_check_interval: Count | None = 1000
     # torch: plain PyTorch in place of cogfast's kernels

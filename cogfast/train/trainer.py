@@ -91,7 +91,7 @@ class Trainer:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
         check_train(config)
-        self.groups = start_processes(args.model_parallel_size)
+        self.groups = start_processes(args.model_parallel_size, args.collective_timeout)
         self.diffusion = assemble_diffusion(config)
         if self.groups.is_main:
             log_unused(config)

@@ -494,7 +494,7 @@ def test_options_without_an_effect_are_named_once(options):
                 rank=64,
                 image_column="images.txt",
                 pin_memory="false",
-                nccl_timeout=60,
+                beta3="0.9",
                 resume_from_checkpoint=PLACEHOLDER,
             )
         )
@@ -505,7 +505,7 @@ def test_options_without_an_effect_are_named_once(options):
         "--rank 64 has no effect with --training_type sft",
         "--image_column images.txt has no effect: a text-to-video model takes no images",
         "--pin_memory false has no effect",
-        "--nccl_timeout 60 has no effect",
+        "--beta3 0.9 has no effect",
     ):
         assert text.count(part) == 1, part
     assert len(found) == 5

@@ -32,7 +32,6 @@ from cogfast.train.run.stop_signals import StopSignals, name_of
 
 logger = logging.getLogger(__name__)
 
-_TENSOR_TIMEOUT = timedelta(minutes=30)
 # Long, because ranks without a video to sample wait for those that have one. A rank that dies does
 # not wait this long: torchrun ends the others.
 _DECISION_TIMEOUT = timedelta(hours=12)
@@ -187,10 +186,11 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
-def start_processes(tensor_size: int = 1) -> ProcessGroups:
+def start_processes(tensor_size: int = 1, timeout_s: int = 1800) -> ProcessGroups:
     """Create the process groups, of the ranks that torchrun started or of a single process.
 
-    tensor_size: number of ranks that share a model; must divide the world size.
+    tensor_size: number of ranks that share a model; must divide the world size. timeout_s: how long a
+    collective on tensors waits for another rank.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -208,6 +208,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
         device = torch.device("cpu")
         keep_freed_memory()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    timeout = timedelta(seconds=timeout_s)
     # DeepSpeed uses the default group if one exists.
     is_owner = not dist.is_initialized()
     if is_owner:
@@ -218,7 +219,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
         # One process needs no TCP store, whose port another run could have taken.
         store = dist.HashStore() if world_size == 1 else None
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=_TENSOR_TIMEOUT
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
         if world_size == 1:
             # torch warns of a group that still exists at the end of the process.
@@ -226,7 +227,7 @@ def start_processes(tensor_size: int = 1) -> ProcessGroups:
     control = _decision_group() if world_size > 1 else None
     watch = watch_processes(rank, world_size, control) if is_owner else None
     groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
-    return groups if tensor_size == 1 else _with_shared_models(groups, tensor_size)
+    return groups if tensor_size == 1 else _with_shared_models(groups, tensor_size, timeout)
 
 
 def _decision_group() -> dist.ProcessGroup:
@@ -236,13 +237,15 @@ def _decision_group() -> dist.ProcessGroup:
     return group
 
 
-def _with_shared_models(groups: ProcessGroups, tensor_size: int) -> ProcessGroups:
+def _with_shared_models(
+    groups: ProcessGroups, tensor_size: int, timeout: timedelta
+) -> ProcessGroups:
     assert groups.world_size % tensor_size == 0, f"{groups.world_size} ranks, {tensor_size=}"
     ranks = range(groups.world_size)
     models = [list(ranks[i : i + tensor_size]) for i in ranks[::tensor_size]]
     columns = [list(ranks[i::tensor_size]) for i in range(tensor_size)]
     # Every rank creates every group, in this order: creating one is collective.
-    split = partial(dist.new_subgroups_by_enumeration, timeout=_TENSOR_TIMEOUT)
+    split = partial(dist.new_subgroups_by_enumeration, timeout=timeout)
     model, _ = split(models)
     data, _ = split(columns)
     control, _ = dist.new_subgroups_by_enumeration(

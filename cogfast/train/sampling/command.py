@@ -65,7 +65,7 @@ def sample(
     sizes = sampled_sizes(config, args, images)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
-    groups = start_processes(args.model_parallel_size)
+    groups = start_processes(args.model_parallel_size, args.collective_timeout)
     # The cheap parts first; weights of 11 GB are read below.
     diffusion = assemble_diffusion(config)
     if groups.is_main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.train.distributed.process_watch import is_of_another_rank
-from tests.support.tiny_run import ROOT
+from tests.support.tiny_run import ROOT, launch_ranks
 
 WAITING = """
 import os, sys, time
@@ -173,3 +174,23 @@ def test_errors_of_this_rank_are_its_own() -> None:
         ValueError("closed by peer.mp4 is no video"),
     )
     assert not any(map(is_of_another_rank, own))
+
+
+ONE_IS_LATE = """
+import sys, time, torch
+import torch.distributed as dist
+from cogfast.train.distributed.process_groups import start_processes
+groups = start_processes(timeout_s=2)
+if groups.is_main:
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        print("ends:", error, flush=True)
+dist.barrier(groups.control)
+"""
+
+
+def test_a_collective_waits_as_long_as_it_is_given() -> None:
+    """Decisions, whose group has its own limit, still work after that."""
+    done = launch_ranks(2, "-c", ONE_IS_LATE)
+    assert re.search(r"ends: .*(timed? ?out|timeout).*2000 ?ms", done, re.IGNORECASE), done
