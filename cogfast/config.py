@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cogfast.schema.components import instantiate, resolve
 from cogfast.schema.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
 from cogfast.schema.sections import check_sections, complete_sections
-from cogfast.schema.values import KeyProblem, cut, one_line
+from cogfast.schema.values import KeyProblem, Problems, cut, one_line
 from cogfast.schema.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
 __all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
@@ -52,9 +52,11 @@ def load_config(
     """
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
+    missing = [path for path in paths if not Path(path).is_file()]
+    if missing:
+        text = "no such file; give the path of a YAML file"
+        raise Problems("\n".join(one_line(f"--base {path}: {text}") for path in missing))
     for path, name in zip(paths, _file_names(paths), strict=True):
-        if not Path(path).is_file():
-            raise ValueError(f"--base {path}: no such file; give the path of a YAML file")
         loaded = read_yaml(Path(path), name, is_plain=is_of_run)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:

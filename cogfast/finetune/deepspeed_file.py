@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**19
 _LAUNCH = Path("accelerate launch")  # named in messages in place of a file
-_FIX = "give a DeepSpeed configuration in JSON or YAML"
+FIX = "give a DeepSpeed configuration in JSON or YAML"
 # Key of the file -> the option that sets the same
 _SAME = {
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -84,7 +84,7 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    text = read_limited(file, _MOST_BYTES, _FIX)
+    text = read_limited(file, _MOST_BYTES, FIX)
     try:
         # Upstream's files are JSON named .yaml. Two of them have a key twice, which YAML refuses, first
         # as "auto": JSON takes the last.
@@ -92,7 +92,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))
     if not isinstance(found, dict):
-        raise ValueError(f"--deepspeed_config {file}: contains no mapping; {_FIX}")
+        raise ValueError(f"--deepspeed_config {file}: contains no mapping; {FIX}")
     return found
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, load_config
-from cogfast.finetune.deepspeed_file import deepspeed_settings
+from cogfast.finetune.deepspeed_file import FIX, deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.config import COGVIDEOX_2B, Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.schema.values import cut, nearest, show
+from cogfast.schema.values import Problems, cut, nearest, one_line, show
 from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
 from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 from cogfast.train.sampling.pipeline_defaults import find_config
@@ -40,11 +40,43 @@ _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
 
 def translate(args: Args) -> Config:
     """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
+    _refuse_missing(args)
     base, settings = _model_settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
     settings |= _validation_settings(args) | deepspeed_settings(args)
     return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
+
+
+def _refuse_missing(args: Args) -> None:
+    """Raise one error with a line for each missing path if the configuration cannot be built.
+
+    If it can be built, check_train reports the paths in it.
+    """
+    file, folder = args.deepspeed_config, args.model_path
+    lines = []
+    if not is_hub_id(str(folder)) and not (folder / "transformer" / "config.json").is_file():
+        lines.append(
+            f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder or the "
+            "hub id of a CogVideoX pipeline of diffusers"
+        )
+    if file is not None and not file.exists():
+        lines.append(f"--deepspeed_config {cut(str(file))}: no such file; {FIX}")
+    if not lines:
+        return
+    for name in ("data_root", "resume_from_checkpoint"):
+        path = getattr(args, name)
+        if path is None or str(path) in (PLACEHOLDER, "latest", "auto"):
+            continue
+        if not path.exists():
+            lines.append(f"--{name} {cut(str(path))}: does not exist; correct the path")
+    if args.do_validation and args.validation_dir is not None:
+        for name in ("validation_prompts", "validation_images"):
+            value = getattr(args, name)
+            if value is not None and not (args.validation_dir / value).is_file():
+                path = cut(str(args.validation_dir / value))
+                lines.append(f"--{name} {path}: no such file; correct the path")
+    raise Problems("\n".join(map(one_line, lines)))
 
 
 Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
@@ -55,11 +87,6 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
     # --dry-run downloads nothing.
     if is_hub_id(str(folder)):
         folder = hub_folder(str(folder), "--model_path", may_download=not args.dry_run)
-    if not (folder / "transformer" / "config.json").is_file():
-        raise ValueError(
-            f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder or "
-            "the hub id of a CogVideoX pipeline of diffusers"
-        )
     _check_family(args, Family.of_config(identify(open_source(folder))))
     base, overrides = find_config(folder)
     settings: Settings = {}

@@ -148,6 +148,14 @@ def test_errors_of_other_packages_keep_their_traceback(sat_configs, tmp_path, mo
         main(["train", "--base", "nothing.yaml", "--traceback"])
 
 
+def test_all_missing_files_of_base_are_named(sat_configs, capsys):
+    files = [str(sat_configs / "sft.yaml"), "nothing.yaml", "nowhere/sft.yaml"]
+    assert main(["train", "--base", *files]) == 2
+    fix = "no such file; give the path of a YAML file"
+    lines = [f"cogfast: --base {name}: {fix}" for name in files[1:]]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
 def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
     """Under a launcher the other ranks wait, so that torchrun ends them before they repeat it."""
     arguments = [sys.executable, "-m", "cogfast", "train", "--base", "nothing.yaml"]

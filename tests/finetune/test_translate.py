@@ -435,6 +435,21 @@ def test_wrong_input_ends_in_one_line(options, capsys, monkeypatch, what):
     assert len(lines[-1]) < 400
 
 
+def test_missing_paths_are_reported_together(options, capsys):
+    """The two without which there is no configuration are reported with all others."""
+    lost = {
+        "model_path": "/lost/model",
+        "deepspeed_config": "/lost/ds.json",
+        "data_root": "/lost/data",
+        "resume_from_checkpoint": "/lost/checkpoint-10",
+    }
+    assert main(["finetune", *words(options("5b", num_workers=0, **lost))]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == len(lost)
+    for line, (name, path) in zip(lines, lost.items(), strict=True):
+        assert line.startswith(f"cogfast: --{name} {path}: ") and "; " in line
+
+
 LISTS = {
     "more captions than videos": (
         {"caption_column": "three.txt"},

@@ -29,7 +29,7 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.merged_config import find_origin, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
-from cogfast.schema.values import Problems, cut, show
+from cogfast.schema.values import Problems, cut, one_line, show
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
@@ -43,6 +43,7 @@ from cogfast.train.run.folder import (
     check_creatable,
     resumed_in_run_folder,
 )
+from cogfast.train.sampling.prompt_files import missing_files
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
-    _check_placeholders(config)
-    _check_paths(config, args)
+    # All at once: a user with four wrong paths should not start four times.
+    _refuse_missing(config, _placeholders(config), _missing_paths(config, args))
     _check_names(config, args)
     _check_run_folder(config, args)
     _check_steps(config, args)
@@ -154,7 +155,7 @@ def check_cache(config: Config) -> None:
             "args.latent_cache is missing; set it to the folder that the latents are written to: "
             "args.latent_cache=PATH"
         )
-    _check_paths(config, args)
+    _refuse_missing(config, _missing_paths(config, args))
     _check_precision(config, args)
     network = _network(config)
     _check_pipeline(config, args, network)
@@ -168,13 +169,12 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
-        _check_placeholders(config)
+        _refuse_missing(config, _placeholders(config), _missing_load(args))
         if args.load is None and not args.force_inference:
             raise ValueError(
                 "args.load is missing; set it to the weights to sample with, or give a run's folder; "
                 "args.force_inference=true samples with random weights"
             )
-        _refuse_missing(config, _missing_load(args))
         _check_adapters(config, args)
     _check_precision(config, args)
     check_compilers(config, args, is_training=False)
@@ -241,20 +241,19 @@ def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, node
 
 
-def _check_placeholders(config: Config) -> None:
+def _placeholders(config: Config) -> Iterator[tuple[str, str]]:
     for name, section in config.sections().items():
         for key, value in _strings(to_dict(section), name):
             if PLACEHOLDER.search(value):
-                refuse(
-                    config,
+                yield (
                     key,
                     f"{key}={value!r} is a placeholder of upstream's file; set it to your own path, in "
                     f"the file or on the command line ({key}=PATH)",
                 )
 
 
-def _check_paths(config: Config, args: TrainArguments) -> None:
-    """Report all missing files and folders together."""
+def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]]:
+    """Return (key, text) for each missing file or folder that training reads."""
     missing = list(_missing_load(args))
     videos = _video_data(config)
     if videos is not None:
@@ -271,7 +270,12 @@ def _check_paths(config: Config, args: TrainArguments) -> None:
             "run's folder, or to auto, which starts a new run if there is none"
         )
         missing.append(("args.resume", text))
-    _refuse_missing(config, missing)
+    folder = args.trusted_cache
+    if folder is not None and not Path(folder).is_dir():
+        text = f"args.trusted_cache={cut(folder, 160)} is no folder; set it to data_root/cache of CogVideo's"
+        missing.append(("args.trusted_cache", f"{text} diffusers trainer, or to null"))
+    takes_image = bool(config.model.get("noised_image_input"))
+    return [*missing, *missing_files(args, takes_image)]
 
 
 def _video_data(config: Config) -> type[ListedVideos] | None:
@@ -282,11 +286,18 @@ def _video_data(config: Config) -> type[ListedVideos] | None:
     return None
 
 
-def _refuse_missing(config: Config, missing: Iterable[tuple[str, str]]) -> None:
-    # All at once: a user with four wrong paths should not start four times.
-    lines = [f"{find_origin(config.origins, key)}: {text}" for key, text in missing]
-    if lines:
-        raise Problems("\n".join(lines))
+def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
+    """Raise one error with a line for each (key, text). found: earlier ones have precedence."""
+    # An item of a list has the key of the list: a placeholder there is not also a missing path.
+    texts: dict[str, list[str]] = {}
+    for pairs in found:
+        known = set(texts) | {key.rpartition(".")[0] for key in texts}
+        for key, text in pairs:
+            if key not in known:
+                texts.setdefault(key, []).append(text)
+    if texts:
+        named = [(find_origin(config.origins, key), text) for key in texts for text in texts[key]]
+        raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
 
 
 def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
@@ -478,13 +489,7 @@ def _check_trusted_cache(config: Config, args: TrainArguments) -> None:
         text += (
             " is copied into a latent cache, but args.latent_cache is not set; set it to a folder"
         )
-    elif not Path(folder).is_dir():
-        text += (
-            " is no folder; set it to data_root/cache of CogVideo's diffusers trainer, or to null"
-        )
-    else:
-        return
-    refuse(config, "args.trusted_cache", text)
+        refuse(config, "args.trusted_cache", text)
 
 
 def _check_noised_images(config: Config, args: TrainArguments, model: ModelArguments) -> None:

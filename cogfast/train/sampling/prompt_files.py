@@ -6,12 +6,14 @@ The module imports no torch: the command line reads prompts before anything heav
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
+
+_MOST_LISTED = 10  # missing images of one list that get a line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,34 @@ def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
             )
         images = _read_images(Path(args.eval_images), len(texts))
     return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
+
+
+def missing_files(args: TrainArguments, takes_image: bool) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each missing file of evaluations: prompts, list of images, images.
+
+    takes_image: whether the model is an image-to-video model; others read no images. A file that
+    cannot be read has no images here; given_prompts raises an error for it.
+    """
+    if not args.has_evaluation:
+        return
+    for name in ("eval_prompt_file", "eval_images") if takes_image else ("eval_prompt_file",):
+        key, value = f"args.{name}", getattr(args, name)
+        if value is None:
+            continue
+        path, texts = Path(value), []
+        try:
+            for number, line in _lines(path, f"{key}={path}"):
+                image = line.partition("@@")[2].strip() if name == "eval_prompt_file" else line
+                if image and takes_image and _image_path(image.strip(), path) is None:
+                    texts.append(_no_image(image.strip(), path, f"{key}={path} line {number}"))
+        except ValueError as error:
+            texts = [] if path.is_file() else [str(error)]
+        # If a whole folder has moved, a few lines say as much as hundreds.
+        for text in texts[:_MOST_LISTED]:
+            yield key, text
+        if len(texts) > _MOST_LISTED:
+            left = counted(len(texts) - _MOST_LISTED, "more image")
+            yield key, f"{key}={path}: {left} missing; correct their paths"
 
 
 def split_prompts(lines: Sequence[str], name: str) -> list[tuple[str, str]]:
@@ -107,12 +137,20 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
 
 
 def _find_image(name: str, listing: Path, where: str) -> Path:
+    path = _image_path(name, listing)
+    if path is None:
+        raise ValueError(_no_image(name, listing, where))
+    return path
+
+
+def _image_path(name: str, listing: Path) -> Path | None:
     """Return the path of an image, relative to the file that lists it or to the current folder."""
     # Beside the list first, so that a folder with list and images can be moved.
-    for path in (listing.parent / name, Path(name)):
-        if path.is_file():
-            return path
-    raise ValueError(
+    return next((path for path in (listing.parent / name, Path(name)) if path.is_file()), None)
+
+
+def _no_image(name: str, listing: Path, where: str) -> str:
+    return (
         f"{where}: {name[:200]}: no such file; give a path relative to {listing.parent} or to the "
         "folder in which the command runs"
     )

@@ -416,13 +416,15 @@ def test_all_missing_paths_are_reported_together(config) -> None:
         "args.valid_data": "lost/valid",
         "args.resume": "lost/run",
         "args.load_lora": "lost/lora",
-        "model.first_stage_config.params.ckpt_path": "lost/vae.pt",
+        "args.trusted_cache": "lost/cache",
+        "args.eval_prompt_file": "lost/prompts.txt",
+        "model.first_stage_config.params.ckpt_path": "{your folder}/vae.pt",
         "model.conditioner_config.params.emb_models[0].params.model_dir": "lost/t5",
     }
     arguments = [
         f"{key}=[{path}]" if "_data" in key else f"{key}={path}" for key, path in lost.items()
     ]
-    checked = config("cogvideox_2b", *arguments)
+    checked = config("cogvideox_2b", *arguments, "args.eval_interval=5")
     with pytest.raises(ValueError) as raised:
         check_train(checked, world_size=8)
     lines = str(raised.value).splitlines()
