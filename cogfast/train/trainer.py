@@ -65,6 +65,7 @@ from cogfast.train.run.folder import (
     tensorboard_folder,
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.profiling import Profiler
 from cogfast.train.video_size import (
@@ -85,7 +86,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
-        self.config = config
+        self.config, self.progress = config, Progress()
         self.args = args = TrainArguments.from_config(config)
         if not args.compile:
             run_without_dynamo()
@@ -166,7 +167,12 @@ class Trainer:
         self.num_trained = count_trained(transformer)
         self.gradient_check = GradientCheck(transformer)
         self.profiler = Profiler(
-            self.folder / "profile", self.groups, transformer.blocks, args, self.num_steps
+            self.folder / "profile",
+            self.groups,
+            transformer.blocks,
+            args,
+            self.num_steps,
+            self.progress,
         )
         optimizer = build_optimizer(
             config.deepspeed.get("optimizer") or {},
@@ -358,6 +364,7 @@ class Trainer:
             self.is_size_known = True
 
     def _evaluate(self, metrics: Metrics, stop: StopRequest) -> None:
+        self.progress.enter("evaluation")
         given = (self.step, self.latent_size, stop)
         report = [metrics.add_videos] if self.args.log_videos else []
         metrics.add_evaluation(self.step, self.evaluator(*given, *report))
@@ -433,6 +440,7 @@ class Trainer:
     def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a
         signal or time limit ends the run."""
+        self.progress.enter("save")
         state = {
             "global_batch": self.global_batch,
             "seed": self.args.seed,

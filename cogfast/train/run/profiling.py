@@ -29,6 +29,7 @@ from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.run.health.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +55,18 @@ class Profiler:
         blocks: nn.ModuleList,
         args: TrainArguments,
         num_steps: int,
+        progress: Progress | None = None,
     ) -> None:
-        """num_steps: last step of the run."""
+        """num_steps: last step of the run. progress: gets each step and the name of each range."""
         self.folder, self.groups = folder, groups
+        self.progress = progress or Progress()
         self.first: int | None = None  # None: no capture
         self.end = 0
         if args.profiling is not None and args.profiling >= 0:
             self.first = args.profiling
             # A run that ends within the capture still writes what it has.
             self.end = min(self.first + args.profiling_steps, num_steps)
-        self.blocks = _BlockRanges(blocks, self.range) if args.profiling_blocks else None
+        self.blocks = _BlockRanges(blocks, self._named) if args.profiling_blocks else None
         self.is_capturing = self.has_captured = False
         self.step = 0  # completed steps
         self.trace: profile | None = None
@@ -89,7 +92,8 @@ class Profiler:
             logger.warning("args.profiling=%d: this run did not reach that step", self.first)
 
     def range(self, name: str) -> AbstractContextManager:
-        """Return a range around a part of the step, for nsys (NVTX) and for PyTorch's trace."""
+        """Begin a part of the step; return its range for nsys (NVTX) and for PyTorch's trace."""
+        self.progress.enter(name)
         return self._named(name) if self.is_capturing else _NO_RANGE
 
     @contextmanager
@@ -114,11 +118,11 @@ class Profiler:
 
     def begin_step(self, step: int) -> None:
         """Start the capture if it is due. Call it before each step, with the completed steps."""
-        self.step = step
+        self.step = self.progress.step = step
         if step == self.first:
             self._start()
         if self.is_capturing:
-            self.step_range.enter_context(self.range(f"step {step}"))
+            self.step_range.enter_context(self._named(f"step {step}"))
 
     def end_step(self, step: int) -> bool:
         """Stop the capture if it is due. Call it after each step, with the completed steps.
