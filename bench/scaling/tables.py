@@ -1,4 +1,4 @@
-"""Write the tables of docs/scaling.md from the formulas of bench/scaling/traffic.py:
+"""Write the tables of docs/scaling.md from the formulas of cogfast/train/plan/traffic.py:
 
     python -m bench.scaling.tables
 
@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from bench.scaling.traffic import Layout, Traffic, count_traffic
 from cogfast.config import load_config
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_network import transformer_arguments
+from cogfast.train.plan.traffic import Layout, Traffic, count_traffic
 from cogfast.train.video_size import LatentSize
 
 ROOT = Path(__file__).resolve().parents[2]

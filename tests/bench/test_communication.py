@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from bench.scaling.tables import PAGE, count, read_tables, write_tables
-from bench.scaling.traffic import (
+from cogfast.config import load_config
+from cogfast.model.config import TransformerConfig
+from cogfast.schema.sat_network import transformer_arguments
+from cogfast.train.plan.traffic import (
     Layout,
     all_reduce,
     count_traffic,
     held_model,
     scatter_or_gather,
 )
-from cogfast.config import load_config
-from cogfast.model.config import TransformerConfig
-from cogfast.schema.sat_network import transformer_arguments
 from tests.support.ranks.communication_ranks import (
     CASES,
     MESH_RUNS,

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from cogfast.model.block import Block
 from cogfast.model.config import TransformerConfig
@@ -63,12 +64,14 @@ class Traffic:
 
     gradients, weights: between the copies of the model.
     activations: between the GPUs of one copy, including gradients of replicated parameters.
+    overlapped: the part of activations that is sent while the weights' gradients are computed.
     scalars: between all GPUs.
     """
 
     gradients: float
     weights: float
     activations: float
+    overlapped: float
     scalars: float
 
     @property
@@ -100,19 +103,26 @@ def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) ->
         raise ValueError("zero_stage=3 with lora_rank is not counted; use 1 or 2")
     transformer = held_model(config, layout.model_size)
     gradients, weights = _among_copies(transformer, layout)
-    reaches = _gradient_reaches(transformer)
+    reaches = gradient_reaches(transformer)
     activations = sum(
         _in_block(block, config, layout, num_tokens, *reach)
         for block, reach in zip(transformer.blocks, reaches, strict=True)
     )
+    # Sums of the gradients of QKV's and fc1's inputs; with split rows a scatter is half as much.
+    sums = sum(map(sum, reaches)) * _unit(config, layout, num_tokens)
+    overlapped = all_reduce(sums, layout.model_size) / (2 if layout.splits_rows else 1)
     if layout.splits_rows:  # gathered after the last block, and in backward before the first one
         times = 1 + reaches[0][0]
         activations += times * scatter_or_gather(
             _unit(config, layout, num_tokens), layout.model_size
         )
-    activations *= layout.accumulation
-    scalars = all_reduce(_SCALARS, layout.world_size)
-    return Traffic(gradients=gradients, weights=weights, activations=activations, scalars=scalars)
+    return Traffic(
+        gradients=gradients,
+        weights=weights,
+        activations=activations * layout.accumulation,
+        overlapped=overlapped * layout.accumulation,
+        scalars=all_reduce(_SCALARS, layout.world_size),
+    )
 
 
 @cache
@@ -123,8 +133,8 @@ def held_model(config: TransformerConfig, model_size: int) -> DiffusionTransform
     freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
-    # The group is only used for the size of the shards.
-    parallelize(transformer, TensorParallelGroup(0, model_size, process_group=None))
+    no_group: Any = None  # a group is only used for the size of the shards
+    parallelize(transformer, TensorParallelGroup(0, model_size, no_group))
     return transformer
 
 
@@ -147,7 +157,7 @@ def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[fl
     return gradients, weights
 
 
-def _gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, bool]]:
+def gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, bool]]:
     """Return for each block if its input has a gradient, and if anything inside it has."""
     with_input = transformer.patch_embedding.weight.requires_grad
     reaches = []
@@ -159,7 +169,7 @@ def _gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, boo
 
 
 def _in_block(
-    block: Block,
+    block: nn.Module,
     config: TransformerConfig,
     layout: Layout,
     num_tokens: int,
@@ -167,6 +177,7 @@ def _in_block(
     has_gradient: bool,
 ) -> float:
     """Return the bytes of forward and backward of a block for one micro-batch."""
+    assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
     number, width, samples = layout.bytes_per_number, config.hidden_size, layout.batch_size
     unit, attention = _unit(config, layout, num_tokens), block.attention
     forwards = 2 if layout.is_recomputed and has_gradient else 1
@@ -180,7 +191,7 @@ def _in_block(
     if is_modulation_trained:
         sums += samples * config.time_embed_dim * number
     is_lora = isinstance(attention.qkv, LoraLinear)
-    if is_lora:
+    if isinstance(attention.qkv, LoraLinear):
         sums += sum(matrix.numel() for matrix in attention.qkv.matrix_A.values()) * number
     if isinstance(attention.out, LoraLinear):
         sums += sum(matrix.numel() for matrix in attention.out.matrix_B.values()) * number
@@ -190,7 +201,8 @@ def _in_block(
         return all_reduce(sums, layout.model_size) + scatter_or_gather(halves, layout.model_size)
     halves += forwards * 4 * unit  # inputs of QKV and fc1, outputs of `out` and fc2
     halves += (has_input_gradient + 3 * has_gradient) * unit  # their gradients
-    if block.fc1.weight.requires_grad:
+    # An adapted fc1 is frozen itself.
+    if not isinstance(block.fc1, LoraLinear) and block.fc1.weight.requires_grad:
         halves += unit if is_lora else 2 * unit  # inputs for weight gradients; adapters keep theirs
     if is_modulation_trained:
         halves += modulation
