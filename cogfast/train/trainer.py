@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shlex
 from pathlib import Path
 
 import torch
@@ -68,6 +67,7 @@ from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_l
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.profiling import Profiler
+from cogfast.train.run.terminal import log_commands, log_facts, log_results, resume_words
 from cogfast.train.video_size import (
     DEFAULT_FPS,
     LatentSize,
@@ -292,18 +292,18 @@ class Trainer:
                     f"step {self.step} could not be saved (see the error above); "
                     f"{self._how_to_resume()}"
                 )
-            self._log_end(stop)
+            self._log_end(stop, metrics)
             self.groups.close()
 
-    def _log_end(self, stop: StopRequest) -> None:
-        """Log why the run ended, where its checkpoint is, and how to continue."""
+    def _log_end(self, stop: StopRequest, metrics: Metrics) -> None:
+        """Log why the run ended, where its checkpoint is, its last results, and what may follow."""
+        config = self.engine.transformer.config
         if self.step >= self.num_steps:
-            logger.info(
-                "finished at step %d; checkpoint: %s; to generate videos: cogfast sample %s --prompt TEXT --out DIR",
-                self.step,
-                self.writer.path(self.step),
-                shlex.quote(str(self.folder)),
-            )
+            path = self.writer.path(self.step)
+            logger.info("finished at step %d; checkpoint: %s", self.step, path)
+            log_results(metrics.history, self.evaluator.samples)
+            is_lora = config.lora_rank is not None
+            log_commands(self.config, self.folder, self.num_steps, is_lora)
             return
         reason = (
             stop.reason if stop.is_stopping else f"args.exit_interval={self.args.exit_interval}"
@@ -315,13 +315,14 @@ class Trainer:
             reason,
             self._how_to_resume(),
         )
+        log_results(metrics.history, self.evaluator.samples)
 
     def _how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
         step = self.writer.saved_step
         if step == 0:
             return f"nothing is saved in {self.folder}; run the same command to start again"
-        resume = f"--resume {shlex.quote(str(self.folder))}"
+        resume = resume_words(self.config, self.folder)
         path = self.writer.path(step)
         return f"the last checkpoint is {path}; run the same command with {resume} to resume"
 
@@ -399,26 +400,20 @@ class Trainer:
         config, groups = self.engine.transformer.config, self.groups
         names = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
         rows = ", rows split" if self.args.sequence_parallel else ""
-        logger.info(
-            "%s: %s (dp %d x tp %d%s), ZeRO-%d, %s, global batch %d = %d x %d x %d accumulation; "
-            "%s; steps %d to %d; %s of width %d, %.2f M parameters trained",
-            self.folder,
-            counted(groups.world_size, *names),
-            groups.data_size,
-            groups.tensor_size,
-            rows,
-            self.engine.stage,
-            self.args.precision,
-            self.global_batch,
-            groups.data_size,
-            self.args.batch_size,
-            self.accumulation,
-            counted(len(self.datasets.train), "sample"),
-            self.step,
-            self.num_steps,
-            counted(config.num_layers, "layer"),
-            config.hidden_size,
-            self.num_trained / 1e6,
+        mesh = f"dp {groups.data_size} x tp {groups.tensor_size}{rows}"
+        ranks = f"{counted(groups.world_size, *names)} ({mesh})"
+        parts = f"dp {groups.data_size} x batch {self.args.batch_size}"
+        layers = counted(config.num_layers, "layer")
+        log_facts(
+            {
+                "run folder": self.folder,
+                "trained on": f"{ranks}, ZeRO-{self.engine.stage}, {self.args.precision}",
+                "global batch": f"{self.global_batch} = {parts} x accumulation {self.accumulation}",
+                "data": counted(len(self.datasets.train), "sample"),
+                "steps": f"{self.step} to {self.num_steps}",
+                "model": f"{layers} of width {config.hidden_size}",
+                "trained": f"{self.num_trained / 1e6:.2f} M parameters",
+            }
         )
 
     def _check_skipped(self, skipped: int, is_loss_scale_spent: bool) -> None:

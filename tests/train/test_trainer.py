@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from cogfast.__main__ import main
+from cogfast.cli.options import parse_sample
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
@@ -87,10 +91,38 @@ def test_every_family_learns_full_and_lora(tmp_path: Path, data: Path, family: s
     assert saved.keys() == changed  # megabytes, not the base again
 
 
-def test_the_start_line_names_one_process(tmp_path: Path, data: Path, caplog) -> None:
+def test_start_and_end_are_a_fact_a_line(tmp_path: Path, data: Path, caplog) -> None:
+    """The commands at the end are ones that run: the model is converted, and training resumes."""
     caplog.set_level("INFO", logger="cogfast")
-    make(write_config(tmp_path / "base.yaml", data, train_iters=1)).train()
-    assert ": 1 process (dp 1 x tp 1), ZeRO-2, fp32, global batch " in caplog.text
+    base = write_config(tmp_path / "base.yaml", data, train_iters=1, eval_at_end=True)
+    valid = [f"args.valid_data=[{data}]", "args.eval_sampling_steps=1"]
+    make(base, *valid).train()
+    lines = [record.getMessage() for record in caplog.records]
+    run = run_folder(tmp_path / "runs")
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in lines if re.search(r"\w  +", line))
+    assert facts["run folder"] == str(run)
+    assert facts["trained on"] == "1 process (dp 1 x tp 1), ZeRO-2, fp32"
+    assert facts["global batch"] == "4 = dp 1 x batch 4 x accumulation 1"
+    assert (facts["data"], facts["steps"]) == ("6 samples", "0 to 1")
+    start = next(i for i, line in enumerate(lines) if line.startswith("run folder"))
+    assert all(len(line.replace(str(run), "")) <= 100 for line in lines[start : start + 7])
+
+    end = next(i for i, line in enumerate(lines) if line.startswith("finished at step 1; "))
+    assert lines[end].endswith(f"checkpoint: {run}/checkpoints/00000001")
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    loss, held_out = found[0]["loss"], found[-1]["valid_loss"]
+    assert lines[end + 1] == (
+        f"loss {loss:.4f}, mean {loss:.4f}, held-out loss {held_out:.4f} (step 1), "
+        f"videos: {run}/samples/step-00000001"
+    )
+    commands = [shlex.split(facts[name]) for name in ("to sample", "to convert", "to train on")]
+    assert parse_sample(commands[0][2:]).weights == str(run)
+    out = str(tmp_path / "converted")
+    assert main([out if word == "DIR" else word for word in commands[1][1:]]) == 0
+    assert (tmp_path / "converted" / "config.json").is_file()
+    assert commands[2][:-2] == ["the", "same", "command", "with", "--resume"]
+    resumed = make(base, f"args.resume={commands[2][-2]}", commands[2][-1])
+    assert (resumed.step, resumed.num_steps) == (1, 2)
 
 
 def check_learning(trainer: Trainer, folder: Path, least: float) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from cogfast.data.cache.shards import Shard
 from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.run.progress_bar import open_bar
+from cogfast.train.run.terminal import open_bar
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.merged_config import find_origin, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
-from cogfast.schema.values import Problems, cut, one_line, show
+from cogfast.schema.values import Problems, counted, cut, one_line, show
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
@@ -217,11 +217,12 @@ def _check_vae_memory(config: Config, args: TrainArguments) -> None:
 
 
 def log_unused(config: Config) -> None:
-    """Log the keys that are accepted for compatibility but not used."""
+    """Log how many keys are accepted for compatibility but not used."""
     # The short names once each: SAT's files repeat some of them in several sections.
-    names = dict.fromkeys(key.rpartition("params.")[2] for key in config.unused)
+    names = {key.rpartition("params.")[2] for key in config.unused}
     if names:
-        logger.info("accepted and not used (--dry-run says why): %s", ", ".join(names))
+        text = counted(len(names), "key of the configuration has", "keys of the configuration have")
+        logger.info("%s no effect (--dry-run lists them with the reasons)", text)
 
 
 def _require_sections(config: Config, *names: str) -> None:

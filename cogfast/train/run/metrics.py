@@ -26,7 +26,7 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
-from cogfast.train.run.progress_bar import open_bar
+from cogfast.train.run.terminal import open_bar
 from cogfast.train.run.wandb_run import WandbRun
 from cogfast.train.sampling.generate import SampledVideo
 

@@ -1,0 +1,103 @@
+"""Log lines at the start and the end of a run, and the progress bar on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cogfast.config import Config
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def log_facts(facts: Mapping[str, object]) -> None:
+    """Log a line for each named fact, with the facts below each other."""
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        logger.info("%s  %s", name.ljust(width), fact)
+
+
+def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
+    """Log the last losses and the place of the last samples, in one line.
+
+    lines: those of metrics.jsonl. samples: None if nothing was sampled.
+    """
+    parts = []
+    for key, name in (
+        ("loss", "loss"),
+        ("loss_running", "mean"),
+        ("valid_loss", "held-out loss"),
+    ):
+        line = next((line for line in reversed(lines) if line.get(key) is not None), None)
+        if line is not None and math.isfinite(line[key]):
+            step = f" (step {line['step']})" if key == "valid_loss" else ""
+            parts.append(f"{name} {line[key]:.4f}{step}")
+    if samples is not None:
+        parts.append(f"videos: {samples}")
+    if parts:
+        logger.info("%s", ", ".join(parts))
+
+
+def resume_words(config: Config, folder: Path) -> str:
+    """Return the option that resumes the run in `folder`, for the command that started it."""
+    # cogfast finetune sets this key by its own option, and resumes by its own, too.
+    is_finetune = config.origins.get("args.run_folder") == "--output_dir"
+    option = "--resume_from_checkpoint" if is_finetune else "--resume"
+    return f"{option} {shlex.quote(str(folder))}"
+
+
+def log_commands(config: Config, folder: Path, num_steps: int, is_lora: bool) -> None:
+    """Log the commands that users need after a run, a line for each.
+
+    num_steps: of the run; the command that resumes names twice as many.
+    """
+    run, epochs = shlex.quote(str(folder)), config.args.get("epochs")
+    more = f"args.train_iters={2 * num_steps}" if epochs is None else f"args.epochs={2 * epochs}"
+    image = " --image PNG" if config.model.get("noised_image_input") else ""
+    log_facts(
+        {
+            "to sample": f"cogfast sample {run} --prompt TEXT{image} --out DIR",
+            "to convert": f"cogfast convert {run} DIR --to {'peft' if is_lora else 'diffusers'}",
+            "to train on": f"the same command with {resume_words(config, folder)} {more}",
+        }
+    )
+
+
+def open_bar(what: str, total: int) -> Progress | None:
+    """Start a progress bar with one task; None if stderr is not a terminal.
+
+    The bar ends with the task's field `note`.
+    """
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )
+    # While it runs, rich replaces sys.stderr and prints log lines above the bar.
+    bar.start()
+    bar.add_task(what, total=total, note="")
+    return bar
