@@ -9,8 +9,9 @@ DeepSpeed 0.19.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,44 @@ def _import_muon() -> None:
         compiler.compile = compile_with_torch
 
 
+def _fit_stage_3_to_checkpointing() -> None:
+    """Change two things of DeepSpeed's ZeRO-3 that selective activation checkpointing does not allow.
+
+    Its linears add the bias to the product in place. Checkpointing keeps that product, so that
+    recomputation would add the bias a second time and give wrong gradients.
+
+    Its hooks gather and release weights among the operations of a block. Checkpointing counts all
+    operations, and recomputation gathers others than the forward pass, which is an error.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return input.matmul(weight.t())
+        rows = input.reshape(-1, input.shape[-1])
+        return torch.addmm(bias, rows, weight.t()).view(*input.shape[:-1], -1)
+
+    LinearFunctionForZeroStage3.forward = staticmethod(forward)
+
+    def uncounted(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def run(*args: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                return method(*args, **options)
+
+        return run
+
+    hooks: Any = PartitionedParameterCoordinator
+    # A second engine in the process finds them changed.
+    if not hasattr(hooks.fetch_sub_module, "is_uncounted"):
+        for name in ("fetch_sub_module", "release_sub_module"):
+            method = uncounted(getattr(hooks, name))
+            method.__dict__["is_uncounted"] = True
+            setattr(hooks, name, method)
+
+
 class ZeroEngine:
     """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
 
@@ -157,6 +196,8 @@ class ZeroEngine:
         ops: Any = deepspeed.ops  # the module makes the table when it is first read
         ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         _import_muon()
+        if config["zero_optimization"]["stage"] == 3:
+            _fit_stage_3_to_checkpointing()
         deepspeed.init_distributed(
             dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
         )

@@ -70,6 +70,7 @@ class Layout:
 
 
 WHOLE = "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
+POLICY = "args.activation_checkpointing"
 ROWS = "args.sequence_parallel=true"
 LAYOUTS = {
     "dp 2": Layout(2),
@@ -78,11 +79,12 @@ LAYOUTS = {
     "dp 2, zero-1": Layout(2, stage=1),
     "dp 2, zero-3": Layout(2, stage=3),
     "dp 2, zero-3, small parameters sharded": Layout(2, stage=3, extra=(WHOLE,)),
+    "dp 2, zero-3, recomputed": Layout(2, stage=3, extra=(WHOLE, f"{POLICY}=pointwise")),
     **{f"tp 2, {model}": Layout(2, 2, model) for model in MODELS},
     "tp 2, accumulation": Layout(2, 2, accumulation=2),
     "tp 2, zero-3": Layout(2, 2, stage=3, extra=(WHOLE,)),
     "tp 2, rows split": Layout(2, 2, extra=(ROWS,)),
-    "tp 2, recomputed": Layout(2, 2, extra=("args.activation_checkpointing=full",)),
+    "tp 2, recomputed": Layout(2, 2, extra=(f"{POLICY}=full",)),
     **{f"dp 2 x tp 2, {model}": Layout(4, 2, model) for model in MODELS},
     "dp 2 x tp 2, accumulation": Layout(4, 2, accumulation=2),
     "dp 2 x tp 2, zero-0": Layout(4, 2, stage=0),
@@ -166,6 +168,7 @@ def one_process(runs: dict[str, Path], layout: str) -> Path:
 
 QUICK = (  # the other layouts are marked soak
     "dp 2",
+    "dp 2, zero-3, recomputed",
     "tp 2, lora",
     "dp 2 x tp 2, 5b",
     "dp 2 x tp 2, zero-3",
