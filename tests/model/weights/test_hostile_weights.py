@@ -602,6 +602,10 @@ def test_a_vocabulary_on_which_tokenizers_panics(
     assert examine_many("t5", made("t5"), [1052], tmp_path) == []
 
 
+def test_a_matrix_without_its_partner(made: Callable[[str], Path], tmp_path: Path) -> None:
+    assert examine_many("sat lora", made("sat lora"), [333], tmp_path) == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_damaged_files_end_in_one_line(

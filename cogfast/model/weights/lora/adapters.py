@@ -68,10 +68,20 @@ def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
 
 
 def only_adapters(source: WeightSource) -> WeightSource:
-    """Return the adapters of a source without the rest. ValueError if there are none."""
+    """Return the adapters of a source without the rest.
+
+    Raises:
+        ValueError: there are none, or a matrix has no partner.
+    """
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     if not shapes:
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
+    alone = next((n for n, shape in shapes.items() if not _is_paired(n, shape, shapes)), None)
+    if alone is not None:
+        raise ValueError(
+            f"{source.description}: {brief(alone)} has no partner: a pair has shapes [r, in] and "
+            "[out, r]; copy it again"
+        )
     return replace(source, shapes=shapes, is_partial=True)
 
 
@@ -95,7 +105,7 @@ def _without_lora(facts: Mapping[str, Any]) -> dict[str, Any]:
 def adapters_of(source: WeightSource) -> Adapters | None:
     """Describe the adapters among a source's tensors; None if it has none."""
     ranks, layers, targets, others = set(), set(), set(), set()
-    # One entry for each pair; check_fits finds a matrix without its partner.
+    # One entry for each pair; only_adapters finds a matrix without its partner.
     pairs = [m for m in map(_PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
     for pair in pairs:
         target = None
@@ -140,14 +150,6 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
     found, has_layers = adapters_of(adapter), num_blocks(shapes)
     assert found is not None, f"{adapter.description}: no adapters"
-    alone = next(
-        (n for n, s in adapter.shapes.items() if not _is_paired(n, s, adapter.shapes)), None
-    )
-    if alone is not None:
-        raise ValueError(
-            f"{adapter.description}: {brief(alone)} has no partner: a pair has shapes [r, in] and "
-            "[out, r]; copy it again"
-        )
     num_layers = max(found.layers, default=-1) + 1
     for name, (rows, columns) in adapter.shapes.items():
         pair = _PAIR.fullmatch(name)
