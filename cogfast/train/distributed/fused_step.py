@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
+from cogfast.train.run.health.step_clock import CLOCK
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
 # Bytes: lets the kernel load gradients in 16-byte vectors.
@@ -51,8 +52,9 @@ class WeightGather:
                 self._under_way.append(work)
 
     def wait(self) -> None:
-        for work in self._under_way:
-            work.wait()
+        with CLOCK.waiting():
+            for work in self._under_way:
+                work.wait()
         self._under_way.clear()
 
 
@@ -225,7 +227,8 @@ class FusedStep:
         if not pieces:  # this rank owns only padding
             pieces = [gradients[0].new_zeros(1)]
         square = sum_of_squares(pieces)
-        dist.all_reduce(square)
+        with CLOCK.waiting():
+            dist.all_reduce(square)
         return square.sqrt().float()
 
     def _counted_slices(self) -> Iterable[tuple[int, int, int]]:

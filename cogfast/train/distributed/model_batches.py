@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cogfast.data.batches import Batch, BatchLoader, to_device
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
+from cogfast.train.run.health.step_clock import CLOCK
 
 
 class DeviceAhead:
@@ -132,7 +133,8 @@ class ModelBatches:
         bytes_ = value.flatten().view(torch.uint8)
         assert self.groups.tensor is not None, "without tensor parallelism nothing is shared"
         tensor = self.groups.tensor.process_group
-        dist.broadcast(bytes_, self.groups.first_of_model, group=tensor)
+        with CLOCK.waiting():
+            dist.broadcast(bytes_, self.groups.first_of_model, group=tensor)
         return value
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from cogfast.kernels.cpu.memory import keep_freed_memory
 from cogfast.train.distributed.process_watch import ProcessWatch, watch_processes
 from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.stop_signals import StopSignals, name_of
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ class ProcessGroups:
         if self.tensor is not None:
             # Collectives need contiguous memory.
             value = value.contiguous()
-            dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
+            with CLOCK.waiting():
+                dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
         return value
 
     def broadcast_in_model(self, value: T) -> T:
@@ -121,7 +123,8 @@ class ProcessGroups:
         if self.tensor is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, self.first_of_model, group=self.model_control)
+        with CLOCK.waiting():
+            dist.broadcast_object_list(box, self.first_of_model, group=self.model_control)
         return box[0]
 
     def gather(self, value: object) -> list:
@@ -333,7 +336,8 @@ class StopRequest:
             return self.is_stopping
         if self._pending is not None:
             work, flag = self._pending
-            work.wait()
+            with CLOCK.waiting():
+                work.wait()
             self.is_stopping = bool(flag.item())  # sync: none, a CPU tensor
         flag = torch.tensor([int(self.is_asked)])
         # MAX: one rank that was asked stops all.

@@ -26,6 +26,7 @@ from cogfast.train.distributed.tensor_parallel import (
     TensorParallelGroup,
     share_vectors,
 )
+from cogfast.train.run.health.step_clock import wait_for
 
 _ops = torch.ops._c10d_functional
 
@@ -38,7 +39,7 @@ def _start_gather(rows: Tensor, group: TensorParallelGroup) -> Tensor:
 def _joined(gathered: Tensor, group: TensorParallelGroup) -> Tensor:
     """Wait for `_start_gather` and join its result -> [B, S, N]."""
     # Ranks are joined along dim 0, but their rows follow each other along dim 1.
-    pieces = _ops.wait_tensor(gathered).unflatten(0, (group.size, -1))
+    pieces = wait_for(gathered).unflatten(0, (group.size, -1))
     return pieces.transpose(0, 1).flatten(1, 2)
 
 
@@ -81,7 +82,7 @@ class _GatherRows(_JoinRows):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _ops.wait_tensor(_start_scatter(grad, ctx.group)), None
+        return wait_for(_start_scatter(grad, ctx.group)), None
 
 
 class _ScatterSum(_SplitRows):
@@ -90,7 +91,7 @@ class _ScatterSum(_SplitRows):
     @staticmethod
     def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
-        return _ops.wait_tensor(_start_scatter(x, group))
+        return wait_for(_start_scatter(x, group))
 
 
 class _GatheringLinear(torch.autograd.Function):
@@ -124,7 +125,7 @@ class _GatheringLinear(torch.autograd.Function):
             dw = rows.T @ _joined(gathered, group).flatten(0, -2)
         if needs_db:
             db = rows.sum(0)
-        return None if dx is None else _ops.wait_tensor(dx), dw, db, None
+        return None if dx is None else wait_for(dx), dw, db, None
 
 
 class RowGatheringLinear(ColumnParallelLinear):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cogfast.train.distributed.fused_step import WeightGather, own_weights
+from cogfast.train.run.health.step_clock import CLOCK
 
 T = TypeVar("T")
 Size = tuple[int, torch.dtype]  # number of elements and their dtype
@@ -98,8 +99,11 @@ class FlatGradients:
         for index in self._missing:
             self._places[index].zero_()
         self._missing = set(range(len(self._places)))
-        if len(self._sources[0]) == 1:
-            return
+        if len(self._sources[0]) > 1:
+            with CLOCK.waiting():
+                self._average()
+
+    def _average(self) -> None:
         dist.barrier(group=self.group)  # all ranks have written their gradients
         size = _CHUNK * torch.get_num_threads()
         # Sums are in float32 and in the order of ranks, whichever rank computes them.
@@ -141,12 +145,13 @@ class SharedGather(WeightGather):
     def wait(self) -> None:
         if not self._under_way:
             return
-        super().wait()
-        for rank, places in enumerate(self._places):
-            if rank != self._rank:
-                wholes = self.zero.parallel_partitioned_bit16_groups
-                for partitions, place in zip(wholes, places[self._turn], strict=True):
-                    partitions[rank].copy_(place)
+        with CLOCK.waiting():
+            super().wait()
+            for rank, places in enumerate(self._places):
+                if rank != self._rank:
+                    wholes = self.zero.parallel_partitioned_bit16_groups
+                    for partitions, place in zip(wholes, places[self._turn], strict=True):
+                        partitions[rank].copy_(place)
 
 
 def share_memory(zero) -> tuple[FlatGradients, WeightGather]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
+from cogfast.train.run.health.step_clock import wait_for
 
 _ops = torch.ops._c10d_functional
 
@@ -57,14 +58,14 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _ops.wait_tensor(_ops.all_reduce(grad, "sum", ctx.name)), None
+        return wait_for(_ops.all_reduce(grad, "sum", ctx.name)), None
 
 
 class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, name: str) -> Tensor:
         # Not in place: selective checkpointing may keep the product from before the sum.
-        return _ops.wait_tensor(_ops.all_reduce(x, "sum", name))
+        return wait_for(_ops.all_reduce(x, "sum", name))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -76,7 +77,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(ctx, x: Tensor, group: TensorParallelGroup, sums_gradient: bool) -> Tensor:
         ctx.group, ctx.sums_gradient = group, sums_gradient
         # Gathered along dim 0, but columns belong side by side.
-        pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
+        pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
         return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
 
     @staticmethod
@@ -86,7 +87,7 @@ class _GatherColumns(torch.autograd.Function):
             return grad.chunk(group.size, -1)[group.rank], None, None
         pieces = grad.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
         scattered = _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
-        return _ops.wait_tensor(scattered), None, None
+        return wait_for(scattered), None, None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -113,7 +114,7 @@ class _ColumnLinear(torch.autograd.Function):
             dw = rows.T @ x.flatten(0, -2)
         if ctx.needs_input_grad[2]:
             db = rows.sum(0)
-        return None if dx is None else _ops.wait_tensor(dx), dw, db, None
+        return None if dx is None else wait_for(dx), dw, db, None
 
 
 def copy_to_group(x: Tensor, group: TensorParallelGroup) -> Tensor:

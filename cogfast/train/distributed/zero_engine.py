@@ -33,9 +33,13 @@ from cogfast.train.distributed.fused_step import (
 )
 from cogfast.train.distributed.process_groups import ModelParallelUnit
 from cogfast.train.distributed.shared_memory import share_memory
+from cogfast.train.run.health.step_clock import CLOCK
 
 logger = logging.getLogger(__name__)
 
+# DeepSpeed's collectives, all methods of one object
+_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+_COLLECTIVES += ("all_gather", "broadcast")
 _NEVER = 2**31  # steps between DeepSpeed's log lines
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 6e-3.
 _MOST_BF16_SUMMANDS = 4
@@ -164,6 +168,47 @@ def _fit_stage_3_to_checkpointing() -> None:
             setattr(hooks, name, method)
 
 
+class _TimedWork:
+    """A collective that DeepSpeed started."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, *args: object) -> object:
+        with CLOCK.waiting():
+            return self.work.wait(*args)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _timed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the clock of the step see a collective of DeepSpeed, or another wait for one."""
+
+    @functools.wraps(run)
+    def call(*args: object, **named: object) -> Any:
+        with CLOCK.waiting():
+            work = run(*args, **named)
+        return None if work is None else _TimedWork(work)
+
+    return call
+
+
+def _time_collectives(zero: Any, options: dict) -> None:
+    """Time DeepSpeed's waits for other ranks. options: of zero_optimization."""
+    from deepspeed.comm import comm
+
+    backend: Any = comm.cdb
+    for name in _COLLECTIVES:
+        if name not in vars(backend):  # an earlier engine has done it
+            setattr(backend, name, _timed(getattr(backend, name)))
+    overlaps = options.get("overlap_comm", options["stage"] == 3)  # DeepSpeed's default
+    if overlaps and torch.cuda.is_available():
+        # The device has nothing left to compute, and waits for the stream of the reductions.
+        epilogue = zero.overlapping_partition_gradients_reduce_epilogue
+        zero.overlapping_partition_gradients_reduce_epilogue = _timed(epilogue)
+
+
 class ZeroEngine:
     """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
 
@@ -230,6 +275,7 @@ class ZeroEngine:
         else:
             self.parts = self.zero.single_partition_of_fp32_groups
             self.slices = list(self._stage12_slices(names))
+        _time_collectives(self.zero, config["zero_optimization"])
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
         self._shares_memory = shares_memory and self.parts[0].device.type == "cpu"
         # Every forward pass waits, also those of evaluations.

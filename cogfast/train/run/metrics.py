@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
+from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.terminal import open_bar
 from cogfast.train.run.wandb_run import WandbRun
@@ -118,6 +120,7 @@ class Metrics:
         self.interval_start = time.perf_counter()
         self.num_timed_steps, self.waited = 0, 0.0
         self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the steps
+        CLOCK.restart()
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -180,6 +183,7 @@ class Metrics:
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
             "step_ms": 1000 * seconds / self.num_timed_steps,
             "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
+            **dataclasses.asdict(CLOCK.take()),
             "samples_per_s": per_second,
             "tokens_per_s": of_interval * self.timed_tokens,
             "model_tflops": flops / 1e12,
@@ -236,7 +240,10 @@ class Metrics:
         parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
         parts += [f"mean {line['loss_running']:.4f}", f"lr {line['lr']:.2e}"]
         wait, whole = line["data_wait_ms"], line["step_ms"]
-        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({wait:.0f} data)"]
+        of_step, exposed = f"{wait:.0f} data", line["exposed_communication"]
+        if exposed is not None and self.groups.world_size > 1:
+            of_step += f", {100 * exposed:.0f}% communication"
+        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({of_step})"]
         parts += [f"{line['samples_per_s']:.2f} samples/s", f"{line['model_tflops']:.3g} TFLOP/s"]
         if line["mfu"] is not None:
             parts += [f"MFU {100 * line['mfu']:.1f}%"]

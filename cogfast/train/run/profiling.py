@@ -30,6 +30,7 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.health.progress import Progress
+from cogfast.train.run.health.step_clock import CLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class Profiler:
     ) -> None:
         """num_steps: last step of the run. progress: gets each step and the name of each range."""
         self.folder, self.groups = folder, groups
+        self.num_steps, self.log_interval = num_steps, args.log_interval
+        CLOCK.has_others = groups.world_size > 1
+        CLOCK.is_complete = not (args.compile and groups.tensor_size > 1)
         self.progress = progress or Progress()
         self.first: int | None = None  # None: no capture
         self.end = 0
@@ -94,6 +98,7 @@ class Profiler:
     def range(self, name: str) -> AbstractContextManager:
         """Begin a part of the step; return its range for nsys (NVTX) and for PyTorch's trace."""
         self.progress.enter(name)
+        CLOCK.enter(name)
         return self._named(name) if self.is_capturing else _NO_RANGE
 
     @contextmanager
@@ -119,6 +124,8 @@ class Profiler:
     def begin_step(self, step: int) -> None:
         """Start the capture if it is due. Call it before each step, with the completed steps."""
         self.step = self.progress.step = step
+        is_last = step + 1 == self.num_steps
+        CLOCK.begin_step(self.groups.device, is_last or (step + 1) % self.log_interval == 0)
         if step == self.first:
             self._start()
         if self.is_capturing:

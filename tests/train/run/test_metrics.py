@@ -36,6 +36,11 @@ KEYS = {
     "grad_norm",
     "step_ms",
     "data_wait_ms",
+    "encode_ms",
+    "forward_backward_ms",
+    "optimizer_ms",
+    "communication_ms",
+    "exposed_communication",
     "samples_per_s",
     "tokens_per_s",
     "model_tflops",
@@ -77,6 +82,11 @@ def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
     flops = train_flops(trainer.engine.transformer.config, num_tokens)
     assert last["model_tflops"] == pytest.approx(flops * last["samples_per_s"] / 1e12)
     assert 0 < last["data_wait_ms"] < last["step_ms"]
+    split = [last[f"{part}_ms"] for part in ("encode", "forward_backward", "optimizer")]
+    assert min(split) > 0
+    # The rest is the line itself, and what lies between the parts.
+    assert 0.5 * last["step_ms"] < sum(split) + last["data_wait_ms"] < last["step_ms"]
+    assert last["communication_ms"] == last["exposed_communication"] == 0  # one process is alone
     assert last["memory_rss_gib"] == pytest.approx(
         memory_gib(torch.device("cpu"))["memory_rss_gib"], rel=0.3
     )

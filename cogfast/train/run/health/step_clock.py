@@ -1,0 +1,141 @@
+"""Clock of this rank's steps: the time of their parts, and the time in which they wait for other ranks.
+
+On a CPU every step is timed, by the wall clock. On a GPU events are recorded in the steps that are
+logged, and read where the log line waits for the device anyway: between two events around a wait the
+GPU does nothing but wait, so their distance is the communication that computation does not hide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class StepSplit:
+    """Mean milliseconds of a step. The first three are without the waits inside them.
+
+    exposed_communication: fraction of the step. None: not measured.
+    """
+
+    encode_ms: float | None = None
+    forward_backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    communication_ms: float | None = None
+    exposed_communication: float | None = None
+
+
+class StepClock:
+    """Times the parts that `enter` begins. One thread at a time uses it.
+
+    The training loop calls `begin_step`, and `enter` for each part, which ends the one before it.
+    Whatever waits for another rank does so within `waiting`.
+    """
+
+    def __init__(self) -> None:
+        self._is_on_gpu = self._is_measuring = self._is_waiting = False
+        # Whether every wait is seen. Those inside of compiled blocks are not.
+        self.is_complete = True
+        self.has_others = True  # whether there is a rank to wait for
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured, and the part that runs."""
+        self._part: str | None = None
+        self._since: _Mark = 0.0
+        self._num_steps = 0
+        self._seconds: dict[tuple[str, bool], float] = defaultdict(
+            float
+        )  # (part, whether it waits)
+        self._spans: list[tuple[str, bool, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin_step(self, device: torch.device, is_logged: bool) -> None:
+        self._is_on_gpu = device.type == "cuda"
+        self._is_measuring = is_logged or not self._is_on_gpu
+        if self._is_measuring:
+            if self._is_on_gpu:  # one step is measured; events of one that was not logged are old
+                self.restart()
+            self._num_steps += 1
+
+    def enter(self, part: str) -> None:
+        """Begin a part of the step; the one before it ends."""
+        if not self._is_measuring:
+            return
+        now = self._mark()
+        if self._part is not None:
+            self._add(self._part, False, self._since, now)
+        self._part, self._since = part, now
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time a wait for other ranks, or the exchange of data with them."""
+        # Outside of a step, within another wait, or on a stream beside the computation.
+        part = self._part
+        is_counted = self.has_others and self._is_measuring and not self._is_waiting
+        if part is None or not is_counted or self._is_on_side_stream():
+            yield
+            return
+        self._is_waiting, start = True, self._mark()
+        try:
+            yield
+        finally:
+            self._add(part, True, start, self._mark())
+            self._is_waiting = False
+
+    def take(self) -> StepSplit:
+        """Return the split of the steps since the last call. On a GPU the device must have finished
+        them; the part that runs is left out."""
+        for part, is_wait, start, end in self._spans:
+            self._seconds[part, is_wait] += start.elapsed_time(end) / 1000
+        number, seconds = self._num_steps, self._seconds
+        self.restart()
+        whole = sum(s for (_, is_wait), s in seconds.items() if not is_wait)
+        if not number or not whole:
+            return StepSplit()
+        waits = sum(s for (_, is_wait), s in seconds.items() if is_wait)
+        alone = lambda *parts: sum(seconds[p, False] - seconds[p, True] for p in parts)
+        per_step = 1000 / number
+        return StepSplit(
+            encode_ms=per_step * alone("encode"),
+            forward_backward_ms=per_step * alone("forward", "backward"),
+            optimizer_ms=per_step * alone("optimizer"),
+            communication_ms=per_step * waits if self.is_complete else None,
+            exposed_communication=waits / whole if self.is_complete else None,
+        )
+
+    def _mark(self) -> _Mark:
+        if not self._is_on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, part: str, is_wait: bool, start: _Mark, end: _Mark) -> None:
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            self._spans.append((part, is_wait, start, end))
+        elif isinstance(start, float) and isinstance(end, float):
+            self._seconds[part, is_wait] += end - start
+
+    def _is_on_side_stream(self) -> bool:
+        return self._is_on_gpu and torch.cuda.current_stream() != torch.cuda.default_stream()
+
+
+# A process trains one model at a time. Its collectives are called where no run is known.
+CLOCK = StepClock()
+
+
+def wait_for(started: Tensor) -> Tensor:
+    """Wait for the result of a functional collective."""
+    wait = torch.ops._c10d_functional.wait_tensor
+    if torch.compiler.is_compiling():  # the clock would break the graph
+        return wait(started)
+    with CLOCK.waiting():
+        return wait(started)
