@@ -34,7 +34,7 @@ from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.shard import Shard
 from cogfast.train.distributed.parallelize import allocate, find_shards, parallelize
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 
 _CASE, _SIZE = "t2v_5b", 2
 _ROOT = GOLDEN.parents[1]
@@ -135,7 +135,7 @@ def _run(folder: Path, rank: int, device: torch.device) -> None:
     store = dist.FileStore(str(folder / "store"), _SIZE)
     # gloo: NCCL refuses two ranks on one GPU.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_SIZE)
-    group = TensorParallelGroup(rank, _SIZE, dist.group.WORLD)
+    group = ParallelGroup(rank, _SIZE, dist.group.WORLD)
     stored = load_file(GOLDEN / _CASE / "io.safetensors")
     for name, splits_rows in _VARIANTS.items():
         with torch.device("meta"):

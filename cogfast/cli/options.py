@@ -182,8 +182,9 @@ def parse_sample(argv: Sequence[str]) -> Request:
             folder = hub_folder(sources[0], "FOLDER", may_download=not found.dry_run)
             sources = [str(folder)]
     run_config = _run_config(Path(sources[0])) if sources else None
-    # Sampling need not use the tensor-parallel layout that the run was trained with.
-    fitting = ["args.model_parallel_size=1", "args.sequence_parallel=false"] if run_config else []
+    # Sampling need not use the layout that the run was trained with.
+    layout = ("model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
+    fitting = [f"args.{word}" for word in layout] if run_config else []
     # Neither a run nor a checkpoint of one: a model folder, with the file of configs/ that fits it.
     if sources and run_config is None:
         from cogfast.train.sampling.pipeline_defaults import find_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,26 @@ from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.schema.sat_network import transformer_arguments
 
 BlockCall = Callable[[Tensor, Tensor, int, Rotation | None], Tensor]  # as Block.forward
+
+
+class RowSplit(Protocol):
+    """Splits the rows of the blocks' input between ranks (train/distributed/context_parallel.py)."""
+
+    def split(
+        self, hidden: Tensor, conditioning: Tensor, num_text: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return this rank's rows of hidden [B, S, M], the conditioning, and the number of text rows
+        among them."""
+        ...
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return all rows [B, S, M] of this rank's rows."""
+        ...
+
+    def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
+        """Return the kernels for attention, which needs all rows."""
+        ...
+
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
 DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
@@ -72,6 +92,7 @@ class DiffusionTransformer(nn.Module):
         # Set by use_calls, such as checkpointed versions of the blocks.
         self.training_calls: Sequence[BlockCall] | None = None
         self._before_training_calls: Callable[[Tensor], None] | None = None
+        self.row_split: RowSplit | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
         self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
         self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
@@ -93,9 +114,11 @@ class DiffusionTransformer(nn.Module):
     def use_kernels(self, kernels: BlockKernels) -> None:
         """Use `kernels` in the blocks and in the norms after them."""
         self.kernels = kernels
+        split = self.row_split
         for block in self.blocks:
             assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-            block.kernels = block.attention.kernels = kernels
+            block.kernels = kernels
+            block.attention.kernels = kernels if split is None else split.attention_kernels(kernels)
 
     def use_calls(
         self, calls: Sequence[BlockCall] | None, before: Callable[[Tensor], None] | None = None
@@ -170,11 +193,14 @@ class DiffusionTransformer(nn.Module):
     ) -> Tensor:
         """hidden [B, S, M] -> [B, S, M]."""
         calls = self.training_calls if self.training else None
+        split = self.row_split
+        if split is not None:
+            hidden, conditioning, num_text = split.split(hidden, conditioning, num_text)
         if calls is not None and self._before_training_calls is not None:
             self._before_training_calls(hidden)
         for call in self.blocks if calls is None else calls:
             hidden = call(hidden, conditioning, num_text, rotation)
-        return hidden
+        return hidden if split is None else split.join(hidden)
 
     def unembed(self, hidden: Tensor, conditioning: Tensor, grid: TokenGrid) -> Tensor:
         """Video rows [B, V, M] -> [B, C_out, T, h, w]."""

@@ -138,6 +138,9 @@ class TrainArguments:
     gradient_accumulation_steps: Batch = 1
     # number of ranks that share a model (tensor parallelism)
     model_parallel_size: Annotated[int, Range(0, 1024)] = 1
+    # number of ranks that share the rows of a sample (context parallelism), for clips that are longer
+    # than the memory of one GPU
+    context_parallel_size: Annotated[int, Range(0, 1024)] = 1
     # shard activations by rows between the tensor-parallel linears
     sequence_parallel: bool = False
     # seconds that a rank waits for another one in a collective, before the run ends

@@ -36,6 +36,7 @@ from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.merged_config import refuse
 from cogfast.schema.places import is_none
 from cogfast.train.caching.cache_key import cache_specs
+from cogfast.train.distributed.context_parallel import split_context
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -89,6 +90,8 @@ def assemble_transformer(
     transformer.to(DTYPES[args.precision])
     if groups.tensor is not None:
         parallelize(transformer, groups.tensor, args.sequence_parallel)
+    if groups.context is not None:
+        split_context(transformer, groups.context)
     allocate(transformer, groups.device)
     shards = find_shards(transformer)
     # Parameters that no file has set: they are initialized below.
@@ -319,7 +322,7 @@ def assemble_batches(
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
     if not groups.is_first_of_model:
-        # The first rank of the tensor-parallel group reads and broadcasts.
+        # The first of the ranks that work on the same samples reads and broadcasts.
         return ModelBatches(None, groups)
     loader = BatchLoader(
         dataset,

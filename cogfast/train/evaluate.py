@@ -174,7 +174,7 @@ class Evaluator:
         self.groups.agree(error)
         of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
         # All ranks of one model have its sums: count them once.
-        of_models = of_ranks[:: self.groups.tensor_size]
+        of_models = of_ranks[:: self.groups.model_size]
         *bands, number = (sum(column) for column in zip(*of_models, strict=True))
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}

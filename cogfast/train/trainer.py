@@ -92,7 +92,9 @@ class Trainer:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
         check_train(config)
-        self.groups = start_processes(args.model_parallel_size, args.collective_timeout)
+        self.groups = start_processes(
+            args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+        )
         self.diffusion = assemble_diffusion(config)
         if self.groups.is_main:
             log_unused(config)
@@ -400,7 +402,8 @@ class Trainer:
         config, groups = self.engine.transformer.config, self.groups
         names = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
         rows = ", rows split" if self.args.sequence_parallel else ""
-        mesh = f"dp {groups.data_size} x tp {groups.tensor_size}{rows}"
+        context = f" x cp {groups.context_size}" if groups.context_size > 1 else ""
+        mesh = f"dp {groups.data_size}{context} x tp {groups.tensor_size}{rows}"
         ranks = f"{counted(groups.world_size, *names)} ({mesh})"
         parts = f"dp {groups.data_size} x batch {self.args.batch_size}"
         layers = counted(config.num_layers, "layer")

@@ -72,8 +72,8 @@ class DeviceAhead:
 class ModelBatches:
     """Iterator over the micro-batches of one data-parallel rank, on its devices.
 
-    loader: the loader on the first rank of a tensor-parallel group; None on the others, which do not
-    read. num_ahead: number of batches that are copied to a GPU ahead of time.
+    loader: the loader on the first of the ranks that work on the same samples; None on the others,
+    which do not read. num_ahead: number of batches that are copied to a GPU ahead of time.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class ModelBatches:
 
         If the first rank cannot read it, the other ranks of the group raise OtherRankError.
         """
-        if self.groups.tensor is None:
-            assert self._batches is not None, "without tensor parallelism every rank reads"
+        if self.groups.model is None:
+            assert self._batches is not None, "a rank that works alone reads"
             return to_device(next(self._batches), self.groups.device)
         return to_device(self._shared(), self.groups.device)
 
@@ -131,10 +131,10 @@ class ModelBatches:
         value = value.to(device, non_blocking=True).contiguous()
         # Send bytes: gloo does not support every dtype.
         bytes_ = value.flatten().view(torch.uint8)
-        assert self.groups.tensor is not None, "without tensor parallelism nothing is shared"
-        tensor = self.groups.tensor.process_group
+        assert self.groups.model is not None, "a rank that works alone sends nothing"
+        group = self.groups.model.process_group
         with CLOCK.waiting():
-            dist.broadcast(bytes_, self.groups.first_of_model, group=tensor)
+            dist.broadcast(bytes_, self.groups.first_of_model, group=group)
         return value
 
 

@@ -33,12 +33,12 @@ from cogfast.train.distributed.tensor_parallel import (
     ColumnParallelLinear,
     ColumnParallelLora,
     GatheredLinear,
+    ParallelGroup,
     ParallelLinear,
     ParallelLora,
     RowParallelLinear,
     RowParallelLora,
     SharedHeadNorm,
-    TensorParallelGroup,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def check_model_parallel_size(
 
 
 def parallelize(
-    transformer: DiffusionTransformer, group: TensorParallelGroup, splits_rows: bool = False
+    transformer: DiffusionTransformer, group: ParallelGroup, splits_rows: bool = False
 ) -> None:
     """Replace the linears of every block by this rank's shards, in place. Parameter names stay.
 
@@ -122,7 +122,7 @@ def parallelize(
 
 def _parallelize_attention(
     attention: Attention,
-    group: TensorParallelGroup,
+    group: ParallelGroup,
     column: type[ColumnParallelLinear],
     row: type[RowParallelLinear],
 ) -> None:
@@ -136,7 +136,7 @@ def _parallelize_attention(
 
 def _cut_columns(
     linear: nn.Module,
-    group: TensorParallelGroup,
+    group: ParallelGroup,
     column: type[ColumnParallelLinear],
     num_parts: int = 1,
 ) -> nn.Module:
@@ -147,9 +147,7 @@ def _cut_columns(
     return column(linear, group, num_parts)
 
 
-def _cut_rows(
-    linear: nn.Module, group: TensorParallelGroup, row: type[RowParallelLinear]
-) -> nn.Module:
+def _cut_rows(linear: nn.Module, group: ParallelGroup, row: type[RowParallelLinear]) -> nn.Module:
     """Return this rank's shard of a linear by inputs, with its adapters if it has any."""
     if isinstance(linear, LoraLinear):
         return RowParallelLora(linear, row(linear.original, group))
@@ -157,7 +155,7 @@ def _cut_rows(
     return row(linear, group)
 
 
-def _shared(norm: HeadNorm | None, group: TensorParallelGroup) -> HeadNorm | None:
+def _shared(norm: HeadNorm | None, group: ParallelGroup) -> HeadNorm | None:
     # A norm that has no weights has no gradient to sum.
     if norm is None or not norm.elementwise_affine:
         return norm

@@ -1,8 +1,10 @@
-"""Process groups of a run: ranks, the data- and tensor-parallel mesh, and agreement between ranks.
+"""Process groups of a run: ranks, their mesh, and agreement between ranks.
 
-torchrun starts the processes; without it there is one. They form a mesh of two axes: `tensor_size`
-consecutive ranks share one model and work on the same samples, and each such group works on
-different samples. Rank = data_rank * tensor_size + tensor_rank, so that a model stays on one machine.
+torchrun starts the processes; without it there is one. They form a mesh of three axes: consecutive
+ranks work on the same samples, `tensor_size` with shards of the weights and `context_size` such groups
+with shards of the rows, and the next ones work on different samples.
+Rank = (data_rank * context_size + context_rank) * tensor_size + tensor_rank, so that the ranks that
+talk most are on one machine.
 Tensors use NCCL between GPUs and gloo between CPUs. Decisions use separate gloo groups, so that they
 never wait for a GPU.
 """
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from cogfast.kernels.cpu.memory import keep_freed_memory
 from cogfast.train.distributed.process_watch import ProcessWatch, watch_processes
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.stop_signals import StopSignals, name_of
 
@@ -51,9 +53,11 @@ class ProcessGroups:
 
     Each of the data_size data-parallel ranks reads different slots of the batch.
 
-    control: gloo group of all ranks, for decisions. tensor, model_control: the tensor-parallel group
-    for tensors, and its gloo group for decisions (None without tensor parallelism). data: the
-    data-parallel group (None: all ranks).
+    control: gloo group of all ranks, for decisions. tensor, context: the tensor- and the
+    context-parallel group (None: this rank alone). model, model_control: the ranks that work on the
+    same samples, for tensors, and their gloo group for decisions (None: this rank alone). data: one
+    rank of each model (None: all ranks). replicas: the ranks with the same shard of the weights,
+    between which ZeRO shards them (None: all ranks).
     """
 
     rank: int
@@ -63,9 +67,12 @@ class ProcessGroups:
     control: dist.ProcessGroup | None
     is_owner: bool  # whether this object created the default group, and so destroys it
     watch: ProcessWatch | None = None
-    tensor: TensorParallelGroup | None = None
+    tensor: ParallelGroup | None = None
+    context: ParallelGroup | None = None
+    model: ParallelGroup | None = None
     model_control: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def tensor_size(self) -> int:
@@ -76,12 +83,21 @@ class ProcessGroups:
         return 0 if self.tensor is None else self.tensor.rank
 
     @property
+    def context_size(self) -> int:
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def model_size(self) -> int:
+        """Number of ranks that work on the same samples."""
+        return self.tensor_size * self.context_size
+
+    @property
     def data_rank(self) -> int:
-        return self.rank // self.tensor_size
+        return self.rank // self.model_size
 
     @property
     def data_size(self) -> int:
-        return self.world_size // self.tensor_size
+        return self.world_size // self.model_size
 
     @property
     def is_main(self) -> bool:
@@ -89,12 +105,12 @@ class ProcessGroups:
 
     @property
     def is_first_of_model(self) -> bool:
-        """Whether this rank reads and writes files for its tensor-parallel group."""
-        return self.tensor_rank == 0
+        """Whether this rank reads and writes files for the ranks that work on the same samples."""
+        return self.rank == self.first_of_model
 
     @property
     def first_of_model(self) -> int:
-        return self.rank - self.tensor_rank
+        return self.data_rank * self.model_size
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, on the device."""
@@ -106,21 +122,21 @@ class ProcessGroups:
         return value
 
     def broadcast_tensor_in_model(self, value: Tensor) -> Tensor:
-        """Return the first rank's tensor on every rank of the tensor-parallel group.
+        """Return the first rank's tensor on every rank that works on the same samples.
 
         A value that each rank computes for itself may differ in its last bit, and replicated
         parameters would drift apart.
         """
-        if self.tensor is not None:
+        if self.model is not None:
             # Collectives need contiguous memory.
             value = value.contiguous()
             with CLOCK.waiting():
-                dist.broadcast(value, self.first_of_model, group=self.tensor.process_group)
+                dist.broadcast(value, self.first_of_model, group=self.model.process_group)
         return value
 
     def broadcast_in_model(self, value: T) -> T:
-        """Return the first rank's `value` on every rank of the tensor-parallel group."""
-        if self.tensor is None:
+        """Return the first rank's `value` on every rank that works on the same samples."""
+        if self.model is None:
             return value
         box = [value]
         with CLOCK.waiting():
@@ -189,11 +205,14 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
-def start_processes(tensor_size: int = 1, timeout_s: int = 1800) -> ProcessGroups:
+def start_processes(
+    tensor_size: int = 1, context_size: int = 1, timeout_s: int = 1800
+) -> ProcessGroups:
     """Create the process groups, of the ranks that torchrun started or of a single process.
 
-    tensor_size: number of ranks that share a model; must divide the world size. timeout_s: how long a
-    collective on tensors waits for another rank.
+    tensor_size, context_size: number of ranks that share the weights and the rows of a sample; their
+    product must divide the world size. timeout_s: how long a collective on tensors waits for another
+    rank.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -230,7 +249,9 @@ def start_processes(tensor_size: int = 1, timeout_s: int = 1800) -> ProcessGroup
     control = _decision_group() if world_size > 1 else None
     watch = watch_processes(rank, world_size, control) if is_owner else None
     groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
-    return groups if tensor_size == 1 else _with_shared_models(groups, tensor_size, timeout)
+    if tensor_size * context_size == 1:
+        return groups
+    return _with_shared_models(groups, tensor_size, context_size, timeout)
 
 
 def _decision_group() -> dist.ProcessGroup:
@@ -241,22 +262,44 @@ def _decision_group() -> dist.ProcessGroup:
 
 
 def _with_shared_models(
-    groups: ProcessGroups, tensor_size: int, timeout: timedelta
+    groups: ProcessGroups, tensor_size: int, context_size: int, timeout: timedelta
 ) -> ProcessGroups:
-    assert groups.world_size % tensor_size == 0, f"{groups.world_size} ranks, {tensor_size=}"
-    ranks = range(groups.world_size)
-    models = [list(ranks[i : i + tensor_size]) for i in ranks[::tensor_size]]
-    columns = [list(ranks[i::tensor_size]) for i in range(tensor_size)]
+    size = tensor_size * context_size
+    assert groups.world_size % size == 0, f"{groups.world_size} ranks, {size=}"
+    # Axes: data, context, tensor.
+    mesh = torch.arange(groups.world_size, device="cpu").view(-1, context_size, tensor_size)
     # Every rank creates every group, in this order: creating one is collective.
     split = partial(dist.new_subgroups_by_enumeration, timeout=timeout)
-    model, _ = split(models)
-    data, _ = split(columns)
+
+    def group_of(lists: Tensor) -> ParallelGroup | None:
+        """Return this rank's group of `lists`, [groups, ranks of a group]."""
+        if lists.shape[1] == 1:
+            return None
+        group, _ = split(lists.tolist())
+        assert isinstance(group, dist.ProcessGroup), "every rank is in one of the groups"
+        return ParallelGroup(dist.get_rank(group), lists.shape[1], group)
+
+    models = mesh.flatten(1)
+    tensor = group_of(mesh.flatten(0, 1))
+    context = group_of(mesh.transpose(1, 2).flatten(0, 1))
+    # With one axis, its group is that of the model.
+    model = group_of(models) if tensor and context else tensor or context
+    data, _ = split(models.T.tolist())
+    replicas = data
+    if context_size > 1:
+        replicas, _ = split(mesh.flatten(0, 1).T.tolist())
     control, _ = dist.new_subgroups_by_enumeration(
-        models, timeout=_DECISION_TIMEOUT, backend="gloo"
+        models.tolist(), timeout=_DECISION_TIMEOUT, backend="gloo"
     )
-    assert isinstance(model, dist.ProcessGroup), "every rank is in one of the groups"
-    tensor = TensorParallelGroup(groups.rank % tensor_size, tensor_size, model)
-    return dataclasses.replace(groups, tensor=tensor, model_control=control, data=data)
+    return dataclasses.replace(
+        groups,
+        tensor=tensor,
+        context=context,
+        model=model,
+        model_control=control,
+        data=data,
+        replicas=replicas,
+    )
 
 
 def _end_lone_process() -> None:
@@ -351,20 +394,20 @@ class ModelParallelUnit:
     """DeepSpeed's `mpu` interface over `groups`, which have a tensor-parallel group."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        assert groups.tensor is not None and groups.data is not None, "no tensor parallelism"
-        self.groups, self._tensor, self._data = groups, groups.tensor, groups.data
+        assert groups.tensor is not None and groups.replicas is not None, "no tensor parallelism"
+        self.groups, self._tensor, self._replicas = groups, groups.tensor, groups.replicas
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data
+        return self._replicas
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._data)
+        return dist.get_process_group_ranks(self._replicas)
 
     def get_data_parallel_world_size(self) -> int:
-        return self.groups.data_size
+        return self._replicas.size()
 
     def get_data_parallel_rank(self) -> int:
-        return self.groups.data_rank
+        return self._replicas.rank()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self._tensor.process_group

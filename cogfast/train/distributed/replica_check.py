@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cogfast.train.distributed.parallelize import find_shards
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 
 _CHUNK = 2**20  # elements hashed at a time, with 8 bytes of temporary memory each
 _ODD = 0x2545F4914F6CDD1D  # makes the hash depend on the order of the chunks
@@ -37,7 +37,7 @@ class ReplicaCheck:
     def __init__(
         self,
         transformer: nn.Module,
-        group: TensorParallelGroup | None,
+        group: ParallelGroup | None,
         every: int | None,
         await_weights: Callable[[], None] = lambda: None,
     ) -> None:

@@ -22,8 +22,8 @@ from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import Block
 from cogfast.train.distributed.tensor_parallel import (
     ColumnParallelLinear,
+    ParallelGroup,
     RowParallelLinear,
-    TensorParallelGroup,
     share_vectors,
 )
 from cogfast.train.run.health.step_clock import wait_for
@@ -31,31 +31,31 @@ from cogfast.train.run.health.step_clock import wait_for
 _ops = torch.ops._c10d_functional
 
 
-def _start_gather(rows: Tensor, group: TensorParallelGroup) -> Tensor:
+def _start_gather(rows: Tensor, group: ParallelGroup) -> Tensor:
     """Start to gather rows [B, S / size, N] -> [size * B, S / size, N], not yet complete."""
     return _ops.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
 
 
-def _joined(gathered: Tensor, group: TensorParallelGroup) -> Tensor:
+def _joined(gathered: Tensor, group: ParallelGroup) -> Tensor:
     """Wait for `_start_gather` and join its result -> [B, S, N]."""
     # Ranks are joined along dim 0, but their rows follow each other along dim 1.
     pieces = wait_for(gathered).unflatten(0, (group.size, -1))
     return pieces.transpose(0, 1).flatten(1, 2)
 
 
-def _start_scatter(x: Tensor, group: TensorParallelGroup) -> Tensor:
+def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
     """Start to reduce-scatter x [B, S, N] -> this rank's rows [B, S / size, N], not yet complete."""
     pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
 
 
-def _own_rows(x: Tensor, group: TensorParallelGroup) -> Tensor:
+def _own_rows(x: Tensor, group: ParallelGroup) -> Tensor:
     return x.chunk(group.size, 1)[group.rank]
 
 
 class _SplitRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
         ctx.group = group
         return _own_rows(x, group).contiguous()
 
@@ -67,7 +67,7 @@ class _SplitRows(torch.autograd.Function):
 
 class _JoinRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
         ctx.group = group
         return _joined(_start_gather(x, group), group)
 
@@ -89,7 +89,7 @@ class _ScatterSum(_SplitRows):
     """Reduce-scatter the rows; backward gathers the gradients of all rows."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: TensorParallelGroup) -> Tensor:
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
         ctx.group = group
         return wait_for(_start_scatter(x, group))
 
@@ -103,7 +103,7 @@ class _GatheringLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ParallelGroup
     ) -> Tensor:
         # A frozen weight's gradient is not computed, so its input is not kept.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -155,9 +155,7 @@ class SequenceParallelBlock(Block):
     The first block splits its input by rows, and the last one joins its output.
     """
 
-    def __init__(
-        self, whole: Block, group: TensorParallelGroup, is_first: bool, is_last: bool
-    ) -> None:
+    def __init__(self, whole: Block, group: ParallelGroup, is_first: bool, is_last: bool) -> None:
         nn.Module.__init__(self)  # takes over the modules of `whole` instead of making new ones
         self.group, self.is_first, self.is_last = group, is_first, is_last
         self.modulation = whole.modulation
@@ -192,7 +190,7 @@ class SequenceParallelBlock(Block):
             )
 
 
-def _of_own_rows(kernels: BlockKernels, group: TensorParallelGroup) -> BlockKernels:
+def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:
     """Adapt the kernels of norms and residuals to this rank's rows of the sequence.
 
     They get the number of text rows among this rank's rows, and the gradients of their parameters are

@@ -32,8 +32,8 @@ _ops = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallelGroup:
-    """A group of `size` processes that share one model; `rank` is this process's rank in it."""
+class ParallelGroup:
+    """A group of `size` processes that share the work on a sample; `rank` is this process's rank in it."""
 
     rank: int
     size: int
@@ -74,7 +74,7 @@ class _SumOverGroup(torch.autograd.Function):
 
 class _GatherColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: TensorParallelGroup, sums_gradient: bool) -> Tensor:
+    def forward(ctx, x: Tensor, group: ParallelGroup, sums_gradient: bool) -> Tensor:
         ctx.group, ctx.sums_gradient = group, sums_gradient
         # Gathered along dim 0, but columns belong side by side.
         pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
@@ -117,17 +117,17 @@ class _ColumnLinear(torch.autograd.Function):
         return None if dx is None else wait_for(dx), dw, db, None
 
 
-def copy_to_group(x: Tensor, group: TensorParallelGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
     """Identity forward, all-reduce backward, for a replicated x [..] that enters sharded work."""
     return _CopyToGroup.apply(x, group.name)
 
 
-def sum_over_group(x: Tensor, group: TensorParallelGroup) -> Tensor:
+def sum_over_group(x: Tensor, group: ParallelGroup) -> Tensor:
     """All-reduce forward, identity backward: the gradient is replicated already."""
     return _SumOverGroup.apply(x, group.name)
 
 
-def gather_columns(x: Tensor, group: TensorParallelGroup, sums_gradient: bool = False) -> Tensor:
+def gather_columns(x: Tensor, group: ParallelGroup, sums_gradient: bool = False) -> Tensor:
     """All-gather columns [B, N / size] -> [B, N].
 
     sums_gradient: reduce-scatter the gradient in backward; otherwise it is replicated, and each rank
@@ -136,7 +136,7 @@ def gather_columns(x: Tensor, group: TensorParallelGroup, sums_gradient: bool = 
     return _GatherColumns.apply(x, group, sums_gradient)
 
 
-def share_vectors(vectors: Sequence[Tensor], group: TensorParallelGroup) -> Sequence[Tensor]:
+def share_vectors(vectors: Sequence[Tensor], group: ParallelGroup) -> Sequence[Tensor]:
     """Return copies of replicated parameters [N], in float32, for sharded work.
 
     Backward sums all their gradients in one all-reduce.
@@ -162,7 +162,7 @@ class ParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, whole: nn.Linear, group: TensorParallelGroup, dim: int, num_parts: int = 1
+        self, whole: nn.Linear, group: ParallelGroup, dim: int, num_parts: int = 1
     ) -> None:
         super().__init__()
         self.group = group
@@ -183,7 +183,7 @@ class ParallelLinear(nn.Module):
 class ColumnParallelLinear(ParallelLinear):
     """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out]."""
 
-    def __init__(self, whole: nn.Linear, group: TensorParallelGroup, num_parts: int = 1) -> None:
+    def __init__(self, whole: nn.Linear, group: ParallelGroup, num_parts: int = 1) -> None:
         super().__init__(whole, group, 0, num_parts)
 
     def enter(self, x: Tensor) -> Tensor:
@@ -202,9 +202,7 @@ class GatheredLinear(ColumnParallelLinear):
     gradients must be summed.
     """
 
-    def __init__(
-        self, whole: nn.Linear, group: TensorParallelGroup, sums_gradient: bool = False
-    ) -> None:
+    def __init__(self, whole: nn.Linear, group: ParallelGroup, sums_gradient: bool = False) -> None:
         super().__init__(whole, group)
         self.sums_gradient = sums_gradient
 
@@ -215,7 +213,7 @@ class GatheredLinear(ColumnParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias."""
 
-    def __init__(self, whole: nn.Linear, group: TensorParallelGroup) -> None:
+    def __init__(self, whole: nn.Linear, group: ParallelGroup) -> None:
         assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
         super().__init__(whole, group, 1)
 
@@ -283,7 +281,7 @@ class RowParallelLora(ParallelLora):
 class SharedHeadNorm(HeadNorm):
     """HeadNorm with replicated weights, applied to this rank's heads."""
 
-    def __init__(self, whole: HeadNorm, group: TensorParallelGroup) -> None:
+    def __init__(self, whole: HeadNorm, group: ParallelGroup) -> None:
         nn.Module.__init__(self)
         self.group, self.eps = group, whole.eps
         self.normalized_shape, self.elementwise_affine = whole.normalized_shape, True

@@ -25,7 +25,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.distributed.parallelize import parallelize
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 
 PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's default
 _FLOAT32 = 4
@@ -134,7 +134,7 @@ def held_model(config: TransformerConfig, model_size: int) -> DiffusionTransform
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     no_group: Any = None  # a group is only used for the size of the shards
-    parallelize(transformer, TensorParallelGroup(0, model_size, no_group))
+    parallelize(transformer, ParallelGroup(0, model_size, no_group))
     return transformer
 
 

@@ -97,8 +97,8 @@ def run_shape(config: Config, args: TrainArguments, model: TransformerConfig) ->
     """Return attention's input shape in a training step.
 
     Frames and size are those in the config's data section (the largest bucket), else the largest
-    that the model supports. The heads are those of one tensor-parallel rank.
+    that the model supports. The heads are those of one rank.
     """
     size = largest_size(config, model)
-    heads = model.num_attention_heads // args.model_parallel_size
+    heads = model.num_attention_heads // (args.model_parallel_size * args.context_parallel_size)
     return args.batch_size, size.num_tokens(model), heads, model.head_width

@@ -8,6 +8,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import COMMAND_LINE, DEFAULT, refuse
+from cogfast.train.distributed.context_parallel import check_context_parallel_size
 from cogfast.train.distributed.parallelize import check_model_parallel_size
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
@@ -15,32 +16,52 @@ from cogfast.train.video_size import bucket_sizes, sampled_size
 def check_mesh(
     config: Config, args: TrainArguments, model: TransformerConfig, world_size: int | None = None
 ) -> None:
-    """Check that args.model_parallel_size divides heads, tokens and ranks.
+    """Check that args.model_parallel_size and context_parallel_size divide heads, tokens and ranks.
 
     world_size: None uses that of this launch.
     """
     key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
+    rows, context = args.sequence_parallel, args.context_parallel_size
     try:
         # Heads first: they depend on the model alone, tokens also on the size of the videos.
         check_model_parallel_size(size, model)
-        check_model_parallel_size(size, model, args.sequence_parallel)
+        check_model_parallel_size(size, model, rows)
         sizes = bucket_sizes(config, model)
         if not sizes and "video_size" in data_arguments(config):
             sizes = [sampled_size(config, model)]
-        for video in sizes:
-            tokens = video.num_tokens(model)
-            check_model_parallel_size(size, model, args.sequence_parallel, tokens)
+        tokens = [video.num_tokens(model) for video in sizes]
+        for number in tokens:
+            check_model_parallel_size(size, model, rows, number)
     except ValueError as error:
         refuse(config, key, str(error))
     if world % size:
         heads = model.num_attention_heads
         # Sizes that would fit both the ranks and the heads, for the message.
-        sizes = [str(n) for n in range(1, world + 1) if world % n == 0 and heads % n == 0]
+        fitting = [str(n) for n in range(1, world + 1) if world % n == 0 and heads % n == 0]
         refuse(
             config,
             key,
-            f"{key}={size} must divide the number of ranks, {world}; use {', '.join(sizes)}, or start "
+            f"{key}={size} must divide the number of ranks, {world}; use {', '.join(fitting)}, or start "
             "another number of ranks (--nproc_per_node)",
+        )
+    key = "args.context_parallel_size"
+    try:
+        for number in (None, *tokens):
+            check_context_parallel_size(context, size, model, rows, number)
+    except ValueError as error:
+        refuse(config, key, str(error))
+    left = world // size
+    if left % context:
+        heads = model.num_attention_heads // size
+        fitting = [str(n) for n in range(1, left + 1) if left % n == 0 and heads % n == 0]
+        of = f"the number of ranks, {world}"
+        if size > 1:
+            of += f" / args.model_parallel_size={size} = {left}"
+        refuse(
+            config,
+            key,
+            f"{key}={context} must divide {of}; use {', '.join(fitting)}, or start another "
+            "number of ranks (--nproc_per_node)",
         )
 
 
@@ -65,7 +86,7 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
             refuse(config, f"args.{name}", f"{text}, or set the latter to auto")
     total = config.deepspeed.get("train_batch_size")
     # check_mesh has made sure that this divides.
-    copies = _world(world_size) // args.model_parallel_size
+    copies = _world(world_size) // (args.model_parallel_size * args.context_parallel_size)
     here = args.batch_size * args.gradient_accumulation_steps * copies
     if total is not None and total != here:
         key = "deepspeed.train_batch_size"

@@ -65,7 +65,9 @@ def sample(
     sizes = sampled_sizes(config, args, images)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
-    groups = start_processes(args.model_parallel_size, args.collective_timeout)
+    groups = start_processes(
+        args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+    )
     # The cheap parts first; weights of 11 GB are read below.
     diffusion = assemble_diffusion(config)
     if groups.is_main:
@@ -210,6 +212,7 @@ def _settings(
         "scale_factor": maker.encoder.scale_factor,
         "decode_tile": plan.tile if plan is not None else None,
         "model_parallel_size": args.model_parallel_size,
+        "context_parallel_size": args.context_parallel_size,
         "versions": {
             **{name: version(name) for name in ("torch", "diffusers", "transformers")},
             "commit": git("rev-parse", "HEAD"),

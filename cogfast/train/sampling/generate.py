@@ -212,16 +212,16 @@ def write_samples(
 ) -> list[Path]:
     """Sample this rank's prompts and write the files; return all ranks' files on every rank.
 
-    Rank 0 also writes prompts.json and the contact sheet. With tensor parallelism, the first rank of
-    each group decodes and writes. A prompt that fails is logged and the others continue; the first
+    Rank 0 also writes prompts.json and the contact sheet. Where ranks share a sample, the first
+    of them decodes and writes. A prompt that fails is logged and the others continue; the first
     error is raised at the end on every rank. is_in_step: all ranks call the network together (ZeRO-3;
-    always so with tensor parallelism). is_asked_to_stop: checked before each video; if true, the
+    always so where ranks share a sample). is_asked_to_stop: checked before each video; if true, the
     rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
     that were written, also if others failed. start_of_names: before the names of all files.
     """
     done: dict[int, _Row] = {}
     errors: list[Exception] = []
-    is_in_step = is_in_step or groups.tensor is not None
+    is_in_step = is_in_step or groups.model is not None
     mine = share(prompts, groups, is_in_step)
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]

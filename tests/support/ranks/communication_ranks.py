@@ -23,7 +23,7 @@ from cogfast.model.transformer import assemble_transformer
 from cogfast.train.distributed.activation_checkpointing import apply_policies
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.process_groups import start_processes
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.plan.activations import LADDER
 from cogfast.train.trainer import Trainer
 from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
@@ -164,7 +164,7 @@ def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     return seen[2] - seen[1]
 
 
-def shared_step(name: str, group: TensorParallelGroup) -> Counter[str]:
+def shared_step(name: str, group: ParallelGroup) -> Counter[str]:
     """Count the bytes of a model that both processes share, forward and backward."""
     case, policy, splits_rows = SHARED[name]
     case = CASES[case]
@@ -192,7 +192,7 @@ def main() -> None:
         arguments = [argument.format(whole=whole) for argument in arguments]
         found[name] = training_step(base, folder / name, arguments)
     if groups.world_size == 2:
-        group = TensorParallelGroup(groups.rank, groups.world_size, dist.group.WORLD)
+        group = ParallelGroup(groups.rank, groups.world_size, dist.group.WORLD)
         found |= {name: shared_step(name, group) for name in SHARED}
     (folder / f"{groups.rank}.json").write_text(json.dumps(found))
     groups.close()

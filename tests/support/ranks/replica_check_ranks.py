@@ -18,7 +18,7 @@ from cogfast.train.distributed import replica_check
 from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from tests.support.ranks.communication_ranks import CountedCollectives
 from tests.support.tensor_parallel_cases import CASES, materialize
 
@@ -26,7 +26,7 @@ EVERY = 3
 LARGE = "text_embedding.weight"
 
 
-def build(name: str, group: TensorParallelGroup) -> DiffusionTransformer:
+def build(name: str, group: ParallelGroup) -> DiffusionTransformer:
     """Build a model with one parameter that two data ranks cannot share evenly."""
     with torch.device("meta"):
         transformer = assemble_transformer(CASES[name].config)
@@ -55,7 +55,7 @@ def swap(values: Tensor, one: int, other: int) -> None:
     flat[[one, other]] = flat[[other, one]]
 
 
-def whole_parameters(name: str, group: TensorParallelGroup, rank: int) -> dict[str, object]:
+def whole_parameters(name: str, group: ParallelGroup, rank: int) -> dict[str, object]:
     """Check parameters that every rank holds whole, of which rank 1's change."""
     found: dict[str, object] = {}
     transformer = build(name, group)
@@ -93,7 +93,7 @@ def whole_parameters(name: str, group: TensorParallelGroup, rank: int) -> dict[s
     return found
 
 
-def parts_of_parameters(name: str, group: TensorParallelGroup, rank: int, data: object) -> dict:
+def parts_of_parameters(name: str, group: ParallelGroup, rank: int, data: object) -> dict:
     """ZeRO-3: each data rank has a part; rank 3's changes, the second half."""
     found: dict[str, object] = {}
     transformer = build(name, group)
@@ -118,7 +118,7 @@ def main() -> None:
     number, rank = divmod(groups.rank, 2)
     shared = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     data = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = TensorParallelGroup(rank, 2, shared[number])
+    group = ParallelGroup(rank, 2, shared[number])
     replica_check._CHUNK = 1000  # the largest parameter here has more
     found = {
         name: whole_parameters(name, group, groups.rank)

@@ -18,7 +18,7 @@ from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.distributed.activation_checkpointing import apply_policies
 from cogfast.train.distributed.parallelize import find_shards, parallelize
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from tests.support.tensor_parallel_cases import (
     CASES,
     case_inputs,
@@ -30,7 +30,7 @@ from tests.support.tensor_parallel_cases import (
 
 def share_of(
     transformer: DiffusionTransformer,
-    group: TensorParallelGroup,
+    group: ParallelGroup,
     weights: Path,
     splits_rows: bool = False,
 ) -> dict:
@@ -43,7 +43,7 @@ def share_of(
     return shards
 
 
-def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -> dict:
+def run_case(name: str, group: ParallelGroup, folder: Path, number: int) -> dict:
     case = CASES[name]
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
@@ -60,7 +60,7 @@ def run_case(name: str, group: TensorParallelGroup, folder: Path, number: int) -
     return found if case.is_compiled else {**found, "kept": kept_bytes(transformer, given)}
 
 
-def run_golden(golden: Path, group: TensorParallelGroup) -> dict[str, Tensor]:
+def run_golden(golden: Path, group: ParallelGroup) -> dict[str, Tensor]:
     """Return the output of SAT's files of two ranks, of which each process reads its own shard."""
     with torch.device("meta"):
         transformer = build_transformer(load_config([golden / "t2v_5b" / "config.yaml"]).model)
@@ -77,7 +77,7 @@ def main() -> None:
     number, rank = divmod(dist.get_rank(), size)
     starts = range(0, dist.get_world_size(), size)
     process_groups = [dist.new_group(list(range(start, start + size))) for start in starts]
-    group = TensorParallelGroup(rank, size, process_groups[number])
+    group = ParallelGroup(rank, size, process_groups[number])
     for case in cases:
         name, _, golden = case.partition("=")
         if golden:

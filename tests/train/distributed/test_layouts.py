@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,7 +32,8 @@ ACCUMULATION = "deepspeed.gradient_accumulation_steps"
 CLIP = "deepspeed.gradient_clipping=0.28"  # below the norm of some steps, above that of others
 STAGE = "deepspeed.zero_optimization.stage"
 TENSOR = "args.model_parallel_size"
-MODELS = {  # families and their LoRA rank
+CONTEXT = "args.context_parallel_size"
+FAMILIES: dict[str, tuple[str, int | None]] = {  # families and their LoRA rank
     "5b": ("5b", None),
     "2b": ("2b", None),
     "5b_i2v": ("5b_i2v", None),
@@ -39,6 +41,7 @@ MODELS = {  # families and their LoRA rank
     "1.5_5b_i2v": ("1.5_5b_i2v", None),
     "lora": ("5b", 4),
 }
+MODELS = {**FAMILIES, "wide": ("5b", None)}  # wide: four heads instead of two
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,11 @@ class Layout:
     stage: int = 2
     extra: tuple[str, ...] = ()
     resumed_from: str | None = None
+    context: int = 1
 
     @property
     def arguments(self) -> list[str]:
-        micro = self.micro or 4 * self.tensor // (self.ranks * self.accumulation)
+        micro = self.micro or 4 * self.tensor * self.context // (self.ranks * self.accumulation)
         return [
             f"{MICRO}={micro}",
             f"{ACCUMULATION}={self.accumulation}",
@@ -64,6 +68,7 @@ class Layout:
             # as many held-out samples
             CLIP,
             f"{TENSOR}={self.tensor}",
+            f"{CONTEXT}={self.context}",
             f"args.eval_iters={self.accumulation}",
             *self.extra,
         ]
@@ -80,18 +85,27 @@ LAYOUTS = {
     "dp 2, zero-3": Layout(2, stage=3),
     "dp 2, zero-3, small parameters sharded": Layout(2, stage=3, extra=(WHOLE,)),
     "dp 2, zero-3, recomputed": Layout(2, stage=3, extra=(WHOLE, f"{POLICY}=pointwise")),
-    **{f"tp 2, {model}": Layout(2, 2, model) for model in MODELS},
+    **{f"tp 2, {model}": Layout(2, 2, model) for model in FAMILIES},
     "tp 2, accumulation": Layout(2, 2, accumulation=2),
     "tp 2, zero-3": Layout(2, 2, stage=3, extra=(WHOLE,)),
     "tp 2, rows split": Layout(2, 2, extra=(ROWS,)),
     "tp 2, recomputed": Layout(2, 2, extra=(f"{POLICY}=full",)),
-    **{f"dp 2 x tp 2, {model}": Layout(4, 2, model) for model in MODELS},
+    **{f"dp 2 x tp 2, {model}": Layout(4, 2, model) for model in FAMILIES},
     "dp 2 x tp 2, accumulation": Layout(4, 2, accumulation=2),
     "dp 2 x tp 2, zero-0": Layout(4, 2, stage=0),
     "dp 2 x tp 2, zero-1": Layout(4, 2, stage=1),
     "dp 2 x tp 2, zero-3": Layout(4, 2, stage=3, extra=(WHOLE,)),
     "dp 2 x tp 2, rows split": Layout(4, 2, extra=(ROWS,)),
     "dp 2 x tp 2, rows split, lora": Layout(4, 2, "lora", extra=(ROWS,)),
+    **{f"cp 2, {model}": Layout(2, context=2, model=model) for model in FAMILIES},
+    "cp 2, accumulation": Layout(2, context=2, accumulation=2),
+    "cp 2, zero-3": Layout(2, context=2, stage=3, extra=(WHOLE,)),
+    "cp 2, recomputed": Layout(2, context=2, extra=(f"{POLICY}=pointwise",)),
+    "cp 4": Layout(4, context=4, model="wide"),
+    "dp 2 x cp 2": Layout(4, context=2),
+    "dp 2 x cp 2, zero-1": Layout(4, context=2, stage=1),
+    "cp 2 x tp 2": Layout(4, 2, "wide", context=2),
+    "cp 2 x tp 2, rows split": Layout(4, 2, "wide", context=2, extra=(ROWS,)),
     # from a checkpoint of dp 2 x tp 2
     "resumed at dp 1": Layout(1, resumed_from="dp 2 x tp 2, 5b"),
     "resumed at dp 4": Layout(4, resumed_from="dp 2 x tp 2, 5b"),
@@ -100,6 +114,8 @@ LAYOUTS = {
     "resumed at dp 4, zero-3": Layout(4, stage=3, resumed_from="dp 2 x tp 2, 5b"),
     "lora resumed at dp 1": Layout(1, model="lora", resumed_from="dp 2 x tp 2, lora"),
     "dp 1 resumed at dp 2 x tp 2": Layout(4, 2, resumed_from="one process, 5b"),
+    "resumed at dp 2 x cp 2": Layout(4, context=2, resumed_from="dp 2 x tp 2, 5b"),
+    "cp 2 x tp 2 resumed at dp 1": Layout(1, model="wide", resumed_from="cp 2 x tp 2"),
     "zero-3 resumed at tp 2": Layout(2, 2, resumed_from="dp 2 x tp 2, zero-3"),
 }
 
@@ -142,6 +158,10 @@ def runs(
             keep_last=0,
             load=str(found["one process, 5b"]) if lora_rank else None,
         )
+        if model == "wide":
+            config = OmegaConf.load(bases[model])
+            config.model.network_config.params |= {"hidden_size": 64, "num_attention_heads": 4}
+            OmegaConf.save(config, bases[model])
         save = folder / f"one process, {model}"
         Trainer(load_config([bases[model]], [f"args.save={save}", CLIP])).train()
         found[save.name] = run_folder(save)
@@ -172,6 +192,9 @@ QUICK = (  # the other layouts are marked soak
     "tp 2, lora",
     "dp 2 x tp 2, 5b",
     "dp 2 x tp 2, zero-3",
+    "cp 2, 1.5_5b",
+    "dp 2 x cp 2",
+    "cp 2 x tp 2",
     "resumed at dp 1",
     "resumed at dp 4",
     "dp 1 resumed at dp 2 x tp 2",

@@ -20,7 +20,7 @@ from cogfast.train.distributed.parallelize import (
     find_shards,
     parallelize,
 )
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from tests.support.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients, materialize
 from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import FAMILY, randomize
@@ -118,7 +118,7 @@ def test_rows_apart_keep_less_for_backward(pair: Path) -> None:
 def test_rows_must_split_evenly() -> None:
     with torch.device("meta"):
         transformer = assemble_transformer(CASES["5b"].config)
-    parallelize(transformer, TensorParallelGroup(0, 4, None), splits_rows=True)
+    parallelize(transformer, ParallelGroup(0, 4, None), splits_rows=True)
     materialize(transformer, seed=0)
     with pytest.raises(
         ValueError, match=r"^106 text and video tokens .* args.model_parallel_size=4 ranks"
@@ -128,7 +128,7 @@ def test_rows_must_split_evenly() -> None:
 
 def test_kernels_chosen_later_are_of_own_rows_too() -> None:
     transformer = whole_model("5b")
-    parallelize(transformer, TensorParallelGroup(1, 2, None), splits_rows=True)
+    parallelize(transformer, ParallelGroup(1, 2, None), splits_rows=True)
     transformer.use_kernels(choose_kernels("torch"))
     block = transformer.blocks[0]
     assert block.kernels.gelu is block.attention.kernels.gelu is choose_kernels("torch").gelu
@@ -161,7 +161,7 @@ def share(name: str, rank: int, size: int, seed: int = 0) -> DiffusionTransforme
     """Return one process's shard of the model; it cannot run forward without the other processes."""
     with torch.device("meta"):
         transformer = assemble_transformer(CASES[name].config)
-    parallelize(transformer, TensorParallelGroup(rank, size, None))
+    parallelize(transformer, ParallelGroup(rank, size, None))
     materialize(transformer, seed)
     return transformer
 
@@ -196,7 +196,7 @@ def test_shares_are_parts_of_a_whole_model_and_make_it_up(name: str) -> None:
 def test_heads_are_not_cut() -> None:
     """Process 1 of 2 has heads 2 and 3 of 4, of q, of k and of v."""
     whole = whole_model("5b")
-    parallelize(half := whole_model("5b"), TensorParallelGroup(1, 2, None))
+    parallelize(half := whole_model("5b"), ParallelGroup(1, 2, None))
     ours = half.blocks[0].attention.qkv.weight.view(3, 2, 32, 128)
     assert torch.equal(ours, whole.blocks[0].attention.qkv.weight.view(3, 4, 32, 128)[:, 2:])
     ours = half.blocks[0].attention.out.weight.view(128, 2, 32)
@@ -289,7 +289,7 @@ def test_sizes_divide_the_heads(heads: int, size: int, sizes: str) -> None:
 def test_dropout_in_adapters_is_refused() -> None:
     config = replace(FAMILY["5b"], lora_rank=4, lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"=2 does not support lora_dropout=0.1: .* use lora_d"):
-        parallelize(assemble_transformer(config), TensorParallelGroup(0, 2, None))
+        parallelize(assemble_transformer(config), ParallelGroup(0, 2, None))
     check_model_parallel_size(1, config)
 
 

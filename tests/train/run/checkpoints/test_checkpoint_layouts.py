@@ -21,7 +21,7 @@ from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.shard import Shard
 from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
-from cogfast.train.distributed.tensor_parallel import TensorParallelGroup
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.run.checkpoint_loader import load_checkpoint
@@ -193,8 +193,8 @@ class Mesh:
         self.columns = [new(ranks[i::size]) for i in range(size)]
 
     @property
-    def tensor(self) -> TensorParallelGroup:
-        return TensorParallelGroup(self.rank, self.size, self.models[self.data_rank])
+    def tensor(self) -> ParallelGroup:
+        return ParallelGroup(self.rank, self.size, self.models[self.data_rank])
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
         return self.columns[self.rank]
@@ -426,7 +426,7 @@ def test_a_share_of_the_model_loads_from_shares(launched: Path, name: str, count
     for index in range(count):
         with torch.device("meta"):
             transformer = assemble_transformer(case.model.config)
-        parallelize(transformer, TensorParallelGroup(index, count, None))
+        parallelize(transformer, ParallelGroup(index, count, None))
         materialize(transformer, seed=1)
         shards = find_shards(transformer)
         report = load_transformer(
