@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -204,7 +205,7 @@ class Trainer:
             args.activation_checkpointing,
             self.groups,
             args.compile,
-            args.batch_size * max((s.num_tokens(transformer.config) for s in sizes), default=0),
+            args.batch_size * self._most_rows(transformer, sizes),
         )
         self.evaluator = Evaluator(
             self.engine,
@@ -376,6 +377,11 @@ class Trainer:
         """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""
         is_last = self.step >= self.num_steps and not self._is_due(self.args.eval_interval)
         return self.args.eval_at_end and is_last
+
+    def _most_rows(self, transformer: DiffusionTransformer, sizes: Sequence[LatentSize]) -> int:
+        """Return the rows of the largest sample that a rank has in the blocks; 0 if it is unknown."""
+        most = max((size.num_tokens(transformer.config) for size in sizes), default=0)
+        return -(-most // self.groups.context_size)
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.step % interval == 0

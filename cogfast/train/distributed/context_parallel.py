@@ -27,6 +27,7 @@ from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.run.health.step_clock import wait_for
 
 _ops = torch.ops._c10d_functional
 
@@ -82,7 +83,7 @@ def rows_of_ranks(num_rows: int, size: int) -> list[int]:
 
 def _exchange(pieces: Tensor, sent: list[int], received: list[int], group: ParallelGroup) -> Tensor:
     """Send pieces [N], `sent[i]` numbers to rank i, and return the received ones, in order of ranks."""
-    return _ops.wait_tensor(_ops.all_to_all_single(pieces, received, sent, group.name))
+    return wait_for(_ops.all_to_all_single(pieces, received, sent, group.name))
 
 
 def _join(flat: Tensor, rows: list[int], shape: torch.Size) -> Tensor:
@@ -127,7 +128,7 @@ def _gather_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     # all_gather takes equal pieces: ranks with one row less send one of zeros with them.
     padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
     gathered = _ops.all_gather_into_tensor(padded, group.size, group.name)
-    pieces = _ops.wait_tensor(gathered).unflatten(0, (group.size, -1))
+    pieces = wait_for(gathered).unflatten(0, (group.size, -1))
     if min(rows) == most:
         return pieces.transpose(0, 1).flatten(1, 2)
     return torch.cat([piece[:, :n] for piece, n in zip(pieces, rows, strict=True)], dim=1)
@@ -184,7 +185,7 @@ class _EnterShared(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         # A sum over ranks in bf16 would round at every addition.
         whole = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        total = _ops.wait_tensor(_ops.all_reduce(whole, "sum", ctx.group.name))
+        total = wait_for(_ops.all_reduce(whole, "sum", ctx.group.name))
         return (total / ctx.group.size).to(grad.dtype), None
 
 

@@ -125,6 +125,17 @@ REFUSED = {
     ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
     "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
+    "args.context_parallel_size=4": (
+        "command line: args.context_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
+        "6, 10, 15, 30"
+    ),
+    "args.model_parallel_size=2 args.context_parallel_size=3": (
+        "args.context_parallel_size=3 must divide the number of ranks, 8 / args.model_parallel_size=2 "
+        "= 4; use 1, or start another number of ranks (--nproc_per_node)"
+    ),
+    "args.context_parallel_size=2 deepspeed.train_batch_size=16": (
+        "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
+    ),
     "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
         "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
     ),
