@@ -30,7 +30,7 @@ from cogfast.train.run.stop_signals import (
 )
 
 _USAGE = """\
-usage: cogfast {train,cache,sample,convert,finetune,doctor} ...
+usage: cogfast {train,cache,sample,convert,finetune,doctor,report} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
@@ -38,6 +38,7 @@ usage: cogfast {train,cache,sample,convert,finetune,doctor} ...
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
   doctor  list what this machine lacks for training: cogfast doctor [--bench]
+  report  write the page of a run again, or one that compares runs: cogfast report RUN [RUN ...]
 
 `cogfast train --help` and so on list the options, `cogfast train --help-all` every key of a configuration.
 """
@@ -201,6 +202,15 @@ def doctor(argv: Sequence[str]) -> None:
         raise RuntimeError(f"training cannot work on this machine: see {', '.join(errors)}")
 
 
+def report(argv: Sequence[str]) -> None:
+    from cogfast.cli.options import parse_report
+
+    runs, out = parse_report(argv)
+    from cogfast.diagnostics.report import report as write_report
+
+    sys.stdout.write(f"{printable(str(write_report(runs, out)))}\n")
+
+
 _COMMANDS = {
     "train": train,
     "cache": cache,
@@ -208,6 +218,7 @@ _COMMANDS = {
     "convert": convert,
     "finetune": finetune,
     "doctor": doctor,
+    "report": report,
 }
 
 

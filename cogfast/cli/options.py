@@ -445,6 +445,25 @@ def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
     return found.folder, found.json, found.bench
 
 
+def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
+    """Return the folders of the runs, and the file to write; None: the default."""
+    parser = Parser(
+        prog="cogfast report",
+        description="Write the page of a run again: index.html in its folder. With several runs, "
+        "write one page that compares them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page; default: RUN/index.html, or report.html for several runs",
+    )
+    found = parser.parse_args([*argv])
+    return found.runs, found.out
+
+
 def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
     """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
     parser = Parser(prog="cogfast convert", description=_WHAT, allow_abbrev=False)

@@ -67,6 +67,7 @@ from cogfast.train.run.folder import (
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.metrics import Metrics
+from cogfast.train.run.page.writer import write_facts
 from cogfast.train.run.profiling import Profiler
 from cogfast.train.run.terminal import log_commands, log_facts, log_results, resume_words
 from cogfast.train.video_size import (
@@ -241,6 +242,15 @@ class Trainer:
             self.datasets.train, args, self.groups, self.folder, start_step=self.step
         )
         self._announce()
+        if self.groups.is_main:
+            write_facts(
+                self.folder,
+                self.config,
+                self.datasets.train,
+                num_steps=self.num_steps,
+                global_batch=self.global_batch,
+                num_trained=self.num_trained,
+            )
         with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop:
             # The writer exits first: a pending save is complete before anything else is closed.
             with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
@@ -286,7 +296,7 @@ class Trainer:
                 # After the save: a run that is killed meanwhile keeps its last step.
                 if self._is_end_evaluated() and not stop.is_stopping:
                     self._evaluate(metrics, stop)
-                metrics.draw_loss()
+                metrics.draw()
             # No rank may leave while another waits for its part of a collective.
             stop.finish()
             engine.wait_for_weights()

@@ -28,6 +28,7 @@ from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
+from cogfast.train.run.page.writer import RunPage
 from cogfast.train.run.terminal import open_bar
 from cogfast.train.run.wandb_run import WandbRun
 from cogfast.train.sampling.generate import SampledVideo
@@ -83,6 +84,7 @@ class Metrics:
         self.history: list[dict] = []
         self.lines = LogFile(folder / "metrics.jsonl")
         self.is_drawn = True  # whether the last attempt to write loss.png succeeded
+        self.page = RunPage(folder)
         self.tensorboard = self.wandb = self.progress = None
         self.restart_clock()
         if groups.is_main:
@@ -205,7 +207,7 @@ class Metrics:
             self.write(step, {"step": step, **losses})
             named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
             logger.info("step %d/%d  %s", step, self.num_steps, named)
-        self.draw_loss()
+        self.draw()
         self.restart_clock()
 
     def write(self, step: int, line: dict) -> None:
@@ -259,6 +261,12 @@ class Metrics:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], note=f"loss {line['loss_running']:.4f}")
         logger.info(text)
+
+    def draw(self) -> None:
+        """Draw loss.png and write the run's page."""
+        self.draw_loss()
+        if self.groups.is_main:
+            self.page.write(self.history)
 
     def draw_loss(self) -> None:
         """Draw loss.png: the training loss, its running mean and the held-out loss over the steps."""

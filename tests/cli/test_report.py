@@ -1,0 +1,122 @@
+"""`cogfast report`: the page of one run, the comparison of several, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cogfast.__main__ import main
+from tests.train.run.page.run_folders import Page
+
+
+def write_metrics(run: Path, seed: int = 1) -> Path:
+    run.mkdir(parents=True)
+    lines = [{"step": i, "loss": 1 / (i + seed)} for i in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run the command, which must fail with one line that the user can act on."""
+    capsys.readouterr()
+    assert main(["report", *map(str, arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_one_run_gets_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_metrics(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'index.html'}\n"
+    first = (run / "index.html").read_text()
+    assert Page(first).plots() == {"Loss": ["logged steps"]}
+    # A page is replaced by the next one.
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "loss": 0.1, "lr": 0.5}\n')
+    assert main(["report", str(run)]) == 0
+    assert "Learning rate" in Page((run / "index.html").read_text()).plots()
+
+
+def test_a_checkpoint_stands_for_its_run(tmp_path: Path) -> None:
+    run = write_metrics(tmp_path / "run")
+    (run / "checkpoints" / "00000005").mkdir(parents=True)
+    assert main(["report", str(run / "checkpoints" / "00000005")]) == 0
+    assert (run / "index.html").is_file()
+
+
+def test_several_runs_get_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_metrics(tmp_path / "a" / "run"), write_metrics(tmp_path / "b" / "run", 2)]
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *map(str, runs)]) == 0
+    assert capsys.readouterr().out == "report.html\n"
+    page = Page((tmp_path / "report.html").read_text())
+    (loss,) = page.data["plots"]
+    # Two runs have the same name, so their paths tell them apart.
+    assert [line["label"] for line in loss["lines"]] == [str(run) for run in runs]
+    values = [run["columns"]["loss"][1] for run in page.data["runs"]]
+    assert values == [
+        pytest.approx([1 / (i + seed) for i in range(1, 6)], rel=1e-5) for seed in (1, 2)
+    ]
+    assert not any((run / "index.html").exists() for run in runs)
+
+
+def test_out_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_metrics(tmp_path / "run")
+    out = tmp_path / "elsewhere.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    assert out.is_file() and not (run / "index.html").exists()
+    assert "is a folder; give the path of a file" in error_of(capsys, run, "--out", tmp_path)
+    missing = tmp_path / "missing" / "a.html"
+    assert "does not exist; create it" in error_of(capsys, run, "--out", missing)
+    mine = tmp_path / "mine.html"
+    mine.write_text("my own")
+    assert "is no page of cogfast" in error_of(capsys, run, "--out", mine)
+    assert mine.read_text() == "my own"
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not the folder of a run, since it has neither metrics.jsonl nor" in error_of(
+        capsys, tmp_path
+    )
+    assert "no such folder; give the folder of a run" in error_of(capsys, tmp_path / "missing")
+    run = write_metrics(tmp_path / "run")
+    assert "the same run is given twice" in error_of(capsys, run, tmp_path / "run" / ".")
+    assert "RUN" in error_of(capsys)
+    assert "has no option --output" in error_of(capsys, run, "--output", "x")
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests may run as root, who may write everywhere: `open` itself fails here."""
+    run = write_metrics(tmp_path / "run")
+    write = Path.write_text
+
+    def refuse(path: Path, *arguments: object, **options: object) -> int:
+        if path.parent == run:
+            raise PermissionError(13, "Permission denied")
+        return write(path, *arguments, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    found = error_of(capsys, run)
+    assert "index.html cannot be written (Permission denied); give another file with --out" in found
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    run = write_metrics(tmp_path / "run")
+    code = (
+        "import sys; from cogfast.__main__ import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(run)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
