@@ -285,24 +285,48 @@ def _build(
         wait_for(plan.device)
         peak = torch.cuda.max_memory_allocated(plan.device) - before
         figures["peak_memory_gib"] = peak / 2**30
+    if case.what == "step":
+        figures |= _time_parts(call, plan.device)
     # The profiler slows a call, so this call is not timed.
     figures["attention_kernels"] = name_attention(call, plan.device)
     free_memory(plan.device)
     return _Prepared(call, figures)
 
 
-def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
+def _time_parts(step: Callable[..., None], device: torch.device) -> dict[str, float]:
+    """Return the median milliseconds of forward and backward, and of the update."""
+    times = []
+    for _ in range(_MIN_SAMPLES):
+        wait_for(device)
+        start, middle = time.perf_counter(), []
+
+        def note(middle: list[float] = middle) -> None:
+            wait_for(device)
+            middle.append(time.perf_counter())
+
+        step(note)
+        wait_for(device)
+        times.append((middle[0] - start, time.perf_counter() - middle[0]))
+    forward_backward, optimizer = (
+        1000 * statistics.median(part) for part in zip(*times, strict=True)
+    )
+    return {"forward_backward_ms": forward_backward, "optimizer_ms": optimizer}
+
+
+def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[..., None]:
+    """Return the call to time. A step calls its argument, if it is given, before its update."""
     if case.what == "block":
         return built.block_call(draw_block_input(variant))
     # Every step takes one batch: data loading is not part of the comparison.
     batch = draw_batch(variant)
     update = UPDATES[side](built.network.parameters())
 
-    def step() -> None:
+    def step(between: Callable[[], None] = lambda: None) -> None:
         # Mean squared error in float32 on both sides, in place of the diffusion loss.
         loss = (built.forward(batch) - batch.target).float().square().mean()
         loss.backward()
         built.after_backward()
+        between()
         update.step()
         built.after_step()
 

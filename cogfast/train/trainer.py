@@ -66,6 +66,7 @@ from cogfast.train.run.folder import (
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.health.progress import Progress
+from cogfast.train.run.health.speed import SpeedCheck
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.page.writer import write_facts
 from cogfast.train.run.profiling import Profiler
@@ -251,6 +252,7 @@ class Trainer:
                 global_batch=self.global_batch,
                 num_trained=self.num_trained,
             )
+        speed = SpeedCheck(engine.transformer.config, args, self.groups.device, self.step)
         with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop:
             # The writer exits first: a pending save is complete before anything else is closed.
             with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
@@ -278,6 +280,7 @@ class Trainer:
                     if self._is_due(args.log_interval) or self.step == self.num_steps:
                         with profiler.range("log"):
                             self._check_skipped(*metrics.log(self.step, lr, engine))
+                        speed.after_log(metrics.last_line, self.num_tokens, checkpointing.policies)
                     # True after it has written a profile, which is no training time.
                     if profiler.end_step(self.step):
                         metrics.restart_clock()

@@ -82,6 +82,7 @@ class Metrics:
         self.running_loss = math.nan  # until the first line
         self.has_logged = False  # the first line's data wait includes the start of the workers
         self.history: list[dict] = []
+        self.last_line: dict = {}  # of `log`, on every rank
         self.lines = LogFile(folder / "metrics.jsonl")
         self.is_drawn = True  # whether the last attempt to write loss.png succeeded
         self.page = RunPage(folder)
@@ -194,6 +195,7 @@ class Metrics:
             "skipped_in_a_row": int(in_a_row),
             **memory_gib(self.groups.device),
         }
+        self.last_line = line
         self.loss_sum.zero_()
         self.num_unlogged_steps = 0
         self.write(step, line)
