@@ -172,6 +172,9 @@ class TrainArguments:
     shared_memory: bool = True
     # consecutive steps that may be skipped because of non-finite gradients
     max_nonfinite_steps: Count = 20
+    # after a loss or gradient that is not finite: skip its step; stop: save and end the run; rollback:
+    # return to the last checkpoint and continue with the data after the log line that reports it
+    nonfinite: Literal["skip", "stop", "rollback"] = "skip"
 
     # --- learning rate ---
     # peak learning rate; deepspeed.optimizer.params.lr replaces it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ from cogfast.train.run.folder import (
     tensorboard_folder,
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.health.nonfinite import NonfiniteCheck
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.health.speed import SpeedCheck
 from cogfast.train.run.metrics import Metrics
@@ -232,6 +234,17 @@ class Trainer:
             args.keep_last,
             args.folder_layout,
         )
+        self.nonfinite = NonfiniteCheck(
+            args,
+            self.groups,
+            self.folder,
+            self.engine,
+            self.writer,
+            self.datasets.train,
+            self.order,
+            self.attention_backend,
+            self._loss_at,
+        )
         if checkpoint is not None:
             self._resume(checkpoint)
 
@@ -271,16 +284,22 @@ class Trainer:
                         with profiler.range("optimizer"):
                             engine.step(lr)  # updates weights and EMA, once per accumulation
                         metrics.add_loss(loss)
+                        self.nonfinite.first_bad.add_loss(loss)
                     self.step += 1
                     checkpointing.after_step()
                     metrics.end_step(self.step, self.num_tokens)
                     self.gradient_check.after_step(self.step)
                     self.replica_check.after_step(self.step)
+                    self.nonfinite.after_step()
 
                     if self._is_due(args.log_interval) or self.step == self.num_steps:
                         with profiler.range("log"):
-                            self._check_skipped(*metrics.log(self.step, lr, engine))
+                            skipped = metrics.log(self.step, lr, engine, self.nonfinite.first_bad)
                         speed.after_log(metrics.last_line, self.num_tokens, checkpointing.policies)
+                        if self.nonfinite.after_log(
+                            self.step, *skipped, partial(self._save, metrics)
+                        ):
+                            metrics.restart_clock()
                     # True after it has written a profile, which is no training time.
                     if profiler.end_step(self.step):
                         metrics.restart_clock()
@@ -362,6 +381,14 @@ class Trainer:
             assert loss_fn is not None, "preflight asks for one"
             return loss_fn(self.engine, denoiser, latents, conditioning, rng).mean()
 
+    def _loss_at(self, step: int, batch: dict) -> Tensor:
+        """Return the loss of a micro-batch of `step`, which counts from 1, with the current weights."""
+        now, self.step = self.step, step - 1
+        try:
+            return self.compute_loss(batch)
+        finally:
+            self.step = now
+
     def _random(self, batch: dict) -> SlotRandom:
         first = next(v for v in batch.values() if isinstance(v, Tensor))
         # A batch without slots is taken for consecutive samples of the global batch.
@@ -437,22 +464,6 @@ class Trainer:
                 "trained": f"{self.num_trained / 1e6:.2f} M parameters",
             }
         )
-
-    def _check_skipped(self, skipped: int, is_loss_scale_spent: bool) -> None:
-        limit = self.args.max_nonfinite_steps
-        if is_loss_scale_spent:
-            raise RuntimeError(
-                "gradients overflowed with fp16's loss scale at its minimum "
-                f"(deepspeed.fp16.min_loss_scale) by step {self.step}; the steps that overflowed did "
-                "not change the weights: resume from the last checkpoint with a lower learning rate, "
-                "or in bf16 instead of fp16"
-            )
-        if skipped >= limit:
-            raise RuntimeError(
-                f"{counted(skipped, 'step')} in a row had non-finite gradients (args."
-                f"max_nonfinite_steps={limit}) at step {self.step}; they did not change the weights: "
-                "resume from the last checkpoint with a lower learning rate, or in bf16 instead of fp16"
-            )
 
     def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a

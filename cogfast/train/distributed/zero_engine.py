@@ -260,6 +260,7 @@ class ZeroEngine:
             mpu=mpu,
             dist_init_required=False,
         )
+        self._network: nn.Module = self.engine  # what a call runs
         self.zero: Any = self.engine.optimizer  # one of many classes, whose private names are used
         self.stage = config["zero_optimization"]["stage"]
         # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that
@@ -285,7 +286,16 @@ class ZeroEngine:
             self._guard_non_finite_steps()
 
     def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
-        return self.engine(*inputs, **named)
+        return self._network(*inputs, **named)
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Call the transformer itself in the block: DeepSpeed prepares for no backward pass."""
+        self._network = self.transformer
+        try:
+            yield
+        finally:
+            self._network = self.engine
 
     @property
     def grad_norm(self) -> Tensor:

@@ -26,6 +26,7 @@ from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
+from cogfast.train.run.health.nonfinite import FirstBad
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.page.writer import RunPage
@@ -152,19 +153,26 @@ class Metrics:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step)
 
-    def log(self, step: int, lr: float, engine: ZeroEngine) -> tuple[int, bool]:
+    def log(
+        self, step: int, lr: float, engine: ZeroEngine, first_bad: FirstBad | None = None
+    ) -> tuple[int, bool]:
         """Write the line of `step`. Returns the number of steps skipped in a row until now, and
-        whether fp16's loss scale had to fall below its minimum."""
+        whether fp16's loss scale had to fall below its minimum. first_bad: gets its marks."""
         # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
         # rank, times data_size, turns the mean into a gather.
         waits = [0.0] * self.groups.data_size
         waits[self.groups.data_rank] = self.groups.data_size * self.waited
-        means = self.groups.mean(torch.cat([self.loss_sum, self.loss_sum.new_tensor(waits)]))
+        marks = self.loss_sum.new_zeros(0) if first_bad is None else first_bad.marks()
+        sums = torch.cat([self.loss_sum, marks, self.loss_sum.new_tensor(waits)])
+        means = self.groups.mean(sums)
         # Equal on all ranks already, so they are not averaged.
         skips = (engine.num_skipped, engine.num_skipped_in_a_row, engine.is_loss_scale_spent)
         others = torch.stack([n.to(means) for n in (engine.grad_norm, *skips)])
         packed = torch.cat([means, others]).tolist()  # sync: one per interval
         total, number, *waits, norm, skipped, in_a_row, is_spent = packed
+        if first_bad is not None:
+            first_bad.read(waits[: len(marks)], step)
+        waits = waits[len(marks) :]
         seconds = time.perf_counter() - self.interval_start
         loss = total / number if number else math.nan
         if math.isfinite(loss):

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,12 +33,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.fused_step import DeviceLossScaler, FusedStep
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
-from cogfast.train.trainer import Trainer
+from cogfast.train.run.health.nonfinite import check_skipped
 from tests.support.tiny_run import launch_ranks
 
 STEPS, BAD_STEP = 6, 3  # the gradient of the bad step is not finite on one rank
@@ -644,10 +644,10 @@ def test_a_scale_at_its_minimum_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
         assert bool(ours.is_loss_scale_spent) is is_spent
     assert ours.loss_scaler_state()["cur_scale"] == 1
     assert all(torch.equal(part, old) for part, old in zip(ours.parts, before, strict=True))
-    trainer = SimpleNamespace(args=SimpleNamespace(max_nonfinite_steps=20), step=2)
-    Trainer._check_skipped(trainer, 2, False)
+    args = TrainArguments(max_nonfinite_steps=20)
+    check_skipped(args, 2, 2, False)
     with pytest.raises(RuntimeError, match="loss scale at its minimum .* by step 2; .* bf16"):
-        Trainer._check_skipped(trainer, 2, True)
+        check_skipped(args, 2, 2, True)
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
