@@ -122,6 +122,8 @@ def _document(
         tag("meta", name="referrer", content="no-referrer"),
         # Not through text(): the quotes of the policy are its own.
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        # A browser would ask a web server for an icon that is not there.
+        tag("link", rel="icon", href="data:,"),
         tag("title", f"{title} · cogfast"),
         Markup(f"<!-- uPlot, which draws the plots:\n{_static('uPlot.LICENSE')}\n-->\n"),
         Markup(f"<style>{style}</style><script>{theme}</script>\n</head>\n<body>\n"),

@@ -37,7 +37,7 @@ def tag(_name: str, /, *children: object, **attributes: object) -> Markup:
         elif value is not None and value is not False:
             written.append(f' {name}="{text(value)}"')
     start = f"<{_name}{''.join(written)}>"
-    if _name in ("meta", "input", "img"):  # elements without an end
+    if _name in ("meta", "link", "input"):  # elements without an end
         return Markup(start)
     return Markup(f"{start}{''.join(map(text, children))}</{_name}>")
 

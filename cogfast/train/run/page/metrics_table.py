@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from cogfast.schema.values import counted
 _MOST_BYTES = 1 << 30  # of metrics.jsonl, as for a run that resumes
 _MOST_STEP = 2**53  # JavaScript's largest exact integer
 _MOST_COLUMNS = 200
+_NUMBERS = (float, int, type(None))
+_LARGEST = sys.float_info.max
 MOST_POINTS = 10_000  # of a column: a browser draws them within a frame
 _DIGITS = 6  # significant ones; fine-tuning moves the third digit of the loss
 
@@ -67,29 +69,26 @@ def to_columns(lines: Iterable[Mapping]) -> tuple[dict[str, Column], list[str]]:
             notes = ["metrics.jsonl: lines with an impossible step are left out"]
             continue
         for key, value in line.items():
-            if key == "step" or isinstance(value, bool):
+            # Not isinstance: a bool is no number here.
+            if type(value) not in _NUMBERS:
                 continue
-            if value is None or isinstance(value, int | float):
-                if key not in found and len(found) == _MOST_COLUMNS:
+            column = found.get(key)
+            if column is None:
+                if len(found) > _MOST_COLUMNS:
                     notes = [f"metrics.jsonl: only its first {_MOST_COLUMNS} keys are shown"]
                     continue
-                found.setdefault(key, {})[step] = _rounded(value)
+                column = found[key] = {}
+            column[step] = value
+    found.pop("step", None)
     columns = {}
     for key, values in found.items():
-        steps = tuple(values)
         # In order already, unless lines of several runs are mixed.
-        if any(a > b for a, b in zip(steps, steps[1:], strict=False)):
-            steps = tuple(sorted(steps))
-        columns[key] = Column(steps, tuple(values[step] for step in steps))
+        steps = sorted(values)
+        numbers = [values[step] for step in steps]
+        # False for NaN, and for integers beyond the range of floats.
+        finite = (v if v is not None and -_LARGEST <= v <= _LARGEST else None for v in numbers)
+        columns[key] = Column(tuple(steps), tuple(finite))
     return {key: column for key, column in columns.items() if column.finite}, notes
-
-
-def _rounded(value: float | None) -> float | None:
-    try:
-        number = float("nan" if value is None else f"{value:.{_DIGITS}g}")
-    except OverflowError:  # an integer beyond the range of floats
-        return None
-    return number if math.isfinite(number) else None
 
 
 def thinned(column: Column, most: int = MOST_POINTS) -> Column:
@@ -121,7 +120,11 @@ def encode(columns: Mapping[str, Column], most: int = MOST_POINTS) -> dict[str, 
     for key, column in columns.items():
         column = thinned(column, most)
         axis = axes.setdefault(column.steps, len(axes))
-        # 3.0 is written as 3, which is shorter.
-        values = [v if v is None or v % 1 or abs(v) > 1e15 else int(v) for v in column.values]
-        encoded[key] = [axis, values]
+        encoded[key] = [axis, [None if v is None else _shortened(v) for v in column.values]]
     return {"axes": [list(steps) for steps in axes], "columns": encoded}
+
+
+def _shortened(value: float) -> float | int:
+    """Round a number to its significant digits. 3.0 becomes 3, which is shorter in JSON."""
+    rounded = float(f"{value:.{_DIGITS}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < _MOST_STEP else rounded

@@ -16,7 +16,7 @@ from tests.support.tiny_run import write_config
 
 PROMPTS = ("a red circle moves right", "a blue square & a <b>star</b>")
 KEYS = ("loss", "loss_running", "lr", "grad_norm", "step_ms", "data_wait_ms", "samples_per_s")
-ELEMENTS_WITHOUT_END = ("meta", "input", "img")
+ELEMENTS_WITHOUT_END = ("meta", "link", "input")
 
 
 def lines(num_lines: int, every: int = 10, evaluated: int = 50) -> Iterator[dict]:

@@ -196,7 +196,7 @@
         width: place.clientWidth,
         height,
         legend: { show: false },
-        padding: [8, 8, 0, 0],
+        padding: [8, 20, 0, 0],
         cursor: {
           sync: { key: sync.key, setSeries: false },
           drag: { x: true, y: true, uni: 24 },
@@ -292,7 +292,8 @@
     const visible = new Set();
     let isPlaying = !isStill;
 
-    const start = (video) => video.play().catch(() => video.closest("td").classList.add("failed"));
+    // A promise that is refused says little: pausing a video that loads refuses it, too.
+    const start = (video) => video.play().catch(() => {});
 
     function showPlaying() {
       button.textContent = isPlaying ? "Pause" : "Play";
@@ -380,6 +381,8 @@
         row = all(".clip", clip.closest("tr"));
         place = row.indexOf(clip);
         viewer.showModal();
+        // Not an arrow button, which loses the focus when it is disabled.
+        find("#close").focus();
         enlarge();
       });
     }
