@@ -11,17 +11,15 @@ that do not fit into the memory are encoded as in diffusers: 8 frames at a time,
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from cogfast.core.live_bytes import LiveBytes
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     num_latent_frames,
@@ -436,40 +434,6 @@ _INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
 _VIDEOS_OF_TILES = 3.5
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages that ops create; `peak` is the maximum so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: Callable,
-        types: Sequence[type],
-        args: tuple = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        # Views share one storage, which counts once.
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
-
-
 def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     """Return the peak bytes of diffusers' decoder per pixel of a frame, in the dtype of `vae` and
     with its chunk size, for `num_latents` latent frames. Workspace of convolutions is included."""
@@ -482,7 +446,7 @@ def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
         # The second of the serial calls needs most memory: it has the caches of the first.
         frames = min(num_latents, 2 * chunk + 1)
         latents = torch.empty(1, vae.config["latent_channels"], frames, 2, 2)
-    counter = _LiveBytes()
+    counter = LiveBytes()
     with torch.no_grad(), counter:
         video = copy.decode(latents, return_dict=False)[0]
     # The dry run counted numbers of its own dtype; scale them to the decoder's.
@@ -512,7 +476,7 @@ def encode_bytes(
         is_long = mode != "whole" and num_frames > least
         counted = least + num_frames % _DIFFUSERS_FRAMES if is_long else num_frames
         clip = torch.empty(batch, 3, counted, rows, columns, dtype=dtype)
-    counter = _LiveBytes()
+    counter = LiveBytes()
     with torch.no_grad(), counter:
         copy.encode(clip, return_dict=False)
     # A clip on the device: uint8, float32, and in the encoder's dtype before and after its transpose.

@@ -29,7 +29,11 @@ Policy = Literal["none", "attention_kept", "pointwise", "full"]
 # From the policy that keeps least to the one that keeps most. Each unit of memory saves less
 # recomputation from rung to rung: attention for 1 U, the matmuls for 9 U, then the rest.
 LADDER: tuple[Policy, ...] = ("full", "attention_kept", "pointwise", "none")
-_LIVE_UNITS = 22  # U held by the block whose backward runs: what `none` keeps, and two gradients
+# U held by the block whose backward pass runs, (by rows, shared by tensor-parallel ranks): of full
+# training, of adapters in attention, of adapters in the MLP. They are counted op by op, with the
+# float32 sums of attention's backward pass.
+_LIVE_UNITS = {"all": (6, 18), "attention": (7, 14), "mlp": (4, 22)}
+_LIVE_AT_NORMS = (10.5, 4)  # the same for the norms' backward pass, where ranks share little
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +63,21 @@ class LayerShape:
 
     @property
     def live(self) -> int:
-        """Return the bytes of the block whose backward runs, including what its policy keeps."""
-        return _LIVE_UNITS * self.unit
+        """Return the bytes of the block whose backward pass runs, including what its policy keeps.
+
+        What runs does not depend on the policy, since a block is recomputed as a whole.
+        """
+        part = self.unit / self.num_parts
+        row = part if self.splits_rows else self.unit
+        kind = "all"
+        if self.is_frozen:
+            kind = "mlp" if self.adapts_fc1 or self.adapts_fc2 else "attention"
+        pairs = (_LIVE_UNITS[kind], _LIVE_AT_NORMS)
+        held = max(rows * row + parts * part for rows, parts in pairs)
+        adapters = self.num_rows * self.adapter_columns * self.bytes_per_number
+        # The gradient of an MLP matrix is complete while the peak lasts.
+        matrix = 4 * self.width**2 * self.bytes_per_number // self.num_parts
+        return int(held) + (adapters if self.is_frozen else matrix)
 
     def kept(self, policy: Policy) -> int:
         """Return the bytes that a block keeps from its forward to its backward pass."""
