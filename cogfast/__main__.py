@@ -30,7 +30,7 @@ from cogfast.train.run.stop_signals import (
 )
 
 _USAGE = """\
-usage: cogfast {train,cache,sample,convert,finetune,doctor,report} ...
+usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
@@ -38,6 +38,7 @@ usage: cogfast {train,cache,sample,convert,finetune,doctor,report} ...
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
   doctor  list what this machine lacks for training: cogfast doctor [--bench]
+  plan    predict a run's memory on a GPU: cogfast plan --base model.yaml sft.yaml --gpu h100-80 --gpus 8
   report  write the page of a run again, or one that compares runs: cogfast report RUN [RUN ...]
 
 `cogfast train --help` and so on list the options, `cogfast train --help-all` every key of a configuration.
@@ -212,6 +213,21 @@ def doctor(argv: Sequence[str]) -> None:
         raise RuntimeError(f"training cannot work on this machine: see {', '.join(errors)}")
 
 
+def plan(argv: Sequence[str]) -> None:
+    from cogfast.cli.plan_options import parse_plan
+
+    request = parse_plan(argv)
+    asked = request.config
+    from cogfast.config import load_config
+
+    with _without_collection():
+        config = load_config(asked.base, asked.overrides, asked.allow_import)
+    start_logging()
+    from cogfast.diagnostics.plan import describe_plan
+
+    sys.stdout.write(describe_plan(config, request.gpu, request.num_gpus, request.as_json))
+
+
 def report(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_report
 
@@ -228,6 +244,7 @@ _COMMANDS = {
     "convert": convert,
     "finetune": finetune,
     "doctor": doctor,
+    "plan": plan,
     "report": report,
 }
 

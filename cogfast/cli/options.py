@@ -1,4 +1,4 @@
-"""Parses the command lines of the four commands, including SAT's own flags."""
+"""Parses the command lines of the commands, including SAT's own flags."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_train(argv: Sequence[str]) -> Request:
-    parser = _parser("train", "Train a CogVideoX transformer.")
+    parser = new_parser("train", "Train a CogVideoX transformer.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
@@ -105,13 +105,13 @@ def parse_train(argv: Sequence[str]) -> Request:
         help="run a micro-batch in nonfinite/step-N of a run again, alone, and name what is not finite; "
         "default of --base: the run's training_config.yaml",
     )
-    found = _parse(parser, argv, visible=("seed", "resume", "accept_changes"))
+    found = parse_words(parser, argv, visible=("seed", "resume", "accept_changes"))
     if found.replay is None:
-        return dataclasses.replace(_whole_request(found), dry_run=found.dry_run)
+        return dataclasses.replace(whole_request(found), dry_run=found.dry_run)
     is_of_run = not found.base
     if is_of_run:
         found.base = [_config_of_replay(Path(found.replay))]
-    request = _whole_request(found)
+    request = whole_request(found)
     # It runs in one process, whatever the layout of its run was.
     sizes = ["args.model_parallel_size=1", "args.context_parallel_size=1"]
     alone = [*sizes, "args.sequence_parallel=false"]
@@ -135,7 +135,7 @@ def _config_of_replay(folder: Path) -> str:
     return str(path)
 
 
-def _whole_request(found: argparse.Namespace) -> Request:
+def whole_request(found: argparse.Namespace) -> Request:
     """Build the request of a command that needs --base and accepts key=value arguments."""
     if not found.base:
         raise ValueError("--base is missing; give model.yaml and sft.yaml")
@@ -154,19 +154,19 @@ def _whole_request(found: argparse.Namespace) -> Request:
 
 
 def parse_cache(argv: Sequence[str]) -> Request:
-    parser = _parser("cache", "Encode a run's videos and captions once, into args.latent_cache.")
+    parser = new_parser("cache", "Encode a run's videos and captions once, into args.latent_cache.")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="set a key of the configuration, such as args.latent_cache=PATH",
     )
-    found = _parse(parser, argv, visible=("seed",))
-    return _whole_request(found)
+    found = parse_words(parser, argv, visible=("seed",))
+    return whole_request(found)
 
 
 def parse_sample(argv: Sequence[str]) -> Request:
-    parser = _parser(
+    parser = new_parser(
         "sample",
         "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load.",
     )
@@ -200,7 +200,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     _add_sampling_flags(parser)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
-    found = _parse(parser, argv, visible=("seed", "negative_prompt"))
+    found = parse_words(parser, argv, visible=("seed", "negative_prompt"))
     seeds = _seeds(found)
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
@@ -248,28 +248,28 @@ def _add_sampling_flags(parser: Parser) -> None:
     """Add the options that stand for keys of the configuration."""
     own = "; default: the configuration's"
     for flag, metavar, kind, text in (
-        ("--steps", "N", _number(int, 1000), "sampling steps" + own),
-        ("--guidance", "X", _number(float, 1000), "guidance scale; 1: no guidance" + own),
+        ("--steps", "N", number_up_to(int, 1000), "sampling steps" + own),
+        ("--guidance", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
         ("--negative-prompt", "TEXT", str, "text that guidance leads away from; default: none"),
         (
             "--frames",
             "N",
-            _number(int, 10**5),
+            number_up_to(int, 10**5),
             "number of frames: 8k+1, with CogVideoX1.5 16k+1" + own,
         ),
         ("--size", "HxW", _size, "rows and columns in pixels, such as 480x720" + own),
-        ("--fps", "N", _number(int, 1000), "frames per second of the video files" + own),
+        ("--fps", "N", number_up_to(int, 1000), "frames per second of the video files" + own),
         (
             "--num-videos",
             "N",
-            _number(int, 10**5),
+            number_up_to(int, 10**5),
             "videos per prompt, each with a different seed; default: 1",
         ),
     ):
         parser.add_argument(flag, metavar=metavar, type=kind, help=text)
 
 
-def _number(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
+def number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
     """Return a function that reads a number from 1 to `most`."""
 
     def read(text: str) -> float:
@@ -346,7 +346,7 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     return prompts, images
 
 
-def _parser(command: str, what: str) -> Parser:
+def new_parser(command: str, what: str) -> Parser:
     parser = Parser(prog=f"cogfast {command}", description=what, allow_abbrev=False)
     parser.add_argument(
         "--base",
@@ -376,7 +376,7 @@ def _parser(command: str, what: str) -> Parser:
     return parser
 
 
-def _parse(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
+def parse_words(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
     """Add every key of `args` as a flag, as SAT does (hidden in the help), and parse."""
     hints = typing.get_type_hints(TrainArguments)
     unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]

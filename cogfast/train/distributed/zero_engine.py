@@ -42,7 +42,7 @@ _COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_int
 _COLLECTIVES += ("all_gather", "broadcast")
 _NEVER = 2**31  # steps between DeepSpeed's log lines
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 6e-3.
-_MOST_BF16_SUMMANDS = 4
+MOST_BF16_SUMMANDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
         # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
         section["bf16"]["check_grad_overflow"] = False
     data_types = section.get("data_types") or {}
-    is_long_sum = args.gradient_accumulation_steps > _MOST_BF16_SUMMANDS
+    is_long_sum = args.gradient_accumulation_steps > MOST_BF16_SUMMANDS
     is_unset = data_types.get("grad_accum_dtype") is None
     if args.bf16 and zero["stage"] == 2 and is_long_sum and is_unset:
         section["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -17,23 +18,47 @@ class Gpu:
     link_gb_per_s: float
     words: tuple[str, ...]
     least_gib: float = 0.0  # distinguishes cards of one name
+    memory_gib: float = 0.0  # that torch reports, a little less than what is sold
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes of the device's memory."""
+        return int(self.memory_gib * 2**30)
 
 
 # The first entry that matches a device counts.
 GPUS = (
-    Gpu("b200", 8.0, 2250, 900, ("b200",)),
-    Gpu("h200", 4.8, 989, 450, ("h200",)),
-    Gpu("h100-pcie", 2.0, 756, 64, ("h100", "pcie")),
-    Gpu("h100-nvl", 3.94, 835, 300, ("h100", "nvl")),
-    Gpu("h100-80", 3.35, 989, 450, ("h100",)),
-    Gpu("h800", 3.35, 989, 200, ("h800",)),
-    Gpu("h20", 4.0, 148, 450, ("h20",)),
-    Gpu("a100-80", 2.04, 312, 300, ("a100",), least_gib=60),
-    Gpu("a100-40", 1.55, 312, 300, ("a100",)),
-    Gpu("a800", 2.04, 312, 200, ("a800",)),
-    Gpu("l40s", 0.864, 362, 32, ("l40s",)),
-    Gpu("4090", 1.008, 165, 32, ("4090",)),
+    Gpu("b200", 8.0, 2250, 900, ("b200",), memory_gib=178.3),
+    Gpu("h200", 4.8, 989, 450, ("h200",), memory_gib=139.8),
+    Gpu("h100-pcie", 2.0, 756, 64, ("h100", "pcie"), memory_gib=79.1),
+    Gpu("h100-nvl", 3.94, 835, 300, ("h100", "nvl"), memory_gib=93.0),
+    Gpu("h100-80", 3.35, 989, 450, ("h100",), memory_gib=79.1),
+    Gpu("h800", 3.35, 989, 200, ("h800",), memory_gib=79.1),
+    Gpu("h20", 4.0, 148, 450, ("h20",), memory_gib=95.0),
+    Gpu("a100-80", 2.04, 312, 300, ("a100",), least_gib=60, memory_gib=79.2),
+    Gpu("a100-40", 1.55, 312, 300, ("a100",), memory_gib=39.4),
+    Gpu("a800", 2.04, 312, 200, ("a800",), memory_gib=79.2),
+    Gpu("l40s", 0.864, 362, 32, ("l40s",), memory_gib=44.4),
+    Gpu("4090", 1.008, 165, 32, ("4090",), memory_gib=23.6),
 )
+
+
+def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:
+    """Return name, bytes of memory and entry of a card: one of GPUS, or a number of GiB."""
+    name = text.strip().lower()
+    for gpu in GPUS:
+        if gpu.name == name:
+            return gpu.name, gpu.memory, gpu
+    try:
+        gib = float(name.removesuffix("gib").removesuffix("gb"))
+    except ValueError:
+        gib = math.nan
+    if not 1 <= gib <= 10_000:  # true for nan
+        names = ", ".join(gpu.name for gpu in GPUS)
+        raise ValueError(
+            f"--gpu {text[:80]!r} is not known; use {names}, or its memory in GiB, such as 80"
+        )
+    return f"{gib:g} GiB", int(gib * 2**30), None
 
 
 def find_gpu(device_name: str, memory_gib: float) -> Gpu | None:

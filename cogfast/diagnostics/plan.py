@@ -1,0 +1,168 @@
+"""`cogfast plan`: predicts a run's memory from its configuration alone, and names changes that fit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cogfast.config import Config
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
+from cogfast.train.distributed.parallelize import run_without_dynamo
+from cogfast.train.plan.activations import describe
+from cogfast.train.plan.fixes import Fix, find_fixes
+from cogfast.train.plan.gpus import Gpu, find_gpu, parse_gpu
+from cogfast.train.plan.memory import GIB, MemoryPlan, network_of, plan_memory, setup_of, usable
+from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.video_size import largest_size
+
+_NAME_COLUMNS = 22
+_NOTHING_FITS = (
+    "No change that is tried makes it fit; reduce data.params.video_size or max_num_frames."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """The GPU to plan for. entry: its rates; None for a number of GiB. memory: None if there is no GPU."""
+
+    name: str
+    memory: int | None
+    entry: Gpu | None = None
+
+
+def find_card(name: str | None) -> Card:
+    """Return the card of --gpu, else the one that is here."""
+    if name is not None:
+        shown, memory, entry = parse_gpu(name)
+        return Card(name=shown, memory=memory, entry=entry)
+    if not torch.cuda.is_available():
+        return Card(name="", memory=None)
+    properties = torch.cuda.get_device_properties(0)
+    entry = find_gpu(properties.name, properties.total_memory / GIB)
+    return Card(name=properties.name, memory=properties.total_memory, entry=entry)
+
+
+def describe_plan(
+    config: Config,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    as_json: bool = False,
+) -> str:
+    """Return the prediction for `config` as text or JSON.
+
+    gpu: of --gpu. num_gpus: of --gpus; None: of this launch. Raises ValueError for a name that is
+    not known and for a number of GPUs that does not divide.
+    """
+    run_without_dynamo()
+    args, card = TrainArguments.from_config(config), find_card(gpu)
+    if config.model.get("network_config") is None:
+        raise ValueError("model.network_config is missing; add a model file to --base")
+    world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    check_mesh(config, args, network_of(config), world_size)
+    if args.mode != "inference":
+        check_global_batch(config, args, world_size)
+    plan = plan_memory(setup_of(config, args, world_size), card.memory)
+    fixes = find_fixes(config, args, plan)
+    write = to_json if as_json else to_text
+    return write(config, args, plan, card.name, fixes)
+
+
+def to_text(
+    config: Config, args: TrainArguments, plan: MemoryPlan, card_name: str, fixes: Sequence[Fix]
+) -> str:
+    """Return the prediction as a table: a row for each part, a column for each phase."""
+    setup = plan.setup
+    lines = [_model_line(config, args, plan), _layout_line(config, args, plan)]
+    if not setup.is_sampling:
+        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
+        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
+    lines += ["", *_table(plan), "", _verdict(plan, card_name)]
+    if fixes:
+        lines += ["", "These changes make it fit, the cheapest first:"]
+        lines += [
+            f"  {fix.words}: {_gib(fix.plan.peak)} GiB ({fix.plan.largest.name})" for fix in fixes
+        ]
+    elif not plan.fits:
+        lines.append(_NOTHING_FITS)
+    return "\n".join(lines) + "\n"
+
+
+def to_json(
+    config: Config, args: TrainArguments, plan: MemoryPlan, card_name: str, fixes: Sequence[Fix]
+) -> str:
+    found = {
+        "gpu": card_name or None,
+        "card": plan.card,
+        "usable": None if plan.card is None else usable(plan.card),
+        "gpus": plan.setup.world_size,
+        "model_parallel_size": plan.setup.model_size,
+        "zero_stage": plan.setup.rules.stage,
+        "activation_checkpointing": list(plan.policies),
+        "phases": {phase.name: dict(phase.parts) for phase in plan.phases},
+        "peak": plan.peak,
+        "peak_phase": plan.largest.name,
+        "fits": plan.fits if plan.card is not None else None,
+        "fixes": [{"change": fix.words, "peak": fix.plan.peak} for fix in fixes],
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _model_line(config: Config, args: TrainArguments, plan: MemoryPlan) -> str:
+    model, network = plan.setup.model, network_of(config)
+    held = f"{model.num_weights / 1e6:.1f} M parameters"
+    held += " a GPU" if plan.setup.model_size > 1 else ""
+    trained = "" if plan.setup.is_sampling else f", {model.num_trained / 1e6:.1f} M of them trained"
+    layers = counted(network.num_layers, "layer")
+    return f"model: {layers} of width {network.hidden_size}, {held}{trained}, {args.precision}"
+
+
+def _layout_line(config: Config, args: TrainArguments, plan: MemoryPlan) -> str:
+    setup, network = plan.setup, network_of(config)
+    size = largest_size(config, network)
+    _, frames, rows, columns = setup.encoders.shape
+    context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
+    copies = setup.rules.data_size // setup.context_size
+    mesh = f"dp {copies}{context} x tp {setup.model_size}"
+    zero = "" if setup.is_sampling else f", ZeRO-{setup.rules.stage}"
+    batch = f"batches of {args.batch_size} x {frames} frames of {rows}x{columns}"
+    tokens = size.num_tokens(network)
+    return f"on: {counted(setup.world_size, 'GPU')} ({mesh}){zero}, {batch} ({tokens} tokens)"
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    names = list(dict.fromkeys(name for phase in plan.phases for name in phase.parts))
+    # Parts that no phase has are left out.
+    names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]
+    widths = [max(8, len(phase.name)) for phase in plan.phases]
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        columns = [f"  {cell.rjust(width)}" for cell, width in zip(cells, widths, strict=True)]
+        return "".join([name.ljust(_NAME_COLUMNS), *columns]).rstrip()
+
+    lines = [row("GiB per GPU", [phase.name for phase in plan.phases])]
+    for name in names:
+        lines.append(
+            row(
+                name,
+                [_gib(phase.parts[name]) if phase.parts.get(name) else "" for phase in plan.phases],
+            )
+        )
+    lines.append(row("total", [_gib(phase.total) for phase in plan.phases]))
+    return lines
+
+
+def _verdict(plan: MemoryPlan, card_name: str) -> str:
+    peak = f"{_gib(plan.peak)} GiB ({plan.largest.name})"
+    if plan.card is None:
+        return f"peak: {peak}. There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
+    has = f"{card_name} has {_gib(plan.card)} GiB, of which a run may use {_gib(usable(plan.card))}"
+    return f"peak: {peak}; {has}: it {'fits' if plan.fits else 'does not fit'}."
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"

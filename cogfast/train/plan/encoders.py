@@ -1,0 +1,203 @@
+"""Memory of the frozen encoders: weights, and the peaks of encoding and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from cogfast.config import Config, resolve
+from cogfast.core.shapes import num_latent_frames
+from cogfast.data.datasets import ListedVideos
+from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
+from cogfast.model.text_encoder import T5TextEncoder
+from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.json_files import Range, read_json
+from cogfast.schema.places import is_none
+
+_FLOAT32 = 4
+_SIDE = Annotated[int, Range(1, 2**20)]
+_SIZES = ("d_model", "d_ff", "d_kv", "num_heads", "num_layers", "vocab_size")
+T5_FILE: dict[str, Any] = dict.fromkeys(_SIZES, NotRequired[_SIDE])
+# google/t5-v1_1-xxl, which all CogVideoX models use
+T5_XXL: dict[str, int] = dict(zip(_SIZES, (4096, 10240, 64, 64, 24, 32128), strict=True))
+_T5_BUCKETS = 32  # of relative positions
+
+# The VAE of all CogVideoX models. Bytes of its activations are for 16-bit numbers, and per pixel:
+# of all frames if it encodes whole clips, else of one frame. They come from dry runs of diffusers'
+# code (model/autoencoder.py), without the workspace of convolutions.
+VAE_NUMEL = 215_583_907
+_WHOLE, _IN_FRAMES, _IN_TILES, _FIRST_FRAME = 1900, 23_000, 19_300, 5361
+_PIXELS = 28  # per pixel of all frames: uint8, float32, and twice the encoder's dtype; moments
+_DECODED = {1: 14_500, 3: 48_100}  # by latent frames, with workspace; more take what 5 take
+_DECODED_MORE = 64_100
+_TILE = (240, 360)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """The frozen encoders of a run.
+
+    text_bytes, stage_bytes: of weights. text_peak: of encoding a micro-batch's captions. in_step,
+    in_evaluation: whether training steps and evaluations use (text encoder, first stage). encodes_clips:
+    whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a micro-batch.
+    is_known: whether the first stage is the VAE of CogVideoX, whose peaks are known. mode: that of
+    first_stage_config.params.encode_chunks, or auto.
+    """
+
+    text_bytes: int = 0
+    text_peak: int = 0
+    stage_bytes: int = 0
+    in_step: tuple[bool, bool] = (False, False)
+    in_evaluation: tuple[bool, bool] = (False, False)
+    encodes_clips: bool = False
+    shape: tuple[int, int, int, int]
+    is_known: bool = False
+    mode: str = "auto"
+    number_bytes: int = 2
+
+    def resident(self, is_evaluated: bool = False) -> int:
+        """Return the bytes of weights that stay on the device."""
+        text, stage = (
+            s or e and is_evaluated for s, e in zip(self.in_step, self.in_evaluation, strict=True)
+        )
+        return self.text_bytes * text + self.stage_bytes * stage
+
+    def encode_ways(self) -> list[tuple[str, int]]:
+        """Return (mode, peak bytes) of encoding a micro-batch, the preferred mode first."""
+        batch, frames, rows, columns = self.shape
+        if not self.is_known or not self.in_step[1]:
+            return []
+        scale, area = self.number_bytes / 2, rows * columns
+        if not self.encodes_clips or frames == 1:
+            return [("whole", int(batch * area * _FIRST_FRAME * scale))]
+        pixels = batch * frames * area * _PIXELS
+        tile = min(_TILE[0], rows) * min(_TILE[1], columns)
+        one = int(frames * area * _WHOLE * scale)
+        ways = [("whole", batch * one), ("whole, one by one", one + pixels)]
+        few = int(area * _IN_FRAMES * scale) + pixels
+        ways += [
+            ("frames", min(few, one)),
+            ("tiles", min(int(tile * _IN_TILES * scale) + pixels, one)),
+        ]
+        if self.mode != "auto":
+            ways = [way for way in ways if way[0].split(",")[0] == self.mode]
+        return ways[:1] + ways[2:] if batch == 1 and self.mode in ("auto", "whole") else ways
+
+    def encode_peak(self, budget: int) -> tuple[str, int]:
+        """Return the mode that encoding takes with `budget` bytes, and its peak; ("", 0) for none."""
+        ways = self.encode_ways()
+        least = min(ways, key=lambda way: way[1], default=("", 0))
+        return next((way for way in ways if way[1] <= budget), least)
+
+    def decode_peak(self, budget: int) -> tuple[str, int]:
+        """Return how a video is decoded with `budget` bytes, and the peak; ("", 0) if nothing is."""
+        if not (self.is_known and self.in_evaluation[1]):
+            return "", 0
+        _, frames, rows, columns = self.shape
+        scale, latents = self.number_bytes / 2, num_latent_frames(frames)
+        per_pixel = _DECODED.get(latents, _DECODED_MORE) * scale
+        video = 3 * frames * rows * columns * self.number_bytes
+        whole = int(rows * columns * per_pixel) + 2 * video
+        if whole <= budget:
+            return "whole frames", whole
+        return "tiles", tiled(rows, columns, _TILE, per_pixel, video).num_bytes
+
+
+def t5_numel(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the elements of T5's encoder, and of its `wo`, which fp16 keeps in float32."""
+    width, inner = sizes["d_model"], sizes["num_heads"] * sizes["d_kv"]
+    wo = sizes["num_layers"] * sizes["d_ff"] * width
+    layer = 4 * width * inner + 2 * width * sizes["d_ff"] + 2 * width
+    rest = sizes["vocab_size"] * width + _T5_BUCKETS * sizes["num_heads"] + width
+    return sizes["num_layers"] * layer + wo + rest, wo
+
+
+def find_encoders(
+    config: Config,
+    args: TrainArguments,
+    shape: tuple[int, int, int, int],
+    text_length: int,
+    number_bytes: int,
+) -> Encoders:
+    """Return what the encoders of a configuration take; files that are missing need not exist."""
+    model = ModelArguments.from_config(config)
+    reads_clips = _reads_clips(config) and not model.latent_input
+    is_cached = args.latent_cache is not None
+    encodes_clips = reads_clips and not is_cached
+    encodes_images = model.noised_image_input and not (is_cached and args.cached_noised_images)
+    in_step = (reads_clips and not is_cached, encodes_clips or encodes_images)
+    given = bool(args.eval_prompts or args.eval_prompt_file)
+    samples = args.has_evaluation and (given or bool(args.valid_data) or "," in args.split)
+    if args.mode == "inference":
+        in_step, samples = (False, False), True
+    in_evaluation = (samples, samples)
+    text_bytes, text_peak = _text_encoder(config, args, text_length, number_bytes, shape[0])
+    is_known, mode = _first_stage(config)
+    return Encoders(
+        text_bytes=text_bytes,
+        text_peak=text_peak,
+        stage_bytes=VAE_NUMEL * number_bytes if is_known else 0,
+        in_step=in_step,
+        in_evaluation=in_evaluation,
+        encodes_clips=encodes_clips,
+        shape=shape,
+        is_known=is_known,
+        mode=mode,
+        number_bytes=number_bytes,
+    )
+
+
+def _reads_clips(config: Config) -> bool:
+    if "target" not in config.data:
+        return True  # the data section is still to come
+    target, _ = resolve(config.data, config.allow_import)
+    return isinstance(target, type) and issubclass(target, ListedVideos) and target.reads_pixels
+
+
+def _first_stage(config: Config) -> tuple[bool, str]:
+    """Return whether the first stage is the VAE of CogVideoX, and its encode_chunks."""
+    node = config.model.get("first_stage_config")
+    if is_none(node):
+        return False, "auto"
+    target, params = resolve(node, config.allow_import)
+    mode = str(params.get("encode_chunks") or "auto")
+    mode = "frames" if mode == "diffusers" else mode
+    if params.get("use_tiling"):
+        mode = "tiles"
+    if target is VideoAutoencoder:
+        return True, mode
+    encoder: Any = params.get("encoder_config") or {}
+    encoder = encoder.get("params", encoder)
+    sizes = encoder.get("ch", 128), list(encoder.get("ch_mult", [1, 2, 2, 4]))
+    return target is video_autoencoder_from_sat and sizes == (128, [1, 2, 2, 4]), mode
+
+
+def _text_encoder(
+    config: Config, args: TrainArguments, length: int, number_bytes: int, batch: int
+) -> tuple[int, int]:
+    """Return the bytes of the text encoder's weights, and the peak of its activations."""
+    conditioner = config.model.get("conditioner_config")
+    entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
+    for entry in entries:
+        if entry.get("input_key", "txt") != "txt" or is_none(entry):
+            continue
+        node = {"target": entry.target, "params": entry.get("params")}
+        target, params = resolve(node, config.allow_import)
+        if target is not T5TextEncoder:
+            return 0, 0
+        sizes: dict[str, int] = dict(T5_XXL)
+        folder = Path(str(params.get("model_dir", "")))
+        for file in (folder / "config.json", folder / "text_encoder" / "config.json"):
+            if file.is_file():
+                sizes |= {k: v for k, v in read_json(file, T5_FILE).items() if k in sizes}
+                break
+        numel, wo = t5_numel(sizes)
+        weights = numel * number_bytes
+        if args.precision == "fp16":
+            weights += wo * (_FLOAT32 - number_bytes)
+        scores = 2 * sizes["num_heads"] * length**2 * (_FLOAT32 + number_bytes)
+        rows = length * (3 * sizes["d_ff"] + 6 * sizes["d_model"]) * number_bytes
+        return weights, batch * (scores + rows)
+    return 0, 0

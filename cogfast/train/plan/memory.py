@@ -1,0 +1,383 @@
+"""Predict the memory of a run on one GPU, by part and by phase, before any weights load.
+
+A phase is a moment at which memory can peak: encoding a batch, a micro-batch's backward pass, the
+optimizer's step, an evaluation, decoding a sampled video. activations.py counts a block, state.py
+weights, optimizer and gradients, encoders.py the VAE and T5. docs/diagnostics.md compares predictions
+with PyTorch's allocator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cogfast.config import Config
+from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.config import TransformerConfig
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer, build_transformer
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.merged_config import to_dict
+from cogfast.schema.sat_network import transformer_arguments
+from cogfast.train.distributed.parallelize import parallelize
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.distributed.zero_engine import MOST_BF16_SUMMANDS
+from cogfast.train.optimizer import build_optimizer
+from cogfast.train.plan.activations import LADDER, LayerShape, Policy
+from cogfast.train.plan.encoders import Encoders, find_encoders
+from cogfast.train.plan.state import (
+    ModelSize,
+    ZeroRules,
+    backward_points,
+    lasting_state,
+    step_bytes,
+)
+from cogfast.train.video_size import LatentSize, largest_size
+
+GIB = 2**30
+MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# In units of one activation [B, S, M]: what is kept before the first block, beside its input; the
+# output layer and the loss; a block's forward pass without gradients, (by rows, shared by ranks).
+_EMBEDDED, _HEAD = 0.08, 3
+_FORWARD_ONLY = (6, 6)
+# cuBLAS and cuDNN workspaces and small tensors that last.
+_WORKSPACE = 2**27
+_STEP = ("training", "optimizer step")
+_UNKNOWN = 2**62  # free bytes of a card that is not known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """The numbers that decide the memory of a run."""
+
+    model: ModelSize
+    rules: ZeroRules
+    layer: LayerShape  # of the largest micro-batch
+    choice: str  # args.activation_checkpointing
+    encoders: Encoders
+    eval_rows: int  # tokens of the largest forward pass of an evaluation; 0 without one
+    batch_bytes: int  # of the batches on the device
+    model_size: int = 1
+    context_size: int = 1
+    is_sampling: bool = False  # args.mode=inference: nothing is trained
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.blocks)
+
+    @property
+    def world_size(self) -> int:
+        return self.model_size * self.rules.data_size
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes by part at the peak of a phase."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Prediction for one rank. card: bytes of the device, None if it is unknown."""
+
+    setup: Setup
+    policies: tuple[Policy, ...]
+    phases: tuple[Phase, ...]
+    card: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def largest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        return self.largest.total
+
+    @property
+    def fits(self) -> bool:
+        return self.card is None or self.peak <= usable(self.card)
+
+    @property
+    def step_peak(self) -> int:
+        """Return the peak of a training step without encoding, which a run measures."""
+        return max(p.total for p in self.phases if p.name in _STEP)
+
+    def summary(self) -> str:
+        """Return one line for the log."""
+        names = " + ".join(
+            f"{name} {num_bytes / GIB:.1f}"
+            for name, num_bytes in self.largest.parts.items()
+            if num_bytes >= 0.05 * GIB
+        )
+        of = "" if self.card is None else f" of {self.card / GIB:.1f}"
+        what = f"{self.peak / GIB:.1f}{of} GiB at its peak ({self.largest.name})"
+        return f"{what}: {names}" if names else what
+
+
+def usable(card: int) -> int:
+    """Return the bytes of a device that a run may take."""
+    return int((1 - MARGIN) * card)
+
+
+def plan_memory(setup: Setup, card: int | None) -> MemoryPlan:
+    """Predict the peaks; `auto` gets the policies that fit on the card."""
+    policies = (
+        choose_policies(setup, usable(card) if card else None)
+        if setup.choice == "auto"
+        else (as_policy(setup.choice),) * setup.num_layers
+    )
+    return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
+
+
+def as_policy(name: str) -> Policy:
+    return next(policy for policy in LADDER if policy == name)
+
+
+def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
+    """Return the policies that recompute least and fit into `budget` bytes; full if nothing fits.
+
+    The order of the candidates is that of plan_layers: all layers climb a rung before any climbs the
+    next, the last layers first.
+    """
+    number = setup.num_layers
+    if budget is None:
+        return (LADDER[-1],) * number
+    chosen: tuple[Policy, ...] = (LADDER[0],) * number
+    for before, rung in zip(LADDER, LADDER[1:], strict=False):
+        fits = lambda risen, below=before, above=rung: (
+            training_phase(setup, (below,) * (number - risen) + (above,) * risen).total <= budget
+        )
+        low, high = 0, number
+        while low < high:  # the largest number of risen layers that fits
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if low:
+            chosen = (before,) * (number - low) + (rung,) * low
+        if low < number:
+            break
+    return chosen
+
+
+def _base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
+    state = lasting_state(setup.model, setup.rules)
+    if setup.is_sampling:
+        encoders = setup.encoders.resident(is_evaluated=True)
+        return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
+    return {
+        "weights": state.weights,
+        "master weights": state.master,
+        "moments": state.moments,
+        "EMA": state.ema,
+        "encoders": setup.encoders.resident(is_evaluated),
+        "batches, workspaces": setup.batch_bytes + _WORKSPACE,
+    }
+
+
+def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
+    """Return the parts at the peak of a backward pass.
+
+    Gradients grow while activations shrink, so the peak may be at any block.
+    """
+    layer, rules = setup.layer, setup.rules
+    kept = [0]
+    for policy in policies:
+        kept.append(kept[-1] + layer.kept(policy))
+    embedded = layer.kept("full") + int(_EMBEDDED * layer.unit)
+    best: dict[str, int] = {}
+    offloaded = rules.is_offloaded and rules.stage < 3
+    for point in backward_points(setup.model, rules):
+        below = embedded + kept[max(point.block, 0)]
+        # Offloaded gradients leave the device bucket by bucket.
+        gradients = (
+            min(point.gradients, setup.model.largest * rules.weight_bytes)
+            if offloaded
+            else point.gradients
+        )
+        running = layer.live if point.block >= 0 else 0
+        found = {
+            "gradients": gradients,
+            "ZeRO's buffers": point.buffers + max(0, point.transient - running),
+            "activations": below,
+            "block at work": running,
+        }
+        if sum(found.values()) > sum(best.values()):
+            best = found
+    head = {"activations": embedded + kept[-1], "block at work": _HEAD * layer.unit}
+    if sum(head.values()) > sum(best.values()):
+        best = {"gradients": 0, "ZeRO's buffers": 0, **head}
+    return Phase("training", {**_base_parts(setup), **best})
+
+
+def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[Phase]:
+    if setup.is_sampling:
+        return _evaluation_phases(setup, card, "sampling")
+    phases = [training_phase(setup, policies)]
+    base = _base_parts(setup)
+    phases.append(
+        Phase("optimizer step", {**base, "gradients": step_bytes(setup.model, setup.rules)})
+    )
+    free = usable(card) - sum(base.values()) if card else _UNKNOWN
+    if setup.encoders.in_step[1]:
+        mode, num_bytes = setup.encoders.encode_peak(max(0, free))
+        if num_bytes:
+            # Gradients of earlier micro-batches wait.
+            waiting = (
+                {"gradients": step_bytes(setup.model, setup.rules)}
+                if setup.rules.accumulation > 1
+                else {}
+            )
+            phases.append(Phase("encoding clips", {**base, **waiting, f"VAE ({mode})": num_bytes}))
+    if setup.encoders.in_step[0]:
+        phases.append(Phase("encoding captions", {**base, "T5": setup.encoders.text_peak}))
+    return phases + (_evaluation_phases(setup, card, "evaluation") if setup.eval_rows else [])
+
+
+def _evaluation_phases(setup: Setup, card: int | None, name: str) -> list[Phase]:
+    base = _base_parts(setup, is_evaluated=True)
+    unit = setup.eval_rows * setup.layer.width * setup.layer.bytes_per_number
+    rows, parts = _FORWARD_ONLY
+    forward = int(rows * unit + parts * unit / setup.layer.num_parts)
+    phases = [Phase(name, {**base, "block at work": forward})]
+    free = usable(card) - sum(base.values()) if card else _UNKNOWN
+    how, num_bytes = setup.encoders.decode_peak(max(0, free))
+    if num_bytes:
+        phases.append(Phase("decoding", {**base, f"VAE ({how})": num_bytes}))
+    return phases
+
+
+def setup_of(
+    config: Config,
+    args: TrainArguments,
+    world_size: int,
+    transformer: DiffusionTransformer | None = None,
+) -> Setup:
+    """Collect what decides the memory of a configuration on `world_size` ranks.
+
+    transformer: of the run, with its shards; None builds it on the meta device.
+    """
+    model_size = args.model_parallel_size
+    if transformer is None:
+        transformer = meta_transformer(config, args)
+    model = transformer.config
+    size = largest_size(config, model)
+    number = DTYPES[args.precision].itemsize
+    shape = (
+        args.batch_size,
+        size.num_frames,
+        size.height * SPATIAL_COMPRESSION,
+        size.width * SPATIAL_COMPRESSION,
+    )
+    encoders = find_encoders(config, args, shape, model.text_length, number)
+    # Embeddings have all rows, which are a small part.
+    rows = -(-size.num_tokens(model) // args.context_parallel_size)
+    eval_batch = args.eval_batch_size or args.batch_size
+    # Guidance runs the conditional and the unconditional half together.
+    is_sampling = args.mode == "inference"
+    eval_rows = 2 * eval_batch * rows if args.has_evaluation or is_sampling else 0
+    return Setup(
+        model=ModelSize.of(transformer),
+        rules=rules_of(config, args, world_size // model_size),
+        layer=layer_of(transformer, args, args.batch_size * rows),
+        choice=str(args.activation_checkpointing),
+        encoders=encoders,
+        eval_rows=eval_rows,
+        batch_bytes=_batch_bytes(args, encoders, size, model),
+        model_size=model_size,
+        context_size=args.context_parallel_size,
+        is_sampling=is_sampling,
+    )
+
+
+def _batch_bytes(
+    args: TrainArguments, encoders: Encoders, size: LatentSize, model: TransformerConfig
+) -> int:
+    """Return the bytes of the batch in use and of those that are copied ahead."""
+    clip = 3 * math.prod(encoders.shape[1:])
+    latents = 3 * 4 * size.channels * size.frames * size.height * size.width
+    text = 4 * model.text_length * model.text_hidden_size
+    per_sample = latents + text
+    if encoders.encodes_clips:
+        per_sample += 4 * clip + args.device_prefetch * clip
+    return args.batch_size * per_sample
+
+
+def meta_transformer(config: Config, args: TrainArguments) -> DiffusionTransformer:
+    """Build the shard of one rank without memory, as train/assembly.py does."""
+    with torch.device("meta"):
+        transformer = build_transformer(config.model)
+    for name in transformer.unused_parameter_names():
+        transformer.get_parameter(name).requires_grad_(False)
+    if args.model_parallel_size > 1:
+        no_group: Any = None  # only the size of the group counts here
+        group = ParallelGroup(0, args.model_parallel_size, no_group)
+        parallelize(transformer, group, args.sequence_parallel)
+    return transformer
+
+
+def layer_of(transformer: DiffusionTransformer, args: TrainArguments, num_rows: int) -> LayerShape:
+    config = transformer.config
+    named = transformer.blocks.named_parameters()
+    return LayerShape(
+        num_rows=num_rows,
+        width=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        bytes_per_number=DTYPES[args.precision].itemsize,
+        num_parts=args.model_parallel_size,
+        splits_rows=args.sequence_parallel,
+        adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
+        adapts_fc1="ff.net.0.proj" in config.lora_targets,
+        adapts_fc2="ff.net.2" in config.lora_targets,
+        is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
+    )
+
+
+def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
+    """Return where DeepSpeed and the optimizer keep the state of this configuration."""
+    section = to_dict(config.deepspeed)
+    zero = section.get("zero_optimization") or {}
+    number = DTYPES[args.precision].itemsize
+    device = (zero.get("offload_optimizer") or {}).get("device")
+    is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
+    given = (section.get("data_types") or {}).get("grad_accum_dtype")
+    is_long_sum = args.gradient_accumulation_steps > MOST_BF16_SUMMANDS
+    if given is None and args.bf16 and args.zero_stage == 2 and is_long_sum:
+        given = "fp32"  # as in zero_engine.deepspeed_config
+    sum_bytes = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(given), number)
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    optimizer = build_optimizer(
+        section.get("optimizer") or {}, [{"params": [weight]}], allow_import=config.allow_import
+    )
+    is_fused_adam = isinstance(optimizer, FusedEmaAdam)
+    is_fused = is_fused_adam and args.zero_stage < 3 and not is_offloaded
+    return ZeroRules(
+        stage=max(1, args.zero_stage),
+        data_size=data_size,
+        weight_bytes=number,
+        sum_bytes=sum_bytes,
+        num_moments=2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults),
+        has_ema=is_fused_adam,
+        is_fused=is_fused,
+        is_offloaded=is_offloaded,
+        overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),
+        accumulation=args.gradient_accumulation_steps,
+        bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
+        copies_gradients=not is_fused_adam or args.kernels == "torch",
+    )
+
+
+def network_of(config: Config) -> TransformerConfig:
+    return TransformerConfig(**transformer_arguments(config.model.network_config.params))
