@@ -4,6 +4,7 @@ and samples, and it can be resumed at any other layout."""
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +119,39 @@ LAYOUTS = {
     "cp 2 x tp 2 resumed at dp 1": Layout(1, model="wide", resumed_from="cp 2 x tp 2"),
     "zero-3 resumed at tp 2": Layout(2, 2, resumed_from="dp 2 x tp 2, zero-3"),
 }
+NUM_RANDOM = 16
+
+
+def random_layout(seed: int) -> Layout:
+    """Draw what no list above combines, such as ZeRO-3 with each policy of checkpointing."""
+    draw = random.Random(seed)
+    ranks, model = draw.choice([1, 2, 2, 4]), draw.choice(list(MODELS))
+    heads = 4 if model == "wide" else 2
+    sizes = [
+        (tensor, context)
+        for tensor in (1, 2, 4)
+        for context in (1, 2, 4)
+        if ranks % (tensor * context) == 0 and heads % (tensor * context) == 0
+    ]
+    tensor, context = draw.choice(sizes)
+    stage = draw.choice([0, 1, 2, 3, 3])
+    policy = draw.choice(["none", "pointwise", "attention_kept", "full", "auto"])
+    extra = [f"{POLICY}={policy}"]
+    zero = "deepspeed.zero_optimization"
+    options = {
+        ROWS: tensor > 1,
+        WHOLE: stage == 3,
+        "args.shared_memory=false": True,
+        "args.kernels=torch": True,
+        f"{zero}.use_multi_rank_bucket_allreduce=false": stage == 2,
+        f"{zero}.overlap_comm=false": stage in (1, 2),
+    }
+    extra += [word for word, is_possible in options.items() if is_possible and draw.random() < 0.4]
+    accumulation = 2 if ranks // (tensor * context) <= 2 and draw.random() < 0.5 else 1
+    return Layout(ranks, tensor, model, None, accumulation, stage, tuple(extra), context=context)
+
+
+LAYOUTS |= {f"random {seed}": random_layout(seed) for seed in range(NUM_RANDOM)}
 
 
 def launch(ranks: int, runs: list[list[str]]) -> None:
