@@ -233,7 +233,7 @@ class TrainArguments:
     eval_with_ema: bool = True
     # copy sampled videos to TensorBoard (as small GIFs) and, with args.wandb, to W&B
     log_videos: bool = True
-    # number of timestep bands with a separate held-out loss
+    # number of timestep bands with a separate training loss and held-out loss
     eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
 
     # --- sampling ---

@@ -66,6 +66,7 @@ from cogfast.train.run.folder import (
     tensorboard_folder,
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.health.learning import Learning, LearningHints
 from cogfast.train.run.health.nonfinite import NonfiniteCheck
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.health.speed import SpeedCheck
@@ -211,6 +212,8 @@ class Trainer:
             args.compile,
             args.batch_size * self._most_rows(transformer, sizes),
         )
+        hints = LearningHints(args, self.learning_rate, self.num_steps, self.num_trained)
+        self.learning = Learning(args, self.diffusion.loss, self.engine, self.groups, hints)
         self.evaluator = Evaluator(
             self.engine,
             self.diffusion,
@@ -379,7 +382,9 @@ class Trainer:
         with self.profiler.range("forward"):
             denoiser, loss_fn = self.diffusion.denoiser, self.diffusion.loss
             assert loss_fn is not None, "preflight asks for one"
-            return loss_fn(self.engine, denoiser, latents, conditioning, rng).mean()
+            losses = loss_fn(self.engine, denoiser, latents, conditioning, rng)
+        self.learning.bands.add(rng, losses)
+        return losses.mean()
 
     def _loss_at(self, step: int, batch: dict) -> Tensor:
         """Return the loss of a micro-batch of `step`, which counts from 1, with the current weights."""
@@ -442,6 +447,7 @@ class Trainer:
             samples_per_step=self.global_batch,
             tensorboard_folder=tensorboard_folder(self.folder, self.args),
             wandb_project=self.args.wandb_project_name if self.args.wandb else None,
+            learning=self.learning,
         )
 
     def _announce(self) -> None:

@@ -112,13 +112,12 @@ class ProcessGroups:
     def first_of_model(self) -> int:
         return self.data_rank * self.model_size
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of `value` over the data-parallel ranks, on the device."""
-        if self.data_size > 1:
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks, on the device."""
+        if self.world_size > 1:
             # all_reduce works in place, and the caller keeps its tensor.
             value = value.clone()
-            dist.all_reduce(value, group=self.data)
-            value /= self.data_size
+            dist.all_reduce(value)
         return value
 
     def broadcast_tensor_in_model(self, value: Tensor) -> Tensor:

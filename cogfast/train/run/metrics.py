@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import NotRequired
@@ -26,6 +27,8 @@ from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
+from cogfast.train.run.health.learning import Learning
+from cogfast.train.run.health.loss_curve import loss_figure
 from cogfast.train.run.health.nonfinite import FirstBad
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
@@ -75,8 +78,10 @@ class Metrics:
         samples_per_step: int,
         tensorboard_folder: Path,
         wandb_project: str | None,
+        learning: Learning,
     ) -> None:
         self.folder, self.groups, self.config = folder, groups, config
+        self.learning = learning
         self.num_steps, self.samples_per_step = num_steps, samples_per_step
         self.loss_sum = torch.zeros(2, device=groups.device)  # sum and number of finite losses
         self.num_unlogged_steps = 0  # since the last line
@@ -94,6 +99,7 @@ class Metrics:
             running = [line["loss_running"] for line in self.history if line.get("loss_running")]
             self.running_loss = running[-1] if running else math.nan
             self._open_writers(start_step, tensorboard_folder, wandb_project)
+            learning.hints.start(start_step)
 
     def _open_writers(
         self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
@@ -158,21 +164,28 @@ class Metrics:
     ) -> tuple[int, bool]:
         """Write the line of `step`. Returns the number of steps skipped in a row until now, and
         whether fp16's loss scale had to fall below its minimum. first_bad: gets its marks."""
+        groups, size = self.groups, self.groups.data_size
         # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
-        # rank, times data_size, turns the mean into a gather.
-        waits = [0.0] * self.groups.data_size
-        waits[self.groups.data_rank] = self.groups.data_size * self.waited
-        marks = self.loss_sum.new_zeros(0) if first_bad is None else first_bad.marks()
-        sums = torch.cat([self.loss_sum, marks, self.loss_sum.new_tensor(waits)])
-        means = self.groups.mean(sums)
-        # Equal on all ranks already, so they are not averaged.
+        # rank turns the sum into a gather.
+        waits = self.loss_sum.new_zeros(size)
+        waits[groups.data_rank] = self.waited
+        marks = waits[:0] if first_bad is None else first_bad.marks()
+        parts = [self.loss_sum / size, self.learning.bands.sums.flatten(), marks / size, waits]
+        # All ranks of one model have the same losses: its first rank gives them.
+        if not groups.is_first_of_model:
+            parts = [torch.zeros_like(part) for part in parts]
+        parts.append(self.learning.update_ratio.squares().to(waits))
+        sums = groups.sum(torch.cat(parts))
+        # Equal on all ranks already, so they are not summed.
         skips = (engine.num_skipped, engine.num_skipped_in_a_row, engine.is_loss_scale_spent)
-        others = torch.stack([n.to(means) for n in (engine.grad_norm, *skips)])
-        packed = torch.cat([means, others]).tolist()  # sync: one per interval
-        total, number, *waits, norm, skipped, in_a_row, is_spent = packed
+        parts.append(torch.stack([n.to(sums) for n in (engine.grad_norm, *skips)]))
+        packed = iter(torch.cat([sums, parts[-1]]).tolist())  # sync: one per interval
+        (total, number), bands, means, waits, (change, weights), others = (
+            [*islice(packed, len(part))] for part in parts
+        )
+        norm, skipped, in_a_row, is_spent = others
         if first_bad is not None:
-            first_bad.read(waits[: len(marks)], step)
-        waits = waits[len(marks) :]
+            first_bad.read(means, step)
         seconds = time.perf_counter() - self.interval_start
         loss = total / number if number else math.nan
         if math.isfinite(loss):
@@ -192,6 +205,7 @@ class Metrics:
             "loss_running": self.running_loss,
             "lr": lr,
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
+            "update_ratio": math.sqrt(change / weights) if weights else None,
             "step_ms": 1000 * seconds / self.num_timed_steps,
             "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
             **dataclasses.asdict(CLOCK.take()),
@@ -202,12 +216,16 @@ class Metrics:
             "skipped": int(skipped),
             "skipped_in_a_row": int(in_a_row),
             **memory_gib(self.groups.device),
+            **self.learning.bands.named(bands),
         }
         self.last_line = line
         self.loss_sum.zero_()
+        self.learning.bands.sums.zero_()
         self.num_unlogged_steps = 0
         self.write(step, line)
         self._log_line(step, line)
+        if groups.is_main:
+            self.learning.hints.after_line(step, self.history)
         self.restart_clock()
         return int(in_a_row), bool(is_spent)
 
@@ -279,36 +297,11 @@ class Metrics:
             self.page.write(self.history)
 
     def draw_loss(self) -> None:
-        """Draw loss.png: the training loss, its running mean and the held-out loss over the steps."""
+        """Draw loss.png; a failure is logged."""
         lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
         if not self.groups.is_main or not lines:
             return
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4))
-        # Not pyplot, which keeps every figure of the process.
-        FigureCanvasAgg(figure)
-        # A fixed rectangle: a layout that fits the labels draws everything twice.
-        axes = figure.add_axes((0.09, 0.13, 0.89, 0.79))
-        steps = [line["step"] for line in lines]
-        axes.plot(steps, [line["loss"] for line in lines], color="#9db8d9", lw=1, label="loss")
-        running = [line["loss_running"] for line in lines]
-        axes.plot(steps, running, color="#1f4e9c", lw=2, label="running mean")
-        held_out = [line for line in self.history if "valid_loss" in line]
-        if held_out:
-            axes.plot(
-                [line["step"] for line in held_out],
-                [line["valid_loss"] for line in held_out],
-                "o-",
-                color="#d1495b",
-                ms=4,
-                label="held out",
-            )
-        axes.set(xlabel="step", ylabel="loss", title=self.folder.name)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
+        figure = loss_figure(self.history, self.folder.name)
         try:
             write_whole(
                 self.folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png")

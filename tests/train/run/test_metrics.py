@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.plan.flops import forward_flops, train_flops
+from cogfast.train.run.health.learning import BandLosses
 from cogfast.train.run.metrics import Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
@@ -48,6 +49,11 @@ KEYS = {
     "memory_rss_gib",
     "skipped",
     "skipped_in_a_row",
+    "update_ratio",
+    "train_loss_band_0",
+    "train_loss_band_1",
+    "train_loss_band_2",
+    "train_loss_band_3",
 }
 
 
@@ -100,11 +106,16 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
     sent: list[Tensor] = []
 
     class TwoRanks(ProcessGroups):
-        def mean(self, value: Tensor) -> Tensor:
+        def sum(self, value: Tensor) -> Tensor:
             sent.append(value)
-            return (sent[-2] + value) / 2 if len(sent) % 2 == 0 else value
+            return sent[-2] + value if len(sent) % 2 == 0 else value
 
     model = tiny("5b").config
+    learning = SimpleNamespace(
+        bands=BandLosses(4, None, torch.device("cpu")),
+        update_ratio=SimpleNamespace(squares=lambda: torch.zeros(2)),
+        hints=SimpleNamespace(start=lambda step: None, after_line=lambda step, lines: None),
+    )
     both = [
         Metrics(
             tmp_path,
@@ -115,6 +126,7 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             samples_per_step=2,
             tensorboard_folder=tmp_path / "board",
             wandb_project=None,
+            learning=learning,
         )
         for rank in (1, 0)
     ]

@@ -1,0 +1,103 @@
+"""The size of an update beside the size of the weights, computed from the optimizer's state.
+
+After a step of Adam or AdamW its moments m and v, its count t and the weights p say how the step
+changed the weights; nothing has to be kept from before the step:
+
+    u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    |change| = lr |u|,  with decoupled weight decay w:  lr |u + w p| / (1 - lr w)
+
+It takes one pass over the partition of this rank, at logging steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of
+
+_CHUNK = 1 << 22  # elements at a time: intermediate results take tens of MB, and not a partition
+
+
+class UpdateRatio:
+    """Computes norm(change of the last step) / norm(weights) over all trained weights.
+
+    Other optimizers than FusedEmaAdam, torch's Adam and AdamW, and an offloaded one, have no ratio.
+    """
+
+    def __init__(self, engine: ZeroEngine, groups: ProcessGroups) -> None:
+        self.engine = engine
+        self.is_decoupled, is_known = _kind_of(engine.optimizer)
+        self.has_ratio = is_known and engine.parts[0].device == groups.device
+        self.ranges = list(self._ranges(groups)) if self.has_ratio else []
+
+    def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, int, int]]:
+        """Yield (part, start, end) of the elements that this rank counts, neighbours joined."""
+        parameters = dict(self.engine.transformer.named_parameters())
+        # Each rank of a model has the weights that are not sharded: the first counts them.
+        counted = [
+            piece
+            for piece in self.engine.slices
+            if groups.is_first_of_model or shard_of(parameters[piece.parameter]) is not None
+        ]
+        counted.sort(key=lambda piece: (piece.part, piece.offset))
+        for part, pieces in groupby(counted, lambda piece: piece.part):
+            start = end = next_start = None
+            for piece in pieces:
+                next_start = piece.offset
+                if start is None or next_start != end:
+                    if start is not None and end is not None:
+                        yield part, start, end
+                    start = next_start
+                end = next_start + piece.numel
+            if start is not None and end is not None:
+                yield part, start, end
+
+    @torch.no_grad()
+    def squares(self) -> Tensor:
+        """Return this rank's sums of squares of the last change and of the weights, [2] on the device.
+
+        Both are 0 where there is no ratio. The change is 0 if the step was skipped.
+        """
+        engine = self.engine
+        found = torch.zeros(2, device=engine.num_skipped.device)
+        # A first step that was skipped leaves no state.
+        if not self.has_ratio or "exp_avg" not in engine.state(0):
+            return found
+        for part, start, end in self.ranges:
+            for at in range(start, end, _CHUNK):
+                change, weights = self._chunk(part, at, min(_CHUNK, end - at))
+                found += torch.stack([sum_of_squares([x]).float() for x in (change, weights)])
+        found[0] *= (engine.num_skipped_in_a_row == 0).to(found)
+        return found
+
+    def _chunk(self, part: int, start: int, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the last change of some elements, up to its sign, and their weights."""
+        engine, state, group = self.engine, self.engine.state(part), self.engine.group_of(part)
+        p, m, v = (
+            x.detach().narrow(0, start, numel)
+            for x in (engine.parts[part], state["exp_avg"], state["exp_avg_sq"])
+        )
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        first: Tensor | float = 1.0
+        second: Tensor | float = 1.0
+        if group.get("bias_correction", True):
+            first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        change = (v / second).sqrt_().add_(group["eps"]).reciprocal_().mul_(m).div_(first)
+        if self.is_decoupled:
+            change = change.add_(p, alpha=decay).div_(1 - lr * decay)
+        return change.mul_(lr), p
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
+    """Return whether weight decay is decoupled, and whether the formula holds for the optimizer."""
+    if isinstance(optimizer, FusedEmaAdam):
+        return optimizer.adam_w_mode, True
+    is_plain = not any(g.get("amsgrad") or g.get("maximize") for g in optimizer.param_groups)
+    kinds = (torch.optim.Adam, torch.optim.AdamW)
+    return type(optimizer) is torch.optim.AdamW, type(optimizer) in kinds and is_plain
