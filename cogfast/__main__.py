@@ -225,7 +225,8 @@ def plan(argv: Sequence[str]) -> None:
     start_logging()
     from cogfast.diagnostics.plan import describe_plan
 
-    sys.stdout.write(describe_plan(config, request.gpu, request.num_gpus, request.as_json))
+    options = (request.gpu, request.num_gpus, request.as_json, request.link, request.has_table)
+    sys.stdout.write(describe_plan(config, *options))
 
 
 def report(argv: Sequence[str]) -> None:

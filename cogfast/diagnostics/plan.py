@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cogfast.config import Config
+from cogfast.diagnostics.plan_times import layout_table, predict_step, time_lines
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.distributed.parallelize import run_without_dynamo
@@ -17,6 +19,7 @@ from cogfast.train.plan.activations import describe
 from cogfast.train.plan.fixes import Fix, find_fixes
 from cogfast.train.plan.gpus import Gpu, find_gpu, parse_gpu
 from cogfast.train.plan.memory import GIB, MemoryPlan, network_of, plan_memory, setup_of, usable
+from cogfast.train.plan.step_time import StepTime
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.video_size import largest_size
 
@@ -52,10 +55,13 @@ def describe_plan(
     gpu: str | None = None,
     num_gpus: int | None = None,
     as_json: bool = False,
+    link: float | None = None,
+    has_table: bool = False,
 ) -> str:
     """Return the prediction for `config` as text or JSON.
 
-    gpu: of --gpu. num_gpus: of --gpus; None: of this launch. Raises ValueError for a name that is
+    gpu: of --gpu. num_gpus: of --gpus; None: of this launch. link: of --link, GB/s. has_table: add the
+    table of layouts. Raises ValueError for a name that is
     not known and for a number of GPUs that does not divide.
     """
     run_without_dynamo()
@@ -68,8 +74,16 @@ def describe_plan(
         check_global_batch(config, args, world_size)
     plan = plan_memory(setup_of(config, args, world_size), card.memory)
     fixes = find_fixes(config, args, plan)
-    write = to_json if as_json else to_text
-    return write(config, args, plan, card.name, fixes)
+    step = None if card.entry is None else predict_step(config, args, plan, card.entry, link)
+    if as_json:
+        return to_json(config, args, plan, card.name, fixes, step)
+    text = to_text(config, args, plan, card.name, fixes)
+    if card.entry is not None:
+        text += "\n" + "\n".join(time_lines(step)) + "\n"
+    if has_table:
+        table = layout_table(config, args, card.memory, card.entry, link)
+        text += "\n" + "\n".join(table) + "\n"
+    return text
 
 
 def to_text(
@@ -93,7 +107,12 @@ def to_text(
 
 
 def to_json(
-    config: Config, args: TrainArguments, plan: MemoryPlan, card_name: str, fixes: Sequence[Fix]
+    config: Config,
+    args: TrainArguments,
+    plan: MemoryPlan,
+    card_name: str,
+    fixes: Sequence[Fix],
+    step: StepTime | None = None,
 ) -> str:
     found = {
         "gpu": card_name or None,
@@ -107,6 +126,7 @@ def to_json(
         "peak": plan.peak,
         "peak_phase": plan.largest.name,
         "fits": plan.fits if plan.card is not None else None,
+        "step": None if step is None else {**dataclasses.asdict(step), "seconds": step.seconds},
         "fixes": [{"change": fix.words, "peak": fix.plan.peak} for fix in fixes],
     }
     return json.dumps(found, indent=2) + "\n"
