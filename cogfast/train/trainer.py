@@ -66,6 +66,7 @@ from cogfast.train.run.folder import (
     tensorboard_folder,
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.health.hang import HangWatch
 from cogfast.train.run.health.learning import Learning, LearningHints
 from cogfast.train.run.health.nonfinite import NonfiniteCheck
 from cogfast.train.run.health.progress import Progress
@@ -269,7 +270,8 @@ class Trainer:
                 num_trained=self.num_trained,
             )
         speed = SpeedCheck(engine.transformer.config, args, self.groups.device, self.step)
-        with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop:
+        hang = HangWatch(self.progress, self.groups, self.folder, args.hang_minutes)
+        with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop, hang:
             # The writer exits first: a pending save is complete before anything else is closed.
             with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
                 # Training mode also selects the checkpointed versions of the blocks (use_calls).
@@ -313,6 +315,7 @@ class Trainer:
                     # SAT's key: end here, after the save below, and let the user resume.
                     if self._is_due(args.exit_interval):
                         break
+                self.progress.enter("end")
                 # saved_step is valid only after this.
                 self.writer.wait()
                 # A last save may have failed, or the run ended between two of them.

@@ -32,5 +32,5 @@ def test_a_run_enters_the_phases_of_its_steps(
     assert (trainer.progress.phase, trainer.progress.num_moves) == ("start", 0)
     trainer.train()
     first, second = [[(i, phase) for phase in MICRO_BATCH * 2] for i in (0, 1)]
-    assert entered == [*first, *second, (1, "log"), (1, "evaluation"), (1, "save")]
+    assert entered == [*first, *second, (1, "log"), (1, "evaluation"), (1, "end"), (1, "save")]
     assert trainer.progress.num_moves == len(entered)
