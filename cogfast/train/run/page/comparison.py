@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from cogfast.train.run.page.markup import Markup, address, code, table, tag
 from cogfast.train.run.page.record import RunRecord
 from cogfast.train.run.page.samples import Sample
-from cogfast.train.run.page.sections import clip, curves, grid, number, pixels_of, section, toolbar
+from cogfast.train.run.page.sections import (
+    NUM_RECENT,
+    clip,
+    curves,
+    grid,
+    number,
+    pixels_of,
+    section,
+    toolbar,
+)
 from cogfast.train.run.page.settings import show
 
 
@@ -25,10 +35,12 @@ def summary(records: Sequence[RunRecord], names: Sequence[str], page: Path) -> M
     """Return a table with a row per run: its colour in the plots and its last numbers."""
     rows = []
     for i, (name, record) in enumerate(zip(names, records, strict=True)):
-        last = lambda key, found=record: (
-            number(found.columns[key].last) if key in found.columns else ""
+        columns = record.columns
+        last = lambda key, found=columns: number(found[key].last) if key in found else ""
+        recent = lambda key, found=columns: (
+            number(median(found[key].finite[-NUM_RECENT:]), 3) if key in found else ""
         )
-        loss = "loss_running" if "loss_running" in record.columns else "loss"
+        loss = "loss_running" if "loss_running" in columns else "loss"
         label: object = name
         if (record.folder / "index.html").is_file():
             label = tag("a", name, href=address(record.folder, "index.html", page))
@@ -39,12 +51,12 @@ def summary(records: Sequence[RunRecord], names: Sequence[str], page: Path) -> M
                 f"{record.step:,}",
                 last(loss),
                 last("valid_loss"),
-                last("step_ms"),
-                last("samples_per_s"),
+                recent("step_ms"),
+                recent("samples_per_s"),
             ]
         )
     heads = ("Run", "Step", "Loss", "Held-out loss", "ms per step", "Samples/s")
-    return table(heads, rows, range(1, len(heads)))
+    return table(heads, rows, range(1, len(heads)), is_stacked=True)
 
 
 def sections_of(

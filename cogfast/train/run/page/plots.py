@@ -132,6 +132,8 @@ def plots_of_runs(runs: Sequence[tuple[str, Mapping[str, Column]]]) -> Iterator[
         ]
         plot = named.get(key, Plot("", key, (key,)))
         title = plot.title if plot.keys == (key,) else _TITLES.get(key, key)
+        if plot.name == "memory":
+            title = f"{plot.title}, {_LABELS.get(key, key)}"
         encoded = _encoded(replace(plot, name=f"key-{key}", title=title, about=""), lines)
         yield {**encoded, "more": key not in first and key not in later}
 

@@ -14,6 +14,7 @@ from cogfast.train.run.page.samples import Evaluation
 from cogfast.train.run.page.settings import NAME as CONFIG_NAME
 from cogfast.train.run.page.settings import Setting, show
 
+NUM_RECENT = 100  # last lines, whose median is the speed of now
 _DEFAULT_PIXELS = (480, 720)  # rows, columns of a video whose size is unknown
 _FILES = (
     CONFIG_NAME,
@@ -22,6 +23,7 @@ _FILES = (
     "metrics.jsonl",
     "loss.png",
     "bad_samples.jsonl",
+    "nonfinite",
     "samples",
     "checkpoints",
     "validation_res",
@@ -87,15 +89,15 @@ def _tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
         at = held_out.steps[held_out.values.index(best)]
         yield "Held-out loss", number(held_out.last), f"lowest {number(best)} at step {at:,}"
     if "step_ms" in columns:
-        recent = columns["step_ms"].finite[-100:]
+        recent = columns["step_ms"].finite[-NUM_RECENT:]
         left = ""
         if record.num_steps is not None and record.step < record.num_steps:
             left = f"{duration((record.num_steps - record.step) * median(recent) / 1000)} left"
         yield "Time of a step", f"{number(median(recent), 3)} ms", left
     if "samples_per_s" in columns:
-        rate = median(columns["samples_per_s"].finite[-100:])
+        rate = median(columns["samples_per_s"].finite[-NUM_RECENT:])
         mfu = columns.get("mfu")
-        note = f"{100 * median(mfu.finite[-100:]):.1f}% MFU" if mfu is not None else ""
+        note = f"{100 * median(mfu.finite[-NUM_RECENT:]):.1f}% MFU" if mfu is not None else ""
         yield "Throughput", f"{number(rate, 3)}/s", note or "samples"
     for key, name in (
         ("memory_reserved_gib", "GPU memory"),
