@@ -211,6 +211,8 @@ class TrainArguments:
     # --- evaluation ---
     # steps between evaluations; None: no evaluation
     eval_interval: Count | None = None
+    # evaluate before the first step, too; a run that resumes does not repeat it
+    eval_at_start: bool = False
     # evaluate once more after the last step
     eval_at_end: bool = False
     # batches per evaluation
@@ -297,7 +299,7 @@ class TrainArguments:
     @property
     def has_evaluation(self) -> bool:
         """Whether training evaluates at all."""
-        return self.eval_interval is not None or self.eval_at_end
+        return self.eval_interval is not None or self.eval_at_start or self.eval_at_end
 
     @property
     def precision(self) -> Precision:

@@ -83,7 +83,7 @@ class Evaluator:
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self.report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None
         if args.has_evaluation and dataset is None and not self._has_prompts():
-            key = "eval_at_end=true"
+            key = f"eval_at_{'end' if args.eval_at_end else 'start'}=true"
             if args.eval_interval is not None:
                 key = f"eval_interval={args.eval_interval}"
             prompts = "args.eval_prompts or args.eval_prompt_file"

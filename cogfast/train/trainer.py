@@ -276,6 +276,8 @@ class Trainer:
             with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
                 # Training mode also selects the checkpointed versions of the blocks (use_calls).
                 engine.transformer.train()
+                if args.eval_at_start and self.step == 0:
+                    self._evaluate(metrics, stop)
                 while self.step < self.num_steps and not stop.is_agreed():
                     lr = self.learning_rate(self.step)
                     profiler.begin_step(self.step)

@@ -336,6 +336,28 @@ def test_videos_reach_tensorboard_and_wandb(
     assert (picture.format, round(seconds * 8)) == ("GIF", 9)
 
 
+def test_an_evaluation_before_the_first_step_is_made_once(tmp_path: Path, data: Path) -> None:
+    """Without learning, both evaluations are equal to the byte. A run that resumes adds none."""
+    rate = ("deepspeed.optimizer.params.lr=0.0", "deepspeed.optimizer.params.weight_decay=0.0")
+    args = {"eval_at_start": True, "eval_prompts": ["a bar"], "eval_sampling_steps": 1}
+    trainer = make(tmp_path, data, overrides=rate, **args)
+    before = trainer.evaluator(7, trainer.latent_size)
+    trainer.train()
+    first, *_, last = found = lines(tmp_path)
+    assert [line["step"] for line in found] == [0, 1, 2, 2]
+    assert first == {"step": 0, **before} and last == {**first, "step": 2}
+    (video,) = samples(tmp_path, 0).glob("*.mp4")
+    assert video.read_bytes() == (samples(tmp_path) / video.name).read_bytes()
+    assert (samples(tmp_path, 0) / "contact_sheet.png").is_file()
+    events = EventAccumulator(str(run_folder(tmp_path / "runs") / "tensorboard")).Reload()
+    (tag,) = events.Tags()["images"]
+    assert [event.step for event in events.Images(tag)] == [0, 2]
+
+    resume = (*rate, "args.resume=latest", "args.train_iters=3")
+    make(tmp_path, data, overrides=resume, **args).train()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 2, 3]
+
+
 def test_logging_no_videos_leaves_the_files(tmp_path: Path, data: Path) -> None:
     args = {"eval_prompts": ["a bar"], "eval_sampling_steps": 1, "log_videos": False}
     make(tmp_path, data, valid_data=[], **args).train()

@@ -100,6 +100,7 @@ def _changes(config: Config, args: TrainArguments, plan: MemoryPlan) -> Iterator
     yield from _rank_changes(config, args, setup)
     if setup.eval_rows:
         words = "args.eval_interval=null args.eval_at_end=false"
+        words += " args.eval_at_start=false" if args.eval_at_start else ""
         change = lambda s: dataclasses.replace(s, eval_rows=0, encoders=_without_evaluation(s))
         yield _Change("evaluation", words, _NO_EVALUATION, change)
     if setup.layer.is_frozen:

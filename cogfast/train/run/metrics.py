@@ -349,7 +349,8 @@ def _history_until(step: int, path: Path) -> list[dict]:
             lines.append(parse_json(cut, _LINE, path.name))
     except ValueError as error:
         problem = error
-    lines = [line for line in lines if line["step"] <= step]
+    # A run that starts again evaluates again before its first step.
+    lines = [line for line in lines if line["step"] <= step and step > 0]
     try:
         if problem is not None:
             kept = set_aside(path)
