@@ -261,6 +261,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
         "latest",
     ]
     Image.open(run / "loss.png").verify()
+    assert "step 6 of 6" in (run / "index.html").read_text()
     ours = [record for record in caplog.records if record.name.startswith("cogfast")]
     warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     warnings = [text for text in warnings if "File too large" in text]
@@ -269,6 +270,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
         "events.out",
         "sampling at step 4",
         "loss.png",
+        "index.html",
         "checkpoint of step 4",
     )
     for what in about:
@@ -319,7 +321,8 @@ def test_a_disk_that_stays_full_ends_a_run_in_one_line(
     assert files(run) == before and "checkpoints/00000002/manifest.json" in before
     ours = [r for r in caplog.records if r.name.startswith("cogfast")]
     failed = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
-    for what in ("metrics.jsonl", "events.out", "sampling at step 4", "loss.png", "profile:"):
+    pictures = ("loss.png", "index.html")
+    for what in ("metrics.jsonl", "events.out", "sampling at step 4", *pictures, "profile:"):
         assert len([text for text in failed if what in text and "cannot" in text]) == 1, failed
     assert "Traceback" not in caplog.text
 
