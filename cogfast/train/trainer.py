@@ -398,6 +398,8 @@ class Trainer:
             return self.compute_loss(batch)
         finally:
             self.step = now
+            # Zero since the log line: training did not compute this loss.
+            self.learning.bands.sums.zero_()
 
     def _random(self, batch: dict) -> SlotRandom:
         first = next(v for v in batch.values() if isinstance(v, Tensor))

@@ -104,6 +104,8 @@ def test_a_bad_sample_stops_the_run_and_is_named(stopped: tuple[Path, str, Train
     assert recorded.batch["encoded_videos"][0].isnan().sum() == 1
     assert recorded.inputs["timesteps"][0].item() == timestep(trainer)
     assert recorded.report in error
+    # The losses of the second run are no training losses.
+    assert not trainer.learning.bands.sums.any()
 
 
 def test_a_replay_says_the_same(
