@@ -50,6 +50,7 @@ from cogfast.train.optimizer import (
     parameter_groups,
     warn_of_long_warmup,
 )
+from cogfast.train.plan.out_of_memory import MemoryWatch
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
@@ -189,6 +190,10 @@ class Trainer:
             args.kernels,
             config.allow_import,
         )
+        # Before ZeRO-3 divides the parameters.
+        self.memory = MemoryWatch(
+            config, args, self.groups, transformer, self.progress, self.folder, self._how_to_resume
+        )
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
         self.engine = ZeroEngine(
@@ -215,6 +220,7 @@ class Trainer:
         )
         hints = LearningHints(args, self.learning_rate, self.num_steps, self.num_trained)
         self.learning = Learning(args, self.diffusion.loss, self.engine, self.groups, hints)
+        self.memory.checkpointing = self.checkpointing
         self.evaluator = Evaluator(
             self.engine,
             self.diffusion,
@@ -273,7 +279,7 @@ class Trainer:
         hang = HangWatch(self.progress, self.groups, self.folder, args.hang_minutes)
         with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop, hang:
             # The writer exits first: a pending save is complete before anything else is closed.
-            with self._open_metrics() as metrics, batches, profiler, checkpointing, self.writer:
+            with self._open_metrics() as metrics, batches, profiler, self.memory, self.writer:
                 # Training mode also selects the checkpointed versions of the blocks (use_calls).
                 engine.transformer.train()
                 if args.eval_at_start and self.step == 0:
@@ -294,6 +300,7 @@ class Trainer:
                         self.nonfinite.first_bad.add_loss(loss)
                     self.step += 1
                     checkpointing.after_step()
+                    self.memory.after_step()
                     metrics.end_step(self.step, self.num_tokens)
                     self.gradient_check.after_step(self.step)
                     self.replica_check.after_step(self.step)
@@ -477,6 +484,8 @@ class Trainer:
                 "trained": f"{self.num_trained / 1e6:.2f} M parameters",
             }
         )
+        if groups.device.type == "cuda":
+            logger.info("memory planned for each GPU: %s", self.memory.plan().summary())
 
     def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -124,10 +123,7 @@ def apply_policies(
 
 
 class ActivationCheckpointing:
-    """Chooses and applies the policies of a run.
-
-    As a context manager it turns an out-of-memory error into a message that names a policy that fits.
-    """
+    """Chooses and applies the policies of a run."""
 
     def __init__(
         self,
@@ -224,20 +220,8 @@ class ActivationCheckpointing:
         """Return the bytes that a step adds to those in use before it."""
         return self._on_top(layer) + kept_by_all(layer, policies)
 
-    def __enter__(self) -> ActivationCheckpointing:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # Sampling in an evaluation keeps no activations, so no policy would help there.
-        if isinstance(error, torch.OutOfMemoryError) and self.transformer.training:
-            raise RuntimeError(f"out of memory: {self._advice()}") from None
-
-    def _advice(self) -> str:
+    def advice(self) -> str:
+        """Name the policy that would fit after an out-of-memory error, or say that none would."""
         smaller = (
             "a smaller deepspeed.train_micro_batch_size_per_gpu, fewer frames or a smaller size, or "
             "more GPUs to share the optimizer's state"

@@ -133,13 +133,16 @@ def usable(card: int) -> int:
     return int((1 - MARGIN) * card)
 
 
-def plan_memory(setup: Setup, card: int | None) -> MemoryPlan:
-    """Predict the peaks; `auto` gets the policies that fit on the card."""
-    policies = (
-        choose_policies(setup, usable(card) if card else None)
-        if setup.choice == "auto"
-        else (as_policy(setup.choice),) * setup.num_layers
-    )
+def plan_memory(
+    setup: Setup, card: int | None, policies: tuple[Policy, ...] | None = None
+) -> MemoryPlan:
+    """Predict the peaks. policies: None: those of the setup; `auto` gets the ones that fit on the card."""
+    if policies is None:
+        policies = (
+            choose_policies(setup, usable(card) if card else None)
+            if setup.choice == "auto"
+            else (as_policy(setup.choice),) * setup.num_layers
+        )
     return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
 
 

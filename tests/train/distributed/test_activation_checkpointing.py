@@ -275,12 +275,12 @@ CHOICES = {
     "2b lora, H100": ("2b", True, 1, 79, 4.3, {"none": 30}),
     "5b lora, H200": ("5b", True, 1, 139, 12.8, {"none": 42}),
     "5b lora, H100": ("5b", True, 1, 79, 12.8, {"none": 42}),
-    "5b, one H200": ("5b", False, 1, 139, 103.8, {"attention_kept": 24, "pointwise": 18}),
-    "5b, two H200": ("5b", False, 1, 139, 57.1, {"pointwise": 15, "none": 27}),
+    "5b, one H200": ("5b", False, 1, 139, 103.8, {"attention_kept": 25, "pointwise": 17}),
+    "5b, two H200": ("5b", False, 1, 139, 57.1, {"pointwise": 16, "none": 26}),
     "5b, eight H100": ("5b", False, 1, 79, 22.0, {"pointwise": 40, "none": 2}),
     "5b, one H100": ("5b", False, 1, 79, 103.8, {"full": 42}),
     "1.5 lora, H200": ("1.5", True, 1, 139, 12.8, {"attention_kept": 4, "pointwise": 38}),
-    "1.5, one H200": ("1.5", False, 1, 139, 103.8, {"full": 1, "attention_kept": 41}),
+    "1.5, one H200": ("1.5", False, 1, 139, 103.8, {"full": 3, "attention_kept": 39}),
 }
 
 

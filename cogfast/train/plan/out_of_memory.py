@@ -1,0 +1,160 @@
+"""The predicted memory of a run beside what it takes, and an error that names the fix if it runs out.
+
+Nothing runs between the steps: phase and block are read from the run's state and from the traceback
+after an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from cogfast.config import Config
+from cogfast.core.files import write_text
+from cogfast.model.block import Block
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.plan.activations import free_memory
+from cogfast.train.plan.fixes import find_fixes
+from cogfast.train.plan.memory import GIB, MemoryPlan, plan_memory, setup_of
+from cogfast.train.run.health.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_MEASURED_STEP = 2  # the first one allocates the optimizer's state
+# PyTorch's allocator of host memory raises a plain RuntimeError with one of these.
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
+# Phase of a run (Progress) -> phase of a plan
+_PHASES = {"encode": "encoding clips", "evaluation": "evaluation", "optimizer": "optimizer step"}
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error says that memory of the device or of the host is exhausted."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _CPU_MESSAGES)
+
+
+class MemoryWatch:
+    """Compares plan and reality, and as a context manager explains an out-of-memory error.
+
+    transformer: of the run, before ZeRO partitions it. how_to_resume: describes the last checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        args: TrainArguments,
+        groups: ProcessGroups,
+        transformer: DiffusionTransformer,
+        progress: Progress,
+        folder: Path,
+        how_to_resume: Callable[[], str],
+    ) -> None:
+        self.config, self.args, self.groups = config, args, groups
+        self.blocks = [block for block in transformer.blocks if isinstance(block, Block)]
+        self.progress, self.folder, self.how_to_resume = progress, folder, how_to_resume
+        self.checkpointing: ActivationCheckpointing | None = None
+        self.setup = setup_of(config, args, groups.world_size, transformer)
+        self.num_steps = 0
+
+    def plan(self) -> MemoryPlan:
+        """Return the plan for this device, with the policies that the run uses if it has chosen."""
+        chosen = self.checkpointing
+        policies = chosen.policies if chosen is not None and chosen.is_settled else None
+        return plan_memory(self.setup, free_memory(self.groups.device)[1], policies)
+
+    def after_step(self) -> None:
+        """Log prediction and peak of a step, once, and write plan.json. On a GPU only, whose allocator
+        counts."""
+        self.num_steps += 1
+        device, measured = self.groups.device, _MEASURED_STEP
+        if self.setup.choice == "auto":
+            measured += 1  # the policies change after the second step
+        if device.type != "cuda" or self.num_steps > measured:
+            return
+        if self.num_steps < measured:
+            torch.cuda.reset_peak_memory_stats(device)
+        elif self.groups.is_main:
+            peak, plan = torch.cuda.max_memory_allocated(device), self.plan()
+            logger.info(
+                "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
+                plan.peak / GIB,
+                peak / GIB,
+                torch.cuda.max_memory_reserved(device) / GIB,
+            )
+            write_plan(self.folder, plan, peak)
+
+    def __enter__(self) -> MemoryWatch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if is_out_of_memory(error):
+            raise RuntimeError(f"out of memory: {self.explain(traceback)}") from None
+
+    def explain(self, traceback: TracebackType | None) -> str:
+        """Return advice, phase, the plan's parts, the cheapest change and what is kept, in one line."""
+        plan, phase = self.plan(), self.progress.phase
+        parts = [] if self.checkpointing is None else [self.checkpointing.advice()]
+        block = block_of(traceback, self.blocks)
+        where = f"{phase}, block {block}" if block is not None else phase
+        parts.append(f"it happened in step {self.progress.step + 1}, phase {where}")
+        planned = next((p for p in plan.phases if p.name == _PHASES.get(phase)), plan.phases[0])
+        sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in planned.parts.items() if n)
+        parts.append(f"planned for {planned.name}: {planned.total / GIB:.1f} GiB ({sizes})")
+        fixes = find_fixes(self.config, self.args, plan)
+        if fixes:
+            peak = fixes[0].plan.peak / GIB
+            parts.append(f"the cheapest change that fits: {fixes[0].words} ({peak:.1f} GiB)")
+        snapshot = write_snapshot(self.folder)
+        if snapshot is not None:
+            parts.append(f"the allocator's history is in {snapshot}")
+        return "; ".join([*parts, self.how_to_resume()])
+
+
+def block_of(traceback: TracebackType | None, blocks: list[Block]) -> int | None:
+    """Return the number of the block that ran when an error was raised, forward or recomputed."""
+    found, places = None, {id(block): i for i, block in enumerate(blocks)}
+    while traceback is not None:
+        found = places.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
+    return found
+
+
+def write_snapshot(folder: Path) -> Path | None:
+    """Write the allocator's history, as PyTorch's memory viewer reads it, if it was recorded."""
+    # Only PyTorch with CUDA has this function.
+    is_recorded: Any = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
+    if not (torch.cuda.is_initialized() and is_recorded()):
+        return None
+    path = folder / "memory_snapshot.pickle"
+    torch.cuda.memory._dump_snapshot(str(path))
+    return path
+
+
+def write_plan(folder: Path, plan: MemoryPlan, peak: int | None) -> None:
+    """Write plan.json, which the page of the run shows. A full disk does not end the run."""
+    content = {
+        "memory": dict(plan.largest.parts),
+        "peak": plan.peak,
+        "step_ms": None,
+        "measured_peak": peak,
+        "measured_step_ms": None,
+    }
+    try:
+        write_text(folder / "plan.json", json.dumps(content, indent=2))
+    except OSError as error:
+        logger.warning("%s was not written: %s", folder / "plan.json", error)
