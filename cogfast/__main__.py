@@ -190,10 +190,17 @@ def finetune(argv: Sequence[str]) -> None:
 
     # Building a trainer translates and checks its arguments; it loads no weights.
     trainer = get_model_cls(args.model_name, args.training_type)(args)
-    if not args.dry_run:
+    if args.plan is not None:
+        from cogfast.diagnostics.plan import describe_plan
+
+        text = describe_plan(trainer.config, args.plan)
+    elif args.dry_run:
+        text = trainer.config.describe()
+    else:
         trainer.fit()
-    elif is_first_rank():
-        sys.stdout.write(trainer.config.describe())
+        return
+    if is_first_rank():
+        sys.stdout.write(text)
 
 
 def doctor(argv: Sequence[str]) -> None:

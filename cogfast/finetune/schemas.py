@@ -172,6 +172,10 @@ class Args:
         "set a key of the configuration, such as args.log_interval=1", factory=list
     )
     dry_run: bool = _own("print the configuration with the origin of each value, and stop", False)
+    plan: str | None = _own(
+        "predict memory and step time on a GPU (h100-80, 4090 or another name, or GiB), and stop",
+        None,
+    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(Args, include_extras=True)

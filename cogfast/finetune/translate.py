@@ -86,7 +86,9 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
     folder = args.model_path
     # --dry-run downloads nothing.
     if is_hub_id(str(folder)):
-        folder = hub_folder(str(folder), "--model_path", may_download=not args.dry_run)
+        folder = hub_folder(
+            str(folder), "--model_path", may_download=not (args.dry_run or args.plan is not None)
+        )
     _check_family(args, Family.of_config(identify(open_source(folder))))
     base, overrides = find_config(folder)
     settings: Settings = {}

@@ -484,8 +484,7 @@ class Trainer:
                 "trained": f"{self.num_trained / 1e6:.2f} M parameters",
             }
         )
-        if groups.device.type == "cuda":
-            logger.info("memory planned for each GPU: %s", self.memory.plan().summary())
+        self.memory.log()
 
     def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a

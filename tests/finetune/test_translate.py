@@ -14,6 +14,7 @@ import yaml
 import cogfast.train.trainer
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.diagnostics.plan import describe_plan
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
@@ -498,6 +499,18 @@ def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys
     assert main(["finetune", *given]) == 2
     message = r"zero2.json: deepspeed.train_batch_size=4 does not fit 8 data-parallel ranks"
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_plan_is_that_of_the_same_configuration(options, capsys):
+    """--plan prints what `cogfast plan` does, and starts nothing."""
+    given = words(options())
+    assert main(["finetune", *given, "--plan", "24"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == describe_plan(translate(Args(**options())), "24")
+    assert "24 GiB has 24.0 GiB" in printed
+    assert main(["finetune", *given, "--plan", "h1000"]) == 2
+    assert "h100-80" in capsys.readouterr().err
+    assert not options()["output_dir"].exists()
 
 
 def test_options_without_an_effect_are_named_once(options):

@@ -24,7 +24,7 @@ from cogfast.train.distributed.activation_checkpointing import ActivationCheckpo
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.plan.activations import free_memory
 from cogfast.train.plan.fixes import find_fixes
-from cogfast.train.plan.memory import GIB, MemoryPlan, plan_memory, setup_of
+from cogfast.train.plan.memory import GIB, MemoryPlan, Setup, plan_memory, setup_of
 from cogfast.train.run.health.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -63,21 +63,40 @@ class MemoryWatch:
         self.blocks = [block for block in transformer.blocks if isinstance(block, Block)]
         self.progress, self.folder, self.how_to_resume = progress, folder, how_to_resume
         self.checkpointing: ActivationCheckpointing | None = None
-        self.setup = setup_of(config, args, groups.world_size, transformer)
+        self.setup: Setup | None = None
         self.num_steps = 0
+        try:
+            self.setup = setup_of(config, args, groups.world_size, transformer)
+        # No run ends because it could not be predicted.
+        except Exception as error:
+            _warn(error)
 
-    def plan(self) -> MemoryPlan:
-        """Return the plan for this device, with the policies that the run uses if it has chosen."""
+    def plan(self) -> MemoryPlan | None:
+        """Return the plan for this device, with the policies that the run uses if it has chosen; None
+        if the run cannot be predicted."""
         chosen = self.checkpointing
         policies = chosen.policies if chosen is not None and chosen.is_settled else None
-        return plan_memory(self.setup, free_memory(self.groups.device)[1], policies)
+        if self.setup is None:
+            return None
+        try:
+            return plan_memory(self.setup, free_memory(self.groups.device)[1], policies)
+        except Exception as error:  # as above
+            self.setup = None
+            _warn(error)
+            return None
+
+    def log(self) -> None:
+        """Log the plan of a run on a GPU in one line. Call it at the start of the run."""
+        plan = self.plan() if self.groups.device.type == "cuda" else None
+        if plan is not None:
+            logger.info("memory planned for each GPU: %s", plan.summary())
 
     def after_step(self) -> None:
         """Log prediction and peak of a step, once, and write plan.json. On a GPU only, whose allocator
         counts."""
         self.num_steps += 1
         device, measured = self.groups.device, _MEASURED_STEP
-        if self.setup.choice == "auto":
+        if self.args.activation_checkpointing == "auto":
             measured += 1  # the policies change after the second step
         if device.type != "cuda" or self.num_steps > measured:
             return
@@ -85,6 +104,8 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats(device)
         elif self.groups.is_main:
             peak, plan = torch.cuda.max_memory_allocated(device), self.plan()
+            if plan is None:
+                return
             logger.info(
                 "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
                 plan.peak / GIB,
@@ -112,17 +133,24 @@ class MemoryWatch:
         block = block_of(traceback, self.blocks)
         where = f"{phase}, block {block}" if block is not None else phase
         parts.append(f"it happened in step {self.progress.step + 1}, phase {where}")
-        planned = next((p for p in plan.phases if p.name == _PHASES.get(phase)), plan.phases[0])
-        sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in planned.parts.items() if n)
-        parts.append(f"planned for {planned.name}: {planned.total / GIB:.1f} GiB ({sizes})")
-        fixes = find_fixes(self.config, self.args, plan)
-        if fixes:
-            peak = fixes[0].plan.peak / GIB
-            parts.append(f"the cheapest change that fits: {fixes[0].words} ({peak:.1f} GiB)")
+        if plan is not None:
+            planned = next((p for p in plan.phases if p.name == _PHASES.get(phase)), plan.phases[0])
+            sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in planned.parts.items() if n)
+            parts.append(f"planned for {planned.name}: {planned.total / GIB:.1f} GiB ({sizes})")
+            fixes = find_fixes(self.config, self.args, plan)
+            if fixes:
+                peak = fixes[0].plan.peak / GIB
+                parts.append(f"the cheapest change that fits: {fixes[0].words} ({peak:.1f} GiB)")
         snapshot = write_snapshot(self.folder)
         if snapshot is not None:
             parts.append(f"the allocator's history is in {snapshot}")
         return "; ".join([*parts, self.how_to_resume()])
+
+
+def _warn(error: Exception) -> None:
+    logger.warning(
+        "the memory of the run cannot be predicted (%s: %s)", type(error).__name__, error
+    )
 
 
 def block_of(traceback: TracebackType | None, blocks: list[Block]) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from cogfast.__main__ import _is_raised_by_cogfast
 from cogfast.config import load_config
 from cogfast.model.block import Block
+from cogfast.train.plan import out_of_memory
 from cogfast.train.plan.out_of_memory import is_out_of_memory, write_plan
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
@@ -73,3 +74,21 @@ def test_the_error_names_phase_block_and_checkpoint(
     write_plan(folder, trainer.memory.plan(), 123)
     written = json.loads((folder / "plan.json").read_text())
     assert written["peak"] == sum(written["memory"].values()) and written["measured_peak"] == 123
+
+
+def test_a_plan_that_fails_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of memory is then explained without a plan."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("a model of one's own")
+
+    monkeypatch.setattr(out_of_memory, "plan_memory", fail)
+    data = write_clips(tmp_path / "data")
+    base = write_config(tmp_path / "base.yaml", data, train_iters=1)
+    trainer = Trainer(load_config([base], []))
+    trainer.train()
+    assert trainer.memory.plan() is None and trainer.memory.plan() is None
+    assert caplog.text.count("the memory of the run cannot be predicted (KeyError") == 1
+    assert "it happened in step" in trainer.memory.explain(None)
