@@ -20,36 +20,48 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config
+from cogfast.schema.arguments import TrainArguments
 from cogfast.train import assembly, trainer
 from cogfast.train.plan.memory import GIB, MemoryPlan, plan_memory, setup_of
 
-# Latents [C, T, h, w] of a sample, and its embedding [L, E]
+# Frames, rows and columns of a clip, its latents [C, T, h, w], and its caption's embedding [L, E]
 SHAPES = {
-    "2b": ([16, 13, 60, 90], [226, 4096]),
-    "5b": ([16, 13, 60, 90], [226, 4096]),
-    "1.5_5b": ([16, 22, 96, 170], [224, 4096]),
+    "2b": ((49, 480, 720), [16, 13, 60, 90], [226, 4096]),
+    "5b": ((49, 480, 720), [16, 13, 60, 90], [226, 4096]),
+    "1.5_5b": ((81, 768, 1360), [16, 22, 96, 170], [224, 4096]),
 }
 _NUM_STEPS = 2
 
 
-def load(model: str, mode: str, words: list[str], folder: Path) -> Config:
-    latents, text = SHAPES[model]
+def load(model: str, mode: str, words: list[str], folder: Path) -> tuple[Config, Config]:
+    """Return the configuration to run, whose data are latents, and the one to plan, with their clips."""
+    (frames, rows, columns), latents, text = SHAPES[model]
     separator = "" if model.startswith("1.5") else "_"
     content: Any = OmegaConf.load(Path("configs") / f"cogvideox{separator}{model}.yaml")
     for key in ("conditioner_config", "first_stage_config"):
         del content["model"][key]
+    planned = folder / "planned.yaml"
+    OmegaConf.save(content, planned)
     content["data"] = {
         "target": "bench.checks.encoded_samples.EncodedSamples",
         "params": {"num_samples": 8, "latent_shape": latents, "text_shape": text},
     }
     OmegaConf.save(content, folder / "model.yaml")
-    files = [folder / "model.yaml", *(["configs/lora.yaml"] if mode == "lora" else [])]
+    files = [*(["configs/lora.yaml"] if mode == "lora" else []), "configs/sft.yaml"]
     given = f"""
         args.train_data=[none] args.load=null args.num_workers=0 args.warmup_steps=1 args.mode=pretrain
         args.train_iters={_NUM_STEPS} args.save_interval=null args.attention_backend=flash
     """.split()
     given.append(f"args.save={folder}")
-    return load_config([*files, "configs/sft.yaml"], given + words, allow_import=["bench"])
+    clips = [
+        f"data.params.video_size=[{rows},{columns}]",
+        f"data.params.max_num_frames={frames}",
+        "args.latent_cache=none",  # nothing is encoded
+    ]
+    return (
+        load_config([folder / "model.yaml", *files], given + words, allow_import=["bench"]),
+        load_config([planned, *files], given + clips + words),
+    )
 
 
 def main() -> None:
@@ -59,11 +71,11 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = load(options.model, options.mode, options.words, Path(folder))
-        print(json.dumps(measure(config)), flush=True)
+        configs = load(options.model, options.mode, options.words, Path(folder))
+        print(json.dumps(measure(*configs)), flush=True)
 
 
-def measure(config: Config) -> dict[str, Any]:
+def measure(config: Config, planned: Config) -> dict[str, Any]:
     """Run two steps; return the predicted peak and the real one, in GiB."""
     changed: Any = trainer  # the run neither checks files nor draws weights
     changed.check_train = lambda config: None
@@ -71,7 +83,8 @@ def measure(config: Config) -> dict[str, Any]:
     without: Any = assembly
     without.initialize = lambda *args, **kwargs: None
     run = trainer.Trainer(config)
-    plan = plan_memory(setup_of(config, run.args, run.groups.world_size), None)
+    setup = setup_of(planned, TrainArguments.from_config(planned), run.groups.world_size)
+    plan = plan_memory(setup, None)
     peaks: list[int] = []
     after: Callable[[], None] = run.checkpointing.after_step
 
