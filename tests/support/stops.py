@@ -99,6 +99,9 @@ def stop_now(
         }
         wait_for(folders[stop.when], process, pause=0.002)
     time.sleep(stop.delay)
+    if stop.number == signal.SIGUSR1 and processes > 1:
+        # torchrun may still be starting on a busy machine.
+        wait_for(lambda: len(first.children()) == processes, process)
     ranks = first.children()
     everything = [first, *first.children(recursive=True)]
     targets = everything if stop.to_all else [first]
