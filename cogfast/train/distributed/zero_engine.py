@@ -9,6 +9,7 @@ DeepSpeed 0.19.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -141,7 +142,13 @@ def _fit_stage_3_to_checkpointing() -> None:
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import (
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+    )
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    checkpointing = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -154,7 +161,9 @@ def _fit_stage_3_to_checkpointing() -> None:
     def uncounted(method: Callable) -> Callable:
         @functools.wraps(method)
         def run(*args: Any, **options: Any) -> Any:
-            with _disable_current_modes():
+            modes = _get_current_dispatch_mode_stack()
+            is_counted = any(isinstance(mode, checkpointing) for mode in modes)
+            with _disable_current_modes() if is_counted else contextlib.nullcontext():
                 return method(*args, **options)
 
         return run

@@ -109,7 +109,7 @@ def _examine_clips(root: Path, good: Path, kinds: dict[str, Callable[[Path], Non
         assert not found.keys() & READ.keys(), found
         assert not found.keys() & {str(i) for i in range(NUM_GOOD)}, found
         if call is _train:
-            assert outcome.output.count("loss ") == 2, outcome.output
+            assert outcome.output.count("  loss ") == 2, outcome.output
     for index, path in enumerate(VideoFolder(data, **CLIP).paths):
         if Path(path).stem in READ:
             clip = VideoFolder(data, **CLIP)[index]["video"].float().mean(dim=(1, 2, 3))
