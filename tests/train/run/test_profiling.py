@@ -20,6 +20,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from cogfast.cli.options import parse_train
 from cogfast.config import load_config
+from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.preflight.check import check_train
 from cogfast.train.run import profiling
@@ -205,8 +206,7 @@ GPU = ProcessGroups(0, 1, 0, torch.device("cuda", 0), None, is_owner=False)
 
 
 def make_profiler(folder: Path, groups: ProcessGroups, **args: object) -> Profiler:
-    values = SimpleNamespace(profiling=2, profiling_steps=2, profiling_blocks=False)
-    vars(values).update(args)
+    values = TrainArguments(**{"profiling": 2, "profiling_steps": 2, "log_interval": 100, **args})
     return Profiler(folder, groups, nn.ModuleList([nn.Linear(2, 2)]), values, num_steps=9)
 
 
