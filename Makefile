@@ -3,19 +3,23 @@
 # make test        all tests;  make soak: the long ones
 # make check       lint, types and the fast tests
 # make test-dali   install DALI, which decodes videos on a GPU, and test what of it needs none
+# make test-cuda   train on a CUDA runtime without a device, with PyTorch's CUDA build (6 GB) in a second .venv
 # make bench       time a training step on this machine
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SEED ?= 1234
-# tests/conftest.py orders the files.
+# conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # DALI with what decoding videos takes: its image codecs are 0.3 GB more.
 DALI := nvidia-dali-cuda130 astunparse gast makefun nvtx optree six
 
-.PHONY: setup quickstart test test-dali check soak bench clean
+# A virtual environment with PyTorch's CUDA build; one that exists is used as it is.
+TEST_CUDA_VENV ?= .venv-cuda
+
+.PHONY: setup quickstart test test-dali test-cuda check soak bench clean
 
 setup: $(INSTALLED)
 
@@ -36,6 +40,11 @@ test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
 	$(BIN)/python -m pytest tests/data/video/test_dali_reader.py
 
+test-cuda: export TEST_CUDA_VENV := $(TEST_CUDA_VENV)
+test-cuda: $(INSTALLED)
+	PYTHON=$(PYTHON) tests/cuda/setup.sh
+	$(BIN)/python -m pytest -n 2 tests/cuda
+
 check: $(BIN)/pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,5 +63,5 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.step
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache quickstart
+	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache quickstart
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

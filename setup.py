@@ -17,6 +17,7 @@ from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "cogfast" / "__init__.py").read_text())[1]
+OPS = re.search(r"_OPS = (\d+)", (ROOT / "cogfast" / "kernels" / "torch_library.py").read_text())[1]
 CPU = Path("cogfast/kernels/cpu")
 VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -31,9 +32,10 @@ class BuildKernels(build_ext):
     def get_ext_filename(self, name: str) -> str:
         import torch
 
-        # The library works with this version of PyTorch alone, and kernels/torch_library.py looks for it.
-        path = Path(*name.split("."))
-        return str(path.with_name(f"{path.name}-torch{torch.__version__.partition('+')[0]}.so"))
+        # The library works with this version of PyTorch and these ops alone; kernels/torch_library.py
+        # looks for it.
+        path, version = Path(*name.split(".")), torch.__version__.partition("+")[0]
+        return str(path.with_name(f"{path.name}-{OPS}-torch{version}.so"))
 
     def run(self) -> None:
         try:

@@ -7,6 +7,7 @@ file that each value came from is kept for error messages.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from cogfast.schema.sections import check_sections, complete_sections
 from cogfast.schema.values import KeyProblem, Problems, cut, one_line
 from cogfast.schema.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
-__all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve"]
+__all__ = ["Config", "data_arguments", "instantiate", "load_config", "resolve", "with_words"]
 
 # OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (
@@ -91,6 +92,16 @@ def load_config(
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
 
 
+def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
+    """Return the configuration with these `key=value` words, which are not checked again."""
+    merged, origins = OmegaConf.create(config.sections()), dict(config.origins)
+    assert isinstance(merged, DictConfig), "a mapping of sections"
+    for word in words:
+        _override(merged, word, origins, origin)
+    sections = {name: merged[name] for name in SECTIONS}
+    return dataclasses.replace(config, **sections, origins=origins)
+
+
 def data_arguments(config: Config) -> dict[str, Any]:
     """Return the data set's arguments under cogfast's names, also if the section uses SAT's names.
 
@@ -150,11 +161,13 @@ def _parsed(text: str) -> object:
     return parsed._get_node("value")
 
 
-def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> None:
+def _override(
+    merged: DictConfig, override: str, origins: dict[str, str], origin: str = COMMAND_LINE
+) -> None:
     """Apply one `key=value` argument. The value is parsed as YAML; if that fails, it is text."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"command line: {cut(override)!r} is not key=value")
+        raise ValueError(f"{origin}: {cut(override)!r} is not key=value")
     try:
         # YAML would drop a comment and everything after the first line; keep such a value as text.
         is_text = not text or text.startswith("#") or " #" in text or "\n" in text
@@ -163,9 +176,9 @@ def _override(merged: DictConfig, override: str, origins: dict[str, str]) -> Non
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
-        raise ValueError(one_line(f"command line: {cut(key)} cannot be set: {error}")) from None
+        raise ValueError(one_line(f"{origin}: {cut(key)} cannot be set: {error}")) from None
     # The check takes 10 ms; load_config checks the whole once more after the last override.
-    _set(merged, key, value, origins, COMMAND_LINE, is_checked="${" in text)
+    _set(merged, key, value, origins, origin, is_checked="${" in text)
 
 
 def _set(

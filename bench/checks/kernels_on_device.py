@@ -28,7 +28,7 @@ def run_kernel_tests(settings: Settings) -> Outcome:
     paths = [f"tests/kernels/{name}" for name in _TESTS]  # pytest fails if one is missing
     environment = dict(os.environ)
     if settings.device.type == "cuda":
-        environment["COGFAST_TEST_ON_GPU"] = "1"  # tests/conftest.py hides the GPU otherwise
+        environment["COGFAST_TEST_ON_GPU"] = "1"  # conftest.py hides the GPU otherwise
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [

@@ -18,6 +18,7 @@ from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
 from cogfast.kernels.gpu.launch import next_power_of_2, tl
+from cogfast.kernels.moment_codes import MOMENT_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,12 +187,13 @@ def fused_ema_adam_cases() -> list[CompileCase]:
     numbers = ("one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay")
     scalars = {"scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
     cases = []
-    for name, p, g, copy, adam_w_mode, has_scalars in (
-        ("bf16 g and copy", tl.float32, tl.bfloat16, tl.bfloat16, True, True),
-        ("fp16 g and copy", tl.float32, tl.float16, tl.float16, True, True),
-        ("fp32 g", tl.float32, tl.float32, None, True, False),
-        ("fp32 g, Adam", tl.float32, tl.float32, None, False, True),
-        ("bf16 p and g", tl.bfloat16, tl.bfloat16, None, True, True),
+    for name, p, g, copy, adam_w_mode, has_scalars, is_coded in (
+        ("bf16 g and copy", tl.float32, tl.bfloat16, tl.bfloat16, True, True, False),
+        ("fp16 g and copy", tl.float32, tl.float16, tl.float16, True, True, False),
+        ("fp32 g", tl.float32, tl.float32, None, True, False, False),
+        ("fp32 g, Adam", tl.float32, tl.float32, None, False, True, False),
+        ("bf16 p and g", tl.bfloat16, tl.bfloat16, None, True, True, False),
+        ("8-bit m and v", tl.float32, tl.bfloat16, tl.bfloat16, True, True, True),
     ):
         cases.append(
             CompileCase(
@@ -210,14 +212,18 @@ def fused_ema_adam_cases() -> list[CompileCase]:
                     "G_TYPE": g,
                     "COPY_TYPE": copy,
                     "ADAM_W_MODE": adam_w_mode,
+                    "HAS_SHADOW": not is_coded,
+                    "CODED": MOMENT_BLOCK if is_coded else 0,
                     "BLOCK": adam.BLOCK,
                 },
                 num_warps=adam.NUM_WARPS,
-                max_registers=48,  # 5 programs of 256 threads, 90 KB of loads in flight
+                # 5 programs of 256 threads, 90 KB of loads in flight; 3 with 8-bit moments
+                max_registers=72 if is_coded else 48,
+                max_shared_bytes=64 if is_coded else 0,  # the warps of a block of codes
                 # The branch of unaligned tensors and last elements, the table and the factors; in
                 # the other branch the half precision streams, of which a thread holds 8 bytes.
-                narrow_loads=26,
-                narrow_stores=6,
+                narrow_loads=32 if is_coded else 26,
+                narrow_stores=11 if is_coded else 6,
             )
         )
     cases.append(

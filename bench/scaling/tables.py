@@ -16,6 +16,8 @@ from cogfast.config import load_config
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_network import transformer_arguments
+from cogfast.train.plan.gpus import Gpu, parse_gpu
+from cogfast.train.plan.step_time import estimate, stated_rates
 from cogfast.train.plan.traffic import Layout, Traffic, count_traffic
 from cogfast.train.video_size import LatentSize
 
@@ -27,6 +29,7 @@ MODELS = {"2B": "cogvideox_2b", "5B": "cogvideox_5b", "1.5-5B": "cogvideox1.5_5b
 NUM_GPUS = (8, 64, 512)
 GPUS_PER_NODE = 8
 LORA_RANK = 128
+CARD, POLICY = "h100-80", "pointwise"  # of the predicted steps
 NVLINK, BETWEEN_NODES = 370e9, 45e9  # bytes per second and GPU; assumed, not measured
 
 
@@ -44,17 +47,23 @@ def read_model(name: str) -> tuple[TransformerConfig, int]:
 
 def count(name: str, is_lora: bool = False, **layout: object) -> Traffic:
     """Count the traffic of a model in a layout."""
-    config, num_tokens = read_model(name)
-    config = replace(config, lora_rank=LORA_RANK) if is_lora else config
+    config, num_tokens = _trained(name, is_lora)
     return count_traffic(config, Layout(**layout), num_tokens)
 
 
+def _trained(name: str, is_lora: bool) -> tuple[TransformerConfig, int]:
+    config, num_tokens = read_model(name)
+    return (replace(config, lora_rank=LORA_RANK) if is_lora else config), num_tokens
+
+
 def write_tables() -> str:
-    """Return both tables as Markdown."""
-    layouts, stages = [], []
+    """Return the tables as Markdown."""
+    layouts, samples, stages = [], [], []
     for name in MODELS:
         for is_lora in (False, True):
-            layouts += [_layout_row(name, is_lora, size) for size in _model_sizes(name)]
+            sizes = _model_sizes(name)
+            layouts += [_layout_row(name, is_lora, size) for size in sizes]
+            samples += [_sample_row(name, is_lora, size) for size in sizes if size > 1]
     for accumulation in (1, 4):
         for stage in (1, 2, 3):
             # 64 copies of one GPU each.
@@ -72,11 +81,41 @@ def write_tables() -> str:
             "",
             *_table([*heads, *(f"among copies, {number}" for number in numbers)], layouts),
             "",
+            f"One sample on several GPUs of a node, with `{POLICY}`: GB sent per step inside the copy, and",
+            f"among the GPUs with the same weights; predicted seconds of a step on {CARD}:",
+            "",
+            *_table([*_SAMPLE_HEAD], samples),
+            "",
             "Gradients + weights among 64 copies, GB per step, full training:",
             "",
             *_table(["stage", "micro-batches per step", *MODELS], stages),
         ]
     )
+
+
+_SAMPLE_HEAD = ("model", "trained", "GPUs", "tensor", "context", "context, weights")
+_SAMPLE_HEAD += ("tensor, s", "context, s")
+
+
+def _sample_row(name: str, is_lora: bool, size: int) -> list[str]:
+    """Return a row that compares tensor parallelism on `size` GPUs with context parallelism."""
+    config, num_tokens = _trained(name, is_lora)
+    rates = stated_rates(_card())
+    alone = Layout(data_size=1, is_recomputed=True)
+    steps, sent = [], []
+    for layout in (replace(alone, model_size=size), replace(alone, context_size=size)):
+        sent.append(count_traffic(config, layout, num_tokens))
+        steps.append(estimate(config, num_tokens, layout, rates, POLICY))
+    tensor, context = sent
+    cells = [_gb(tensor.activations), _gb(context.rows), _gb(context.among_copies)]
+    cells += [f"{step.seconds:.3g}" for step in steps]
+    return [name, "LoRA" if is_lora else "all", str(size), *cells]
+
+
+def _card() -> Gpu:
+    gpu = parse_gpu(CARD)[2]
+    assert gpu is not None, CARD
+    return gpu
 
 
 def _model_sizes(name: str) -> list[int]:

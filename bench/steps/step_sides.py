@@ -23,11 +23,11 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.diffusers import diffusers_names
 from cogfast.schema.arguments import PolicyChoice
-from cogfast.train.distributed.activation_checkpointing import (
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.memory.activation_checkpointing import (
     ActivationCheckpointing,
     apply_policies,
 )
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.plan.activations import LADDER, Policy
 
 

@@ -11,14 +11,24 @@ from dataclasses import dataclass
 import torch
 
 from cogfast.config import Config
-from cogfast.diagnostics.plan_times import layout_table, predict_step, time_lines
+from cogfast.diagnostics.plan_times import layout_table, time_lines
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.distributed.parallelize import run_without_dynamo
+from cogfast.train.memory.fit import fit_lines, fit_to_memory
 from cogfast.train.plan.activations import describe
 from cogfast.train.plan.fixes import Fix, find_fixes
 from cogfast.train.plan.gpus import Gpu, find_gpu, parse_gpu
-from cogfast.train.plan.memory import GIB, MemoryPlan, network_of, plan_memory, setup_of, usable
+from cogfast.train.plan.measured import predict_step
+from cogfast.train.plan.memory import (
+    GIB,
+    MemoryPlan,
+    host_parts,
+    network_of,
+    plan_memory,
+    setup_of,
+    usable,
+)
 from cogfast.train.plan.step_time import StepTime
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.video_size import largest_size
@@ -72,12 +82,18 @@ def describe_plan(
     check_mesh(config, args, network_of(config), world_size)
     if args.mode != "inference":
         check_global_batch(config, args, world_size)
-    plan = plan_memory(setup_of(config, args, world_size), card.memory)
+    changes: list[str] = []
+    if args.fit == "auto" and card.memory is not None:
+        found = fit_to_memory(config, args, world_size, card.memory)
+        config, args, plan = found.config, found.args, found.plan
+        changes = fit_lines(found.fitted) if plan.fits else []
+    else:
+        plan = plan_memory(setup_of(config, args, world_size), card.memory)
     fixes = find_fixes(config, args, plan)
     step = None if card.entry is None else predict_step(config, args, plan, card.entry, link)
     if as_json:
-        return to_json(config, args, plan, card.name, fixes, step)
-    text = to_text(config, args, plan, card.name, fixes)
+        return to_json(config, args, plan, card.name, fixes, step, changes)
+    text = to_text(config, args, plan, card.name, fixes, changes)
     if card.entry is not None:
         text += "\n" + "\n".join(time_lines(step)) + "\n"
     if has_table:
@@ -87,15 +103,30 @@ def describe_plan(
 
 
 def to_text(
-    config: Config, args: TrainArguments, plan: MemoryPlan, card_name: str, fixes: Sequence[Fix]
+    config: Config,
+    args: TrainArguments,
+    plan: MemoryPlan,
+    card_name: str,
+    fixes: Sequence[Fix],
+    changes: Sequence[str] = (),
 ) -> str:
-    """Return the prediction as a table: a row for each part, a column for each phase."""
+    """Return the prediction as a table: a row for each part, a column for each phase.
+
+    changes: lines about what args.fit=auto has changed.
+    """
     setup = plan.setup
     lines = [_model_line(config, args, plan), _layout_line(config, args, plan)]
     if not setup.is_sampling:
         asked = f"{setup.choice}: " if setup.choice == "auto" else ""
         lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
+    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
+    if host:
+        where = "in host memory, for each GPU"
+        lines.append(
+            f"{where}: {', '.join(host)} (their copies are not in the predicted step time)"
+        )
     lines += ["", *_table(plan), "", _verdict(plan, card_name)]
+    lines += [f"args.fit=auto: {line}" for line in changes]
     if fixes:
         lines += ["", "These changes make it fit, the cheapest first:"]
         lines += [
@@ -113,6 +144,7 @@ def to_json(
     card_name: str,
     fixes: Sequence[Fix],
     step: StepTime | None = None,
+    changes: Sequence[str] = (),
 ) -> str:
     found = {
         "gpu": card_name or None,
@@ -123,10 +155,12 @@ def to_json(
         "zero_stage": plan.setup.rules.stage,
         "activation_checkpointing": list(plan.policies),
         "phases": {phase.name: dict(phase.parts) for phase in plan.phases},
+        "host": host_parts(plan.setup, plan.policies),
         "peak": plan.peak,
         "peak_phase": plan.largest.name,
         "fits": plan.fits if plan.card is not None else None,
         "step": None if step is None else {**dataclasses.asdict(step), "seconds": step.seconds},
+        "fit": list(changes),
         "fixes": [{"change": fix.words, "peak": fix.plan.peak} for fix in fixes],
     }
     return json.dumps(found, indent=2) + "\n"

@@ -9,61 +9,25 @@ from cogfast.config import Config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.plan.gpus import Gpu
-from cogfast.train.plan.measured import rates_of
+from cogfast.train.plan.measured import predict_step
 from cogfast.train.plan.memory import (
     GIB,
-    MemoryPlan,
     meta_transformer,
     network_of,
     plan_memory,
     setup_of,
 )
-from cogfast.train.plan.step_time import StepTime, estimate
-from cogfast.train.plan.traffic import Layout
+from cogfast.train.plan.step_time import StepTime
 from cogfast.train.preflight.mesh import check_mesh
-from cogfast.train.video_size import largest_size
 
 NUM_GPUS, TENSOR_SIZES = (1, 2, 4, 8, 64), (1, 2, 4)
 _HEAD = ("GPUs", "tp", "GiB per GPU", "fits", "s per step", "MFU", "samples/s")
 
 
-def predict_step(
-    config: Config, args: TrainArguments, plan: MemoryPlan, gpu: Gpu, link: float | None = None
-) -> StepTime | None:
-    """Predict the time of a step; None where that is not known: sampling, context parallelism, and an
-    optimizer in host memory.
-
-    link: GB/s of a GPU to other machines; None: the default of step_time.py.
-    """
-    setup = plan.setup
-    if setup.is_sampling or setup.context_size > 1 or setup.rules.is_offloaded:
-        return None
-    network, rules = network_of(config), setup.rules
-    layout = Layout(
-        data_size=rules.data_size,
-        model_size=setup.model_size,
-        zero_stage=1 if rules.stage < 2 else 2 if rules.stage == 2 else 3,
-        batch_size=args.batch_size,
-        accumulation=rules.accumulation,
-        bytes_per_number=rules.weight_bytes,
-        splits_rows=args.sequence_parallel,
-    )
-    rates = rates_of(gpu) if link is None else rates_of(gpu, 1e9 * link)
-    return estimate(
-        network,
-        largest_size(config, network).num_tokens(network),
-        layout,
-        rates,
-        plan.policies,
-        overlaps_gradients=rules.overlaps,
-        bucket_numel=rules.bucket,
-    )
-
-
 def time_lines(step: StepTime | None) -> list[str]:
     """Describe a predicted step."""
     if step is None:
-        return ["step time: not predicted for sampling, context parallelism and offload"]
+        return ["step time: not predicted for sampling and offload"]
     parts = {"matmul": step.matmul, "attention": step.attention}
     parts |= {"memory-bound": step.memory_bound, "communication": step.communication}
     shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items())

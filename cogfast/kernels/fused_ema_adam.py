@@ -9,20 +9,29 @@ With g the gradient, t the parameter's own count of updates (1 at the first) and
     shadow += (1 - d) (p - shadow)                    shadow starts as a copy of p
 
 A GPU runs the Triton kernels of gpu/fused_ema_adam.py, or torch's fused Adam and a lerp. A CPU runs
-the C++ kernel of cpu/fused_ema_adam.h, or both of torch's ops on one chunk after another.
+the C++ kernel of cpu/fused_ema_adam.h, or both of torch's ops on one chunk after another. The moments
+are float32, or 8-bit codes (moment_codes.py); the update uses them before they are rounded.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
+from cogfast.kernels.moment_codes import (
+    MOMENTS,
+    CodedMoment,
+    decoded_state,
+    largest_key,
+    num_blocks,
+    random_halves,
+)
 from cogfast.kernels.torch_library import CPU_DTYPES, register_op
 
 if TYPE_CHECKING:
@@ -32,11 +41,14 @@ if TYPE_CHECKING:
 # stay in the caches between Adam's pass and the EMA's. Smaller chunks cost more in launches on two
 # threads.
 _CPU_CHUNK = 262_144
+# Elements of 8-bit moments that PyTorch's ops update at a time on a GPU.
+_GPU_CHUNK = 1 << 24
 # Count of updates at which 1 - b^t is exactly 1: Adam without bias correction.
 _UNBIASED = 1e9
 # Dtypes of weights, gradients and copies that the C++ kernel takes; () without the library.
 _KERNEL_DTYPES = (*CPU_DTYPES, torch.float16) if CPU_DTYPES else ()
-_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "shadow")
+# p, g, m, v, shadow and copy of some elements
+_Chunk = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def fused_ema_adam_reference(
@@ -67,13 +79,17 @@ def fused_ema_adam_reference(
     shadow.lerp_(p, 1 - ema_decay)
 
 
-# All tensors of a call may differ in length and dtypes; a copy may be None.
+# All tensors of a call may differ in length and dtypes; entries of an optional list may be None.
 _ema_adam = register_op(
     "ema_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] shadows, Tensor(e!)?[] copies, Tensor(f!)[] steps, *, float lr, float beta1, "
-    "float beta2, float eps, float weight_decay, bool bias_correction, bool adam_w_mode, "
-    "float ema_decay, bool use_num_updates, float gradient_scale) -> ()",
+    "Tensor(d!)?[] shadows, Tensor(e!)?[] copies, Tensor(f!)?[] largest_ms, "
+    "Tensor(g!)?[] largest_vs, Tensor(h!)[] steps, *, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, bool bias_correction, bool adam_w_mode, float ema_decay, "
+    "bool use_num_updates, float gradient_scale) -> ()",
     fake=lambda *arguments, **options: None,
+)
+_average = register_op(
+    "average_(Tensor(a!) shadow, Tensor p, Tensor weight) -> ()", fake=lambda *arguments: None
 )
 _sum_of_squares = register_op(
     "sum_of_squares(Tensor[] tensors) -> Tensor",
@@ -98,6 +114,38 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square().sum()
 
 
+def average_(shadow: Tensor, p: Tensor, weight: Tensor, kernels: str = "triton") -> None:
+    """Compute shadow += weight (p - shadow) with the bits of a step; float32 [n], weight: []."""
+    if shadow.is_cuda and kernels == "triton" and _has_triton():
+        from cogfast.kernels.gpu.fused_ema_adam import launch_average
+
+        launch_average(shadow, p, weight)
+    elif shadow.is_cpu and CPU_DTYPES:
+        _average(shadow, p, weight)
+    else:
+        shadow.lerp_(p, weight)
+
+
+class EmaElsewhere(Protocol):
+    """Keeps the EMA on another device than the weights, and updates it after a step."""
+
+    def empty(self, like: Tensor) -> Tensor:
+        """Allocate the EMA of a parameter."""
+        ...
+
+    def start(self, p: Tensor, shadow: Tensor, weight: Tensor) -> None:
+        """Begin shadow += weight (p - shadow); weight: [] on the device of p."""
+        ...
+
+    def before_update(self, shadow: Tensor) -> None:
+        """Let what follows on the device wait for that, since it may change p."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the host can read every EMA."""
+        ...
+
+
 class FusedEmaAdam(torch.optim.Optimizer):
     """Adam with an EMA of the weights in `state[p]["shadow"]`; SAT's arguments and defaults.
 
@@ -107,7 +155,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     State per parameter: exp_avg, exp_avg_sq, shadow (float32, the parameter's shape) and step
     (float32, [], on the parameter's device). Parameters and gradients may be float32, bfloat16 or
-    float16; the arithmetic is float32.
+    float16; the arithmetic is float32. 8-bit moments are uint8 codes beside exp_avg_largest and
+    exp_avg_sq_largest; state_dict() has their values in float32.
 
     Args:
         use_num_updates: warm up the EMA decay. SAT's spelling `use_num_upates` works as well.
@@ -121,6 +170,9 @@ class FusedEmaAdam(torch.optim.Optimizer):
         gradient_scale: tensor [], factor for the gradients, such as a clip factor.
         found_inf: tensor [], not 0 if gradients overflowed: step() then changes nothing, counts and
             copies included.
+        has_8bit_moments: keep the moments as 8-bit codes; assign before the first step.
+        other_ema: keeps the EMA of float32 parameters; assign before the first step. None: it is
+            beside the parameter.
     gradient_scale, found_inf and a group's lr may be tensors on the parameters' device; on a GPU
     only the kernel reads them.
     """
@@ -177,6 +229,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.low_precision_copies: dict[Tensor, Tensor] = {}
         self.gradient_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.has_8bit_moments = False
+        self.other_ema: EmaElsewhere | None = None
         self._tables: dict[tuple, TensorTable] = {}
 
     @property
@@ -201,6 +255,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_device[p.device].append(p)
             for device, params in by_device.items():
+                if self.other_ema is not None:
+                    for p in params:
+                        if "shadow" in self.state[p]:
+                            self.other_ema.before_update(self.state[p]["shadow"])
                 if device.type == "cpu":
                     self._update_on_cpu(params, group)
                 elif device.type == "cuda" and self.kernels == "triton" and _has_triton():
@@ -212,31 +270,64 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 copies = self.low_precision_copies
                 written = params + [copies[p] for p in params if p in copies] if copies else params
                 torch.autograd.graph.increment_version(written)
+                if self.other_ema is not None:
+                    for p in params:
+                        state = self.state_of(p)
+                        weight = self._ema_weight(state["step"])
+                        self.other_ema.start(p.detach(), state["shadow"], weight)
         return loss
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p`; create what is missing and keep what a resumed run filled in."""
         state = self.state[p]
-        if len(state) < len(_STATE_KEYS):
+        if "shadow" not in state or any(key not in state for key in MOMENTS):
             if p.grad is not None and p.grad.is_sparse:
                 raise ValueError("FusedEmaAdam takes no sparse gradients; use sparse=False")
             # float32 whatever the parameter's dtype.
             state.setdefault("step", torch.zeros((), device=p.device))
-            state.setdefault("exp_avg", torch.zeros(p.shape, device=p.device))
-            state.setdefault("exp_avg_sq", torch.zeros(p.shape, device=p.device))
+            for key in MOMENTS:
+                if key not in state:
+                    state |= self._empty_moment(p, key)
             if "shadow" not in state:
                 shadow = self.initial_shadow.pop(p, p).detach()
                 assert shadow.shape == p.shape, f"initial shadow {shadow.shape} of {p.shape}"
-                state["shadow"] = torch.empty(p.shape, device=p.device).copy_(shadow)
+                state["shadow"] = self._empty_shadow(p).copy_(shadow)
         step = state["step"]
         # A resumed run may have stored a plain number.
         if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
+    def _empty_moment(self, p: Tensor, key: str) -> dict[str, Tensor]:
+        """Return the state of a moment that is 0."""
+        if not self.has_8bit_moments:
+            return {key: torch.zeros(p.shape, device=p.device)}
+        codes = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
+        largest = torch.zeros(num_blocks(p.numel()), dtype=torch.int16, device=p.device)
+        return {key: codes, largest_key(key): largest}
+
+    def _empty_shadow(self, p: Tensor) -> Tensor:
+        if self.other_ema is None:
+            return torch.empty(p.shape, device=p.device)
+        if p.dtype != torch.float32:
+            refuse("FusedEmaAdam", "a parameter", p, "it must be float32 for an EMA in host memory")
+        return self.other_ema.empty(p)
+
+    def _ema_weight(self, step: Tensor) -> Tensor:
+        """Return 1 - d, [] float32 on the device of `step`; 0 in a step that is skipped."""
+        weight = torch.full_like(step, 1 - self.ema_decay, dtype=torch.float64)
+        if self.use_num_updates:
+            weight = (9 / (10 + step.double())).clamp_(min=1 - self.ema_decay)
+        if self.found_inf is not None:
+            weight = weight * (self.found_inf.reshape(()) == 0)
+        return weight.float()
+
     def state_dict(self) -> dict:
         """Return torch's state dict with `num_updates` beside the state."""
-        return {**super().state_dict(), "num_updates": self.num_updates}
+        plain = super().state_dict()
+        # New dicts: torch's refer to the optimizer's own.
+        plain["state"] = {i: decoded_state(state) for i, state in plain["state"].items()}
+        return {**plain, "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load as torch does, but keep the state float32 for parameters of any dtype.
@@ -252,7 +343,12 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 saved = {"step": state_dict.get("num_updates", 0), **saved}
             for key, value in saved.items():
                 value = torch.as_tensor(value, dtype=torch.float32)
-                kept = torch.empty(value.shape, device=p.device)
+                if key in MOMENTS and self.has_8bit_moments:
+                    self.state[p] |= self._empty_moment(p, key)
+                    CodedMoment.of(self.state[p], key).encode(value.reshape(-1))
+                    continue
+                elsewhere = key == "shadow" and self.other_ema is not None
+                kept = self._empty_shadow(p) if elsewhere else value.to(p.device, copy=True)
                 self.state[p][key] = kept.copy_(value)
 
     def _update_on_cpu(self, params: list[Tensor], group: dict) -> None:
@@ -268,8 +364,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 self._update_one_on_cpu(p, group)
                 continue
             state = self.state_of(p)
-            m, v, shadow = state["exp_avg"], state["exp_avg_sq"], state["shadow"]
-            streams.append((p, grad, m, v, shadow, copy, state["step"]))
+            shadow = state["shadow"] if self.other_ema is None else None
+            largest = (state.get(largest_key(key)) for key in MOMENTS)
+            moments = (state[key] for key in MOMENTS)
+            streams.append((p, grad, *moments, shadow, copy, *largest, state["step"]))
         if not streams:
             return
         beta1, beta2 = group["betas"]
@@ -303,25 +401,42 @@ class FusedEmaAdam(torch.optim.Optimizer):
             t = state["step"].item()  # sync: none, a CPU tensor
             ema_weight = max(ema_weight, 9 / (10 + t))  # 1 - (1 + t) / (10 + t)
         step = state["step"] if group["bias_correction"] else torch.tensor(_UNBIASED)
-        moments = (state["exp_avg"], state["exp_avg_sq"], state["shadow"])
-        copy = self.low_precision_copies.get(p)
-        copies = () if copy is None else (copy,)
-        if p.is_contiguous():
-            streams = (p, grad.contiguous(), *moments, *copies)
-            chunks = [x.view(-1).split(_CPU_CHUNK) for x in streams]
-        else:
-            # A strided tensor has no flat view to cut, so it is one chunk.
-            chunks = [(x,) for x in (p, grad, *moments, *copies)]
-        for q, g, m, v, s, *low in zip(*chunks, strict=True):
+        # A strided tensor has no flat view to cut, so it is one chunk.
+        size = _CPU_CHUNK if p.is_contiguous() else p.numel()
+        for q, g, m, v, shadow, copy in self._chunks(p, grad, size):
             # A chunk that is not float32 and dense is updated through a copy that is.
             work, g = q.float().contiguous(), g.float().contiguous()
             if self.gradient_scale is not None:
                 g = g * self.gradient_scale
             self._adam([work], [g], [m], [v], [step], group)
             # The chunk is still in the caches.
-            s.lerp_(work, ema_weight)
-            for rounded in low if work is q else (q, *low):
-                rounded.copy_(work)
+            if shadow is not None:
+                shadow.lerp_(work, ema_weight)
+            for rounded in (None if work is q else q, copy):
+                if rounded is not None:
+                    rounded.copy_(work)
+
+    def _chunks(self, p: Tensor, grad: Tensor, size: int) -> Iterator[_Chunk]:
+        """Yield p, g, m, v, shadow and copy of up to `size` elements; 8-bit moments are decoded, and
+        encoded again when the next chunk is asked for. size: a multiple of 256, or all elements."""
+        state, copy = self.state_of(p), self.low_precision_copies.get(p)
+        shadow = state["shadow"] if self.other_ema is None else None
+        coded = [CodedMoment.of(state, key) for key in MOMENTS if self.has_8bit_moments]
+        is_whole = size >= p.numel()
+        grad = grad if is_whole else grad.contiguous()
+        for start in range(0, max(1, p.numel()), max(1, size)):
+            cut = lambda x, start=start: x if is_whole else x.view(-1)[start : start + size]
+            q = cut(p)
+            m, v = (
+                coded[i].decode(start, q.numel()).view(q.shape) if coded else cut(state[key])
+                for i, key in enumerate(MOMENTS)
+            )
+            others = [None if x is None else cut(x) for x in (shadow, copy)]
+            yield q, cut(grad), m, v, others[0], others[1]
+            if coded:
+                halves = random_halves(state["step"], start, q.numel())
+                for moment, values, r in zip(coded, (m, v), halves, strict=True):
+                    moment.encode(values.view(-1), start, r)
 
     def _update_with_triton(self, params: list[Tensor], group: dict) -> None:
         """Update with one launch for all tensors of the same dtypes."""
@@ -357,9 +472,12 @@ class FusedEmaAdam(torch.optim.Optimizer):
         from cogfast.kernels.gpu.fused_ema_adam import AdamStreams
 
         state, copy = self.state_of(p), self.low_precision_copies.get(p)
-        m, v, shadow = (state[key] for key in ("exp_avg", "exp_avg_sq", "shadow"))
-        for x in (m, v, shadow):  # the kernel relies on this
-            assert x.is_contiguous() and (x.shape, x.dtype) == (p.shape, torch.float32)
+        m, v = (state[key] for key in MOMENTS)
+        shadow = state["shadow"] if self.other_ema is None else None
+        dtype = torch.uint8 if self.has_8bit_moments else torch.float32
+        for x, wanted in ((m, dtype), (v, dtype), (shadow, torch.float32)):
+            # The kernel relies on this.
+            assert x is None or x.is_contiguous() and (x.shape, x.dtype) == (p.shape, wanted)
         grad = _grad_of(p)
         for name, x in (("a parameter", p), ("a gradient", grad)):
             if x.dtype not in GPU_DTYPES:
@@ -370,35 +488,48 @@ class FusedEmaAdam(torch.optim.Optimizer):
             if not copy.is_contiguous():
                 refuse("FusedEmaAdam", name, copy, "it must be contiguous")
         p = p.detach().contiguous()
-        return AdamStreams(p, grad.contiguous(), m, v, shadow, state["step"], copy)
+        largest = (state.get(largest_key(key)) for key in MOMENTS)
+        return AdamStreams(p, grad.contiguous(), m, v, shadow, state["step"], copy, *largest)
 
     def _update_with_torch(self, params: list[Tensor], group: dict) -> None:
         """Update with PyTorch alone: nothing leaves the device, at the cost of more passes."""
         states = [self.state_of(p) for p in params]
         steps = [state["step"] for state in states]
-        exp_avgs = [state["exp_avg"] for state in states]
-        exp_avg_sqs = [state["exp_avg_sq"] for state in states]
-        shadows = [state["shadow"] for state in states]
-        found_inf, keep = None, 1.0
+        found_inf = None
         if self.found_inf is not None:
-            found_inf = (self.found_inf.reshape(()) != 0).to(
-                steps[0]
-            )  # torch's kernel wants 0 or 1
-            keep = 1 - found_inf
+            # torch's kernel wants 0 or 1.
+            found_inf = (self.found_inf.reshape(()) != 0).to(steps[0])
+        torch._foreach_add_(steps, 1.0 if found_inf is None else 1 - found_inf)
+        if self.has_8bit_moments:
+            # Moments in float32 would not fit on the device at once.
+            for p, step in zip(params, steps, strict=True):
+                size = _GPU_CHUNK if p.is_contiguous() else p.numel()
+                for chunk in self._chunks(p, _grad_of(p), size):
+                    self._pass_with_torch([chunk], [step], group, found_inf)
+            return
+        wholes = [next(self._chunks(p, _grad_of(p), p.numel())) for p in params]
+        self._pass_with_torch(wholes, steps, group, found_inf)
 
-        torch._foreach_add_(steps, keep)
+    def _pass_with_torch(
+        self, chunks: list[_Chunk], steps: list[Tensor], group: dict, found_inf: Tensor | None
+    ) -> None:
+        """Update the elements of `chunks`; `steps` count this update, found_inf is 0, 1 or None."""
+        params, grads, exp_avgs, exp_avg_sqs, shadows, copies = zip(*chunks, strict=True)
+        keep = 1.0 if found_inf is None else 1 - found_inf
         used = steps if group["bias_correction"] else [torch.full_like(s, _UNBIASED) for s in steps]
         work = [p.float().contiguous() for p in params]
-        grads = [_grad_of(p).float().contiguous() for p in params]
+        grads = [g.float().contiguous() for g in grads]
         if self.gradient_scale is not None:
             grads = [g * self.gradient_scale for g in grads]
-        self._adam(work, grads, exp_avgs, exp_avg_sqs, used, group, found_inf)
-        for p, w in zip(params, work, strict=True):
+        self._adam(work, grads, list(exp_avgs), list(exp_avg_sqs), used, group, found_inf)
+        for p, w, copy in zip(params, work, copies, strict=True):
             if w is not p:
                 p.copy_(w)
-            copy = self.low_precision_copies.get(p)
             if copy is not None:
                 copy.copy_(w if found_inf is None else torch.where(found_inf == 0, w, copy))
+        shadows = [shadow for shadow in shadows if shadow is not None]
+        if not shadows:
+            return
         if self.use_num_updates:
             for shadow, w, step in zip(shadows, work, steps, strict=True):
                 # Compute 1 - d directly: subtracting d from 1 leaves four digits in float32.

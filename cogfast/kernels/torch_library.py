@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Counts changes of the ops' signatures: a library that was compiled for others is not loaded.
+_OPS = 2
 _LIBRARY = torch.library.Library("cogfast", "FRAGMENT")
 
 
 def _load_cpu_kernels() -> bool:
     """Load the C++ library that was compiled for this version of PyTorch; return whether it is there."""
-    # setup.py writes the version into the name: PyTorch's C++ interface changes between versions.
+    # setup.py writes both into the name. PyTorch's C++ interface changes between versions.
     version = torch.__version__.partition("+")[0]
-    path = Path(__file__).parent / "cpu" / f"_kernels-torch{version}.so"
+    path = Path(__file__).parent / "cpu" / f"_kernels-{_OPS}-torch{version}.so"
     has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if not has_vectors or not path.exists():
         return False

@@ -12,6 +12,7 @@ from cogfast.core.slot_random import random_bits
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import LoraLinear, is_lora_parameter
 from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import Target
 
 STD = 0.02  # linears of SAT's transformer layers (sat/model/transformer.py)
 
@@ -22,6 +23,7 @@ def initialize(
     seed: int,
     shards: Mapping[str, Shard] | None = None,
     names: Container[str] | None = None,
+    held: Mapping[str, Target] | None = None,
 ) -> None:
     """Initialize the parameters of a DiffusionTransformer for training from scratch.
 
@@ -31,10 +33,11 @@ def initialize(
     zero. LoRA matrices and position tables have their own `reset`.
 
     shards: the shard that the transformer holds of a parameter, by name; it gets that shard of the
-    whole parameter's values. names: the parameters to set; None: all. Values are drawn on the CPU in
-    float32, one parameter at a time.
+    whole parameter's values. names: the parameters to set; None: all. held: weights that are no
+    parameters, by name. Values are drawn on the CPU in float32, one parameter at a time.
     """
-    for name, parameter in transformer.named_parameters():
+    targets: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
+    for name, parameter in targets.items():
         if names is not None and name not in names:
             continue
         owner = transformer.get_submodule(name.rpartition(".")[0])

@@ -51,6 +51,14 @@ class RowSplit(Protocol):
         ...
 
 
+class BlockSource(Protocol):
+    """Brings the weights of blocks to the device (train/memory/host_blocks.py)."""
+
+    def around(self, calls: Iterable[BlockCall]) -> Iterable[BlockCall]:
+        """Return the calls of all blocks, each with its weights fetched before it."""
+        ...
+
+
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
 DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
@@ -93,6 +101,7 @@ class DiffusionTransformer(nn.Module):
         self.training_calls: Sequence[BlockCall] | None = None
         self._before_training_calls: Callable[[Tensor], None] | None = None
         self.row_split: RowSplit | None = None
+        self.block_source: BlockSource | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
         self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
         self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
@@ -198,7 +207,10 @@ class DiffusionTransformer(nn.Module):
             hidden, conditioning, num_text = split.split(hidden, conditioning, num_text)
         if calls is not None and self._before_training_calls is not None:
             self._before_training_calls(hidden)
-        for call in self.blocks if calls is None else calls:
+        every: Iterable[BlockCall] = self.blocks if calls is None else calls
+        if self.block_source is not None:
+            every = self.block_source.around(every)
+        for call in every:
             hidden = call(hidden, conditioning, num_text, rotation)
         return hidden if split is None else split.join(hidden)
 

@@ -21,6 +21,8 @@ PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
+Moments = Literal["fp32", "8bit"]
+EmaDevice = Literal["device", "cpu"]
 # those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
 DiffusersSchedule = Literal[
     "constant",
@@ -157,8 +159,23 @@ class TrainArguments:
     ] = "auto"
     # None: follow transformer_args.checkpoint_activations (true: auto, false: "none")
     activation_checkpointing: PolicyChoice | None = None
+    # auto: if the memory plan does not fit, change keys that save memory, the cheapest first, until it
+    # does; the log has each change with its cost. none: train as configured
+    fit: Literal["none", "auto"] = "none"
+    # keep the activations that activation_checkpointing keeps in pinned host memory, from a block's forward
+    # to its backward pass; the GPU holds those of two blocks. auto: attention_kept, or full
+    offload_activations: bool = False
+    # keep VAE and text encoder in pinned host memory; each is on the GPU only while it encodes or decodes.
+    # On a CPU this changes nothing
+    offload_encoders: bool = False
     # if set, replaces transformer_args.checkpoint_activations
     checkpoint_activations: bool | None = None
+    # LoRA: weights of the frozen linears in the blocks. int8: 8 bits and a scale for each row; training and
+    # its evaluations use the rounded weights, sampling and exports those of args.load
+    quantize_base: Literal["none", "int8"] = "none"
+    # LoRA: number of last blocks whose frozen linears wait in pinned host memory, a copy for each rank, from
+    # where the GPU fetches them one block ahead
+    offload_blocks: Annotated[int, Range(0, 10**4)] = 0
     # train even if the weights of args.load are incomplete
     force_train: bool = False
     # weights and activations in bfloat16, if the deepspeed section sets no precision
@@ -168,6 +185,13 @@ class TrainArguments:
     # what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3);
     # deepspeed.zero_optimization.stage replaces it
     zero_stage: Annotated[int, Range(0, 3)] = 2
+    # the moments of FusedEmaAdam. 8bit: blockwise, 2 bytes per trained parameter in place of 8, divided by
+    # the data-parallel ranks. A run may resume with the other value
+    optimizer_moments: Moments = "fp32"
+    # memory of the averaged (EMA) weights of FusedEmaAdam, 4 bytes per trained parameter, divided by the
+    # data-parallel ranks. cpu: in host memory, updated over PCIe while the next step computes, with the
+    # same numbers
+    ema_device: EmaDevice = "device"
     # CPU ranks of one machine exchange gradients and weights through shared memory (ZeRO 0 to 2)
     shared_memory: bool = True
     # consecutive steps that may be skipped because of non-finite gradients

@@ -40,7 +40,9 @@ from cogfast.train.distributed.context_parallel import split_context
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
+from cogfast.train.memory.host_blocks import allocate_base, hold_base
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,25 @@ def assemble_diffusion(config: Config) -> Diffusion:
     )
 
 
+def build_on_meta(
+    config: Config, args: TrainArguments, tensor: ParallelGroup | None
+) -> DiffusionTransformer:
+    """Build a rank's shard of the transformer, which takes no memory until `allocate`.
+
+    tensor: the tensor-parallel group.
+    """
+    with torch.device("meta"):
+        transformer = build_transformer(config.model)
+    # A trainable parameter without a gradient would end the run after its first step.
+    for name in transformer.unused_parameter_names():
+        transformer.get_parameter(name).requires_grad_(False)
+    transformer.to(DTYPES[args.precision])
+    if tensor is not None:
+        parallelize(transformer, tensor, args.sequence_parallel)
+    hold_base(transformer, args.quantize_base, args.offload_blocks)
+    return transformer
+
+
 def assemble_transformer(
     config: Config,
     args: TrainArguments,
@@ -81,24 +102,17 @@ def assemble_transformer(
     (a LoRA run), args.load supplies the rest. ema: read the averaged copy of `weights`.
     allow_missing: accept an `args.load` that lacks tensors; these are initialized.
     """
-    # No memory yet: with tensor parallelism a rank allocates only its shards.
-    with torch.device("meta"):
-        transformer = build_transformer(config.model)
-    # A trainable parameter without a gradient would end the run after its first step.
-    for name in transformer.unused_parameter_names():
-        transformer.get_parameter(name).requires_grad_(False)
-    transformer.to(DTYPES[args.precision])
-    if groups.tensor is not None:
-        parallelize(transformer, groups.tensor, args.sequence_parallel)
+    transformer = build_on_meta(config, args, groups.tensor)
     if groups.context is not None:
         split_context(transformer, groups.context)
     allocate(transformer, groups.device)
+    held = allocate_base(transformer, groups.device)
     shards = find_shards(transformer)
-    # Parameters that no file has set: they are initialized below.
-    fresh = {name for name, _ in transformer.named_parameters()}
+    # Weights that no file has set: they are initialized below.
+    fresh = {*(name for name, _ in transformer.named_parameters()), *held}
 
     def load(path: str, **options: bool) -> LoadReport:
-        report = load_transformer(transformer, path, shards=shards, **options)
+        report = load_transformer(transformer, path, shards=shards, held=held, **options)
         fresh.intersection_update(report.missing)
         return report
 
@@ -116,12 +130,12 @@ def assemble_transformer(
         logger.info("args.load is not set: the weights are random")
     if args.load_lora is not None and weights is None:
         adapter = open_adapter(args.load_lora)
-        loaded = load_source(transformer, adapter, args.load_lora, shards=shards)
+        loaded = load_source(transformer, adapter, args.load_lora, shards=shards, held=held)
         fresh.intersection_update(loaded.missing)
         logger.info("%s: %s", adapter.description, adapters_of(adapter))
     if report is not None:
         logger.info("%s", report)
-    initialize(transformer, args.seed, shards, fresh)
+    initialize(transformer, args.seed, shards, fresh, held)
     if args.compile:
         compile_blocks(transformer)
     return transformer
@@ -175,6 +189,8 @@ def assemble_encoder(
         samples_at_a_time=model.en_and_decode_n_samples_a_time,
         before_clips=before_clips,
         overrides=overrides,
+        device=device if device.type != "cpu" else None,
+        is_brief=args.offload_encoders,
     )
 
 

@@ -6,8 +6,9 @@ already hold latents and embeddings never load them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
+from cogfast.train.memory.host_weights import HostWeights
 
 # The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
 # (upstream sat/diffusion_video.py add_noise_to_first_frame).
@@ -55,7 +57,9 @@ class Encoder:
     embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
     for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
     encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
-    captions of training data, and not for first frames and prompts that are sampled.
+    captions of training data, and not for first frames and prompts that are sampled. device: where the
+    modules' weights are while a method here uses them, and on a GPU may leave; None: they stay.
+    is_brief: they leave after each use.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Encoder:
         before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
         broadcast_within_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         overrides: EncodeOverrides = NO_OVERRIDES,
+        device: torch.device | None = None,
+        is_brief: bool = False,
     ) -> None:
         self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
         self._first_stage: FirstStage | None = None
@@ -86,6 +92,8 @@ class Encoder:
         self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
         self.overrides = overrides
+        self._device, self._is_brief = device, is_brief
+        self._weights: dict[Any, HostWeights] = {}  # by module
 
     @property
     def first_stage(self) -> FirstStage:
@@ -96,7 +104,7 @@ class Encoder:
                     "model.first_stage_config has no autoencoder, but the batch has pixels; configure "
                     "one, or use a data set that returns encoded_videos"
                 )
-        return self._first_stage
+        return self._fetched(self._first_stage)
 
     @property
     def text_encoder(self) -> TextEncoder:
@@ -107,7 +115,40 @@ class Encoder:
                     "model.conditioner_config has no text encoder, but the batch has captions; "
                     "configure one, or use a data set that returns prompt_embedding"
                 )
-        return self._text_encoder
+        return self._fetched(self._text_encoder)
+
+    def _fetched(self, module: Any) -> Any:
+        """Return a module with its weights on the device."""
+        if self._device is not None:
+            if module not in self._weights:
+                self._weights[module] = HostWeights(module, self._device)
+            self._weights[module].fetch()
+        return module
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Let the modules' weights leave the device at the end, if they are there only briefly."""
+        try:
+            yield
+        finally:
+            if self._is_brief:
+                for weights in self._weights.values():
+                    weights.leave()
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Let weights that were not on the device before leave it at the end.
+
+        An evaluation needs the encoders that a training step on cached data does not use, and may
+        leave it no less memory than before.
+        """
+        present = {module for module, weights in self._weights.items() if weights.is_present}
+        try:
+            yield
+        finally:
+            for module, weights in self._weights.items():
+                if module not in present:
+                    weights.leave()
 
     @torch.no_grad()
     def __call__(
@@ -181,13 +222,12 @@ class Encoder:
         encode = self.overrides.encode_video
         if encode is None:
             return self.encode_video(pixels, rng, "first_stage")
-        # All ranks take part in this choice; an override may call the first stage on one of them only.
-        if pixels.shape[2] > 1:
-            self._before_clips(self.first_stage, pixels)
-        clips = pixels.float().split(1)
-        return self._overridden(
-            "encode_video", encode, [c.contiguous() for c in clips], rng
-        ).float()
+        with self._leaving():
+            # All ranks take part in this choice; an override may call the first stage on one of them only.
+            if pixels.shape[2] > 1:
+                self._before_clips(self.first_stage, pixels)
+            clips = [clip.contiguous() for clip in pixels.float().split(1)]
+            return self._overridden("encode_video", encode, clips, rng).float()
 
     @torch.no_grad()
     def encode_captions(self, captions: Sequence[str], rng: SlotRandom) -> Tensor:
@@ -195,7 +235,8 @@ class Encoder:
         encode = self.overrides.encode_text
         if encode is None:
             return self.encode_text(captions)
-        return self._overridden("encode_text", encode, captions, rng)
+        with self._leaving():
+            return self._overridden("encode_text", encode, captions, rng)
 
     def _overridden(
         self, name: str, encode: Callable, samples: Sequence[Any], rng: SlotRandom
@@ -215,13 +256,14 @@ class Encoder:
     @torch.no_grad()
     def encode_moments(self, pixels: Tensor) -> Moments:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
-        # The autoencoder runs in its own dtype, without autocast.
-        dtype = _dtype(self.first_stage)
-        if pixels.shape[2] > 1:
-            self._before_clips(self.first_stage, pixels)
-        # Smaller calls need less memory. They do not change how a clip is encoded.
-        parts = pixels.split(self.samples_at_a_time or len(pixels))
-        return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
+        with self._leaving():
+            # The autoencoder runs in its own dtype, without autocast.
+            dtype = _dtype(self.first_stage)
+            if pixels.shape[2] > 1:
+                self._before_clips(self.first_stage, pixels)
+            # Smaller calls need less memory. They do not change how a clip is encoded.
+            parts = pixels.split(self.samples_at_a_time or len(pixels))
+            return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
 
     @torch.no_grad()
     def encode_noised(self, images: Tensor, keys: Sequence[str], number: int) -> Moments:
@@ -246,7 +288,8 @@ class Encoder:
     @torch.no_grad()
     def encode_text(self, captions: Sequence[str]) -> Tensor:
         """Encode captions to embeddings [B, L, E]."""
-        return self._broadcast_within_model(self.text_encoder(captions))
+        with self._leaving():
+            return self._broadcast_within_model(self.text_encoder(captions))
 
     def _text(self, batch: dict, rng: SlotRandom) -> Tensor:
         """Return the batch's text embeddings [B, L, E], encoding its captions if it holds none."""
@@ -296,9 +339,10 @@ class Encoder:
         The leading padding frames of CogVideoX 1.5 are dropped before decoding.
         """
         surplus = latents.shape[2] - num_latent_frames(num_frames)
-        latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
-        parts = latents.split(self.samples_at_a_time or len(latents))
-        return torch.cat([self.first_stage.decode(part).float() for part in parts])
+        with self._leaving():
+            latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
+            parts = latents.split(self.samples_at_a_time or len(latents))
+            return torch.cat([self.first_stage.decode(part).float() for part in parts])
 
 
 def _joined(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) -> Moments:

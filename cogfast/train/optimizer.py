@@ -14,8 +14,9 @@ from torch import nn
 from cogfast.config import instantiate
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.schema.arguments import Schedule, TrainArguments
+from cogfast.schema.arguments import EmaDevice, Moments, Schedule, TrainArguments
 from cogfast.schema.merged_config import to_dict
+from cogfast.train.memory.host_ema import HostEma
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,15 @@ def build_optimizer(
     groups: list[dict],
     kernels: KernelChoice = "triton",
     allow_import: Sequence[str] = (),
+    moments: Moments = "fp32",
+    ema_device: EmaDevice = "device",
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
 
     type: FusedEmaAdam under SAT's or cogfast's path; DeepSpeed's "Adam" (decoupled weight decay
     unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
-    kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU.
+    kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. moments, ema_device:
+    args.optimizer_moments and args.ema_device.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
     # A copy, since keys are removed below.
@@ -79,6 +83,15 @@ def build_optimizer(
     optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
+        optimizer.has_8bit_moments = moments == "8bit"
+        optimizer.other_ema = HostEma(kernels) if ema_device == "cpu" else None
+    else:
+        for key, value in (("optimizer_moments", moments), ("ema_device", ema_device)):
+            if value in ("8bit", "cpu"):
+                raise ValueError(
+                    f"args.{key}={value} is for deepspeed.optimizer.type=sat.ops.FusedEmaAdam, not "
+                    f"{section['type']}; use that type, or leave the key out"
+                )
     return optimizer
 
 

@@ -36,14 +36,14 @@ from cogfast.train.assembly import (
 )
 from cogfast.train.caching.command import encode_first
 from cogfast.train.caching.encode_choice import EncodeChoice
-from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import count_trained, run_without_dynamo
 from cogfast.train.distributed.process_groups import ModelParallelUnit, StopRequest, start_processes
 from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides
-from cogfast.train.evaluate import Evaluator
+from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
+from cogfast.train.memory.fit import fit_to_device
 from cogfast.train.optimizer import (
     build_learning_rate,
     build_optimizer,
@@ -76,6 +76,7 @@ from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.page.writer import write_facts
 from cogfast.train.run.profiling import Profiler
 from cogfast.train.run.terminal import log_commands, log_facts, log_results, resume_words
+from cogfast.train.sampling.evaluate import Evaluator
 from cogfast.train.video_size import (
     DEFAULT_FPS,
     LatentSize,
@@ -103,6 +104,11 @@ class Trainer:
         self.groups = start_processes(
             args.model_parallel_size, args.context_parallel_size, args.collective_timeout
         )
+        if args.fit == "auto":
+            fitted, args = fit_to_device(config, args, self.groups)
+            if fitted is not config:
+                check_train(fitted)
+            self.config, self.args = config, args = fitted, args
         self.diffusion = assemble_diffusion(config)
         if self.groups.is_main:
             log_unused(config)
@@ -189,6 +195,8 @@ class Trainer:
             parameter_groups(transformer, args.weight_decay),
             args.kernels,
             config.allow_import,
+            args.optimizer_moments,
+            args.ema_device,
         )
         # Before ZeRO-3 divides the parameters.
         self.memory = MemoryWatch(
@@ -217,6 +225,7 @@ class Trainer:
             self.groups,
             args.compile,
             args.batch_size * self._most_rows(transformer, sizes),
+            args.offload_activations,
         )
         hints = LearningHints(args, self.learning_rate, self.num_steps, self.num_trained)
         self.learning = Learning(args, self.diffusion.loss, self.engine, self.groups, hints)
@@ -502,6 +511,7 @@ class Trainer:
         }
         is_exported = self.exporter.is_due(self.step, is_stopping)
         self.writer.save(self.step, state, self.exporter.write if is_exported else None)
+        metrics.write_page()
         metrics.restart_clock()
 
     def _video_sizes(self) -> list[list[int]]:
@@ -532,6 +542,13 @@ class Trainer:
     def _resume(self, checkpoint: Path) -> None:
         manifest, is_verified = self.manifest, self.args.verify_checkpoints
         load_checkpoint(checkpoint, manifest, self.engine, self.groups, is_verified)
+        moments = self.args.optimizer_moments
+        saved = (manifest.get("config") or {}).get("args", {}).get("optimizer_moments", "fp32")
+        if saved != moments:
+            how = "rounded to 8 bits" if moments == "8bit" else "kept in float32 from here on"
+            logger.info(
+                "args.optimizer_moments=%s, before %s: the moments are %s", moments, saved, how
+            )
         num_samples = len(self.datasets.train)
         order = self.order.fingerprint
         before = manifest.get("num_samples", num_samples), manifest.get("data_order", order)

@@ -22,6 +22,7 @@ from cogfast.train.plan.traffic import (
 )
 from tests.support.ranks.communication_ranks import (
     CASES,
+    CONTEXT_RUNS,
     MESH_RUNS,
     PERSISTENT,
     QUICK_MESH,
@@ -91,6 +92,30 @@ def test_reducing_to_the_owners_halves_the_gradients(launched) -> None:
     gradients = count_traffic(config, layout, NUM_TOKENS).gradients
     for rank in sent:
         assert rank["zero-2, reduce"]["reduce"] == pytest.approx(gradients / 2, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTEXT_RUNS)
+def test_traffic_of_ranks_that_share_samples(launched, name: str) -> None:
+    """ZeRO's copies are the same ranks; it uses the group of all of them."""
+    sent, config = launched
+    layout = Layout(
+        data_size=1,
+        context_size=2,
+        accumulation=2,
+        bytes_per_number=4,
+        is_recomputed="adapters" in name,
+    )
+    config = replace(config, lora_rank=RANK) if "adapters" in name else config
+    expected = count_traffic(config, layout, NUM_TOKENS)
+    assert expected.activations == 0
+    for rank in sent:
+        found = Counter(rank[name])
+        assert found["gather"] == pytest.approx(expected.weights, TOLERANCE)
+        sums = expected.gradients + expected.scalars
+        assert found["all_reduce"] == pytest.approx(sums, TOLERANCE)
+        inside = [found[f"inside {name}"] for name in ("all_to_all_single", "all_reduce", "gather")]
+        assert sum(inside) == pytest.approx(expected.rows, TOLERANCE)
 
 
 @pytest.mark.slow
@@ -213,6 +238,13 @@ def test_four_sums_per_block_of_5b() -> None:
     unit = 17_776 * 3072 * 2
     found = count("5B", data_size=1, model_size=2).activations
     assert found == pytest.approx(42 * 4 * unit, 1e-3)
+
+
+def test_exchanges_of_5b_by_hand() -> None:
+    """42 blocks, each of 4 (c-1)/c^2 U forward and backward, and U gathered behind and before them."""
+    unit = 17_776 * 3072 * 2
+    found = count("5B", data_size=1, context_size=4).rows
+    assert found == pytest.approx((42 * 2 * 4 * 3 / 16 + 2 * 3 / 4) * unit, 1e-3)
 
 
 def test_a_page_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,12 @@ from bench.checks.goldens_on_device import (
 from bench.checks.kernels_on_device import judge as judge_tests
 from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
+from bench.harness.expected import EXPECTED, compare, write
 from bench.harness.outcome import Outcome, Settings
 from bench.kernel_ops.attention_backends import Backend, measure_backend
 from cogfast.diagnostics.timing import spread, time_calls
 from cogfast.model.weights.shard import Shard
+from cogfast.train.plan.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(torch.device("cpu"), is_tiny=True)
@@ -409,3 +411,48 @@ def test_ranks_that_differ_or_are_wrong_are_reported(golden_2b) -> None:
     other = {**ranks[1][0].gradients, norm: exact.gradients[norm] + 1e-7}
     ranks[1] = Answers(exact.outputs, exact.loss, other), ranks[1][1]
     assert find_differences(ranks) == [f"{norm}: rank 1 differs from rank 0"]
+
+
+# --- expected step times ---
+
+H100 = next(gpu for gpu in GPUS if gpu.name == "h100-80")
+ROW = {"model": "5b", "num_layers": 42, "mode": "lora", "checkpointing": "full", "what": "step"}
+ROW |= {"engine": "eager"}
+
+
+def test_the_stored_file_is_that_of_the_formulas() -> None:
+    assert EXPECTED.read_text() == write(), "run python -m bench.harness.expected"
+
+
+def test_figures_by_hand() -> None:
+    """The linears of 5B LoRA, recomputed: 24 B S M^2 in three passes, at 65% of 989 TFLOP/s."""
+    rows = json.loads(EXPECTED.read_text())
+    (row,) = (
+        r for r in rows if r["gpu"] == "h100-80" and all(ROW.get(k, v) == v for k, v in r.items())
+    )
+    seconds = 42 * 3 * 24 * 17_776 * 3072**2 / (0.65 * 989e12)
+    assert row["matmul_ms"] == pytest.approx(1000 * seconds, rel=0.1)  # adapters take the rest
+    parts = [row[f"{part}_ms"] for part in ("matmul", "attention", "memory_bound")]
+    assert row["step_ms"] == pytest.approx(sum(parts), abs=0.2)
+
+
+def test_a_step_below_85_percent_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "expected.json"
+    keys = ("model", "num_layers", "mode", "checkpointing")
+    wanted = {"gpu": "h100-80", **{key: ROW[key] for key in keys}, "step_ms": 850.0}
+    path.write_text(json.dumps([wanted, {**wanted, "gpu": "h200", "step_ms": 1.0}]))
+    times = (1000.0, 1001.0)
+    rows = [{**ROW, "ours_median_ms": ms} for ms in times]
+    rows += [{**ROW, "what": "block", "ours_median_ms": 9.0}, {**ROW, "ours_error": "none"}]
+    rows += [{**ROW, "num_layers": 3, "ours_median_ms": 9.0}]
+    assert compare(rows, H100, path) == [
+        "5b, 42, lora, full, eager: 1000 ms, 850 expected: 85% of the expected speed",
+        "5b, 42, lora, full, eager: 1001 ms, 850 expected: 85% of the expected speed, BELOW 85%",
+    ]
+
+
+def test_only_known_gpus_have_expectations() -> None:
+    rows = [{**ROW, "ours_median_ms": 1e6}]
+    assert gpu_run.expectations(rows, "NVIDIA A100-SXM4-80GB", 79.2) == []
+    (line,) = gpu_run.expectations(rows, "NVIDIA H100 80GB HBM3", 79.1)
+    assert line.endswith("BELOW 85%")

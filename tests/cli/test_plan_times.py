@@ -100,7 +100,7 @@ def test_nothing_is_predicted_without_rates(base: Path) -> None:
     assert json.loads(describe_plan(config, "80", 1, as_json=True))["step"] is None
     offload = ["deepspeed.zero_optimization.offload_optimizer.device=cpu"]
     text = describe_plan(load_config([base], offload), "h100-80", 1)
-    assert "step time: not predicted for sampling, context parallelism and offload" in text
+    assert "step time: not predicted for sampling and offload" in text
 
 
 def test_options(base: Path) -> None:

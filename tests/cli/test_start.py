@@ -30,6 +30,7 @@ NEVER = {
 UNUSED = {
     "dry run": NEVER | {"deepspeed", "triton", "tensorboard", "matplotlib", "av", "safetensors"},
     "sample": NEVER | {"deepspeed", "triton", "tensorboard", "matplotlib"},
+    "plan": NEVER | {"deepspeed", "triton", "tensorboard", "matplotlib"},
     "train": NEVER | {"matplotlib"},
 }
 
@@ -44,6 +45,9 @@ found["dry run"] = sorted(sys.modules)
 words = ["--prompt", "a bar", "--out", out, "args.force_inference=true"]
 assert main(["sample", "--base", base, *words]) == 0
 found["sample"] = sorted(sys.modules)
+words = ["--gpu", "h100-80", "--gpus", "4", "--table"]
+assert main(["plan", "--base", base, *words]) == 0
+found["plan"] = sorted(sys.modules)
 
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.model.text_encoder import ByteTextEncoder

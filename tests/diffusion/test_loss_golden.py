@@ -14,7 +14,7 @@ from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.assembly import assemble_diffusion
-from tests.conftest import COMPLETE, SUBSET
+from conftest import COMPLETE, SUBSET
 
 WEIGHTS = {"t2v_5b": "t2v_5b_mp2", "t2v_2b": "t2v_2b", "i2v_1.5_5b": "i2v_1.5_5b"}
 # The project's own part of the golden files holds the training step of one model.

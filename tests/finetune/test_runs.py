@@ -503,6 +503,7 @@ def test_four_processes_leave_the_files_of_one(training, pipelines, tmp_path):  
         "one": (1, 4, []),
         "dp 4": (4, 1, []),
         "tp 2": (4, 2, [TENSOR_PARALLEL]),
+        "cp 2": (4, 2, ["args.context_parallel_size=2"]),
         "ZeRO-3": (4, 1, [ZERO_3]),
         "tp 2 and ZeRO-3": (4, 2, [TENSOR_PARALLEL, ZERO_3]),
     }

@@ -230,7 +230,10 @@ def test_opcheck():
     numbers = {**HYPER, "beta1": 0.9, "beta2": 0.95, "ema_decay": 0.99, "gradient_scale": 0.5}
     del numbers["betas"]
     flags = dict.fromkeys(("bias_correction", "adam_w_mode", "use_num_updates"), True)
-    arguments = (*streams, copies, [torch.zeros(()), torch.zeros(())])
+    steps = [torch.zeros(()), torch.zeros(())]
+    arguments = (*streams, copies, [None, None], [None, None], steps)
     torch.library.opcheck(
         torch.ops.cogfast.ema_adam_, arguments, {**numbers, **flags}, test_utils=tests
     )
+    average = (torch.rand(5), torch.rand(5), torch.tensor(0.5))
+    torch.library.opcheck(torch.ops.cogfast.average_, average, test_utils=tests)

@@ -18,7 +18,7 @@ from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.formats.sat_names import PREFIX, sat_name
 from cogfast.model.weights.load import load_transformer
-from cogfast.train.distributed.activation_checkpointing import apply_policies
+from cogfast.train.memory.activation_checkpointing import apply_policies
 
 CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cogfast.kernels.int8_linear import dequantize_rows, quantize_rows
 from cogfast.model.config import TransformerConfig
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import DEFAULT_TARGETS
 from cogfast.model.transformer import DiffusionTransformer, freeze
+from cogfast.model.weights.source import Target
 from cogfast.train.distributed.parallelize import allocate, find_shards
+from cogfast.train.memory.host_blocks import allocate_base
+from cogfast.train.memory.quantized_base import base_linears
 from cogfast.train.plan.activations import Policy
 from tests.support.tiny_transformers import FAMILY, inputs
 
@@ -30,6 +35,8 @@ class Case:
     splits_rows: bool = False
     text_length: int = 10
     policy: Policy | None = None  # of activation checkpointing, in the group
+    quantization: Literal["none", "int8"] = "none"  # of the frozen base, in the group
+    num_offloaded: int = 0  # blocks whose base is in host memory, in the group
 
     @property
     def config(self) -> TransformerConfig:
@@ -62,6 +69,25 @@ CASES = {
     "attention_kept": Case("5b", policy="attention_kept"),
     "long text": Case("5b", text_length=60),
     "compiled lora": Case("5b", lora_rank=4, is_compiled=True),
+    "int8": Case("5b", 4, trains_lora_only=True, quantization="int8"),
+    "int8 and offloaded mlp": Case(
+        "5b",
+        4,
+        ("to_q", "ff.net.0.proj", "ff.net.2"),
+        trains_lora_only=True,
+        policy="pointwise",
+        quantization="int8",
+        num_offloaded=2,
+    ),
+    "offloaded": Case("5b", 4, trains_lora_only=True, num_offloaded=1),
+    "compiled int8": Case(
+        "5b",
+        4,
+        trains_lora_only=True,
+        is_compiled=True,
+        quantization="int8",
+        num_offloaded=1,
+    ),
 }
 # 156 tokens, or 108: four processes have 39, or 27, of which the second has text and video
 CASES |= {
@@ -77,6 +103,7 @@ CASES |= {
         "bf16",
         "compiled",
         "pointwise",
+        "int8 and offloaded mlp",
     )
 }
 
@@ -116,7 +143,20 @@ def loss_and_gradients(transformer: DiffusionTransformer, given: dict[str, Tenso
     return {"output": output.detach(), "loss": loss.detach(), "gradients": gradients}
 
 
-def materialize(transformer: DiffusionTransformer, seed: int) -> None:
-    """Allocate a transformer on the CPU and initialize it: each shard as in the whole model."""
+def materialize(transformer: DiffusionTransformer, seed: int) -> dict[str, Target]:
+    """Allocate a transformer on the CPU and initialize it: each shard as in the whole model. Return
+    the weights that are no parameters."""
     allocate(transformer, torch.device("cpu"))
-    initialize(transformer, seed, find_shards(transformer))
+    held = allocate_base(transformer, torch.device("cpu"))
+    initialize(transformer, seed, find_shards(transformer), held=held)
+    return held
+
+
+def round_base(transformer: DiffusionTransformer, size: int) -> None:
+    """Round the base's weights as `size` ranks quantize their shards of them."""
+    for path, linear in base_linears(transformer):
+        # Shards by inputs have scales of their own; those by outputs have whole rows.
+        is_cut = path.removesuffix(".original").endswith(("attention.out", "fc2"))
+        pieces = linear.weight.data.chunk(size if is_cut else 1, dim=1)
+        rounded = [dequantize_rows(*quantize_rows(piece), torch.float32) for piece in pieces]
+        linear.weight.data.copy_(torch.cat(rounded, dim=1))

@@ -10,6 +10,7 @@
 TORCH_LIBRARY_IMPL(cogfast, CPU, library) {
   library.impl("adaptive_layernorm", cogfast::adaptive_layernorm);
   library.impl("adaptive_layernorm_backward", cogfast::adaptive_layernorm_backward);
+  library.impl("average_", cogfast::average_);
   library.impl("ema_adam_", cogfast::ema_adam_);
   library.impl("sum_of_squares", cogfast::sum_of_squares);
   library.impl("gelu", cogfast::gelu);

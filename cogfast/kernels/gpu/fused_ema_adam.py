@@ -4,7 +4,8 @@ A table on the device holds each tensor's addresses, length and count of updates
 program which tensor it works on. A small kernel counts the updates and turns the counts into
 factors in float64; the second kernel streams over all tensors once. Each of its programs takes
 1,024 neighbouring elements (4 KB of float32). With bf16 gradients and float32 weights it moves 36
-bytes per element, 2 more with a bf16 copy of the weights. No GPU has timed the kernels yet.
+bytes per element, 2 more with a bf16 copy of the weights; 12 fewer with 8-bit moments, whose codes
+moment_codes.py explains, and 8 fewer without the EMA. No GPU has timed the kernels yet.
 """
 
 import math
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.gpu.launch import cdiv, jit, tl
+from cogfast.kernels.moment_codes import MOMENT_BLOCK
 
 BLOCK = 1024  # elements of a program
 NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout
@@ -24,10 +26,12 @@ STEP_BLOCK = 128  # tensors whose updates one program of the first kernel counts
 # Columns of the table [num_tensors, 16] int64: one cache line per tensor.
 _P, _G, _M, _V, _SHADOW, _COPY, _STEP = (tl.constexpr(column) for column in range(7))
 _NUMEL, _FIRST_BLOCK = tl.constexpr(7), tl.constexpr(8)
+_LARGEST_M, _LARGEST_V = tl.constexpr(9), tl.constexpr(10)
 _COLUMNS = tl.constexpr(16)
 # Columns of the factors [num_tensors, 4] float32.
 _STEP_SIZE, _ROOT_FACTOR, _EMA_WEIGHT, _DECAY = (tl.constexpr(column) for column in range(4))
 _FACTORS = tl.constexpr(4)
+_SHIFT = tl.constexpr(20)  # bits of a float32 that a code has not
 
 
 @jit
@@ -87,34 +91,120 @@ def _stream(address, element, TYPE: tl.constexpr, IS_WIDE: tl.constexpr):
 
 
 @jit
+def _scramble(x):
+    """Hash numbers, uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def _base(largest, IS_SIGNED: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what the codes of a moment count from, [BLOCK]; largest: [BLOCK / 256] int32."""
+    base = tl.maximum(largest - (127 if IS_SIGNED else 255), 0)
+    return tl.reshape(tl.broadcast_to(base[:, None], [BLOCK // CODED, CODED]), [BLOCK])
+
+
+@jit
+def _load_codes(
+    address,
+    largest_ptr,  # [BLOCK / 256]
+    element,
+    inside,
+    is_begun,
+    IS_SIGNED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return a block of a moment, [BLOCK] float32, from 8-bit codes."""
+    codes = tl.load(_stream(address, element, tl.uint8, IS_WIDE), mask=inside).to(tl.int32)
+    level = codes & 127 if IS_SIGNED else codes
+    base = _base(tl.load(largest_ptr, mask=is_begun).to(tl.int32), IS_SIGNED, CODED, BLOCK)
+    bits = tl.where(level > 0, level + base, 0) << _SHIFT
+    if IS_SIGNED:
+        bits |= (codes >> 7) << 31
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def _store_codes(
+    address,
+    largest_ptr,  # [BLOCK / 256]
+    element,
+    inside,
+    is_begun,
+    x,
+    r,  # random numbers from 0 to 2^16 - 1, int32
+    IS_SIGNED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write a block of a moment, x, as 8-bit codes."""
+    raw = x.to(tl.int32, bitcast=True)
+    bits = raw & 0x7FFFFFFF
+    if not IS_WIDE:
+        bits = tl.where(inside, bits, 0)
+    most = tl.max(tl.reshape(bits, [BLOCK // CODED, CODED]), 1)
+    largest = (most + 0xFFFFF) >> _SHIFT
+    base = _base(largest, IS_SIGNED, CODED, BLOCK)
+    level = ((bits + (r << 4)) >> _SHIFT) - base
+    if IS_SIGNED:
+        smallest = ((base + 1) << _SHIFT).to(tl.float32, bitcast=True)
+        is_kept = r.to(tl.float32) * smallest < bits.to(tl.float32, bitcast=True) * 65536
+        code = tl.where(level < 1, is_kept.to(tl.int32), level) | ((raw >> 31) & 1) << 7
+    else:
+        code = tl.where(level < 1, (bits > 0).to(tl.int32), level)
+    tl.store(_stream(address, element, tl.uint8, IS_WIDE), code.to(tl.uint8), mask=inside)
+    tl.store(largest_ptr, largest.to(tl.int16), mask=is_begun)
+
+
+@jit
 def _update(
-    addresses,  # of p, g, m, v, shadow, copy
+    addresses,  # of p, g, m, v, shadow, copy, and of the largest codes of m and v
     start,  # of the block, int64
     numel,  # of the tensor
     scale,
     factors_ptr,  # of this tensor
     numbers,  # 1 - beta1, beta2, 1 - beta2, eps, weight_decay
+    seed,  # of the random rounding, uint32
     P_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr,
     COPY_TYPE: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
+    HAS_SHADOW: tl.constexpr,
+    CODED: tl.constexpr,
     IS_WIDE: tl.constexpr,  # the block is full and all addresses are multiples of 16
     BLOCK: tl.constexpr,
 ):
     """Update a block with Adam and the EMA: load, compute in float32, store."""
     element = start + tl.arange(0, BLOCK)
     inside = None if IS_WIDE else element < numel
-    p_address, g_address, m_address, v_address, shadow_address, copy_address = addresses
+    p_address, g_address, m_address, v_address = addresses[:4]
+    shadow_address, copy_address, largest_m, largest_v = addresses[4:]
     one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay = numbers
     p_ptr = _stream(p_address, element, P_TYPE, IS_WIDE)
-    m_ptr = _stream(m_address, element, tl.float32, IS_WIDE)
-    v_ptr = _stream(v_address, element, tl.float32, IS_WIDE)
-    shadow_ptr = _stream(shadow_address, element, tl.float32, IS_WIDE)
     p = tl.load(p_ptr, mask=inside).to(tl.float32)
     g = tl.load(_stream(g_address, element, G_TYPE, IS_WIDE), mask=inside).to(tl.float32) * scale
-    m = tl.load(m_ptr, mask=inside)
-    v = tl.load(v_ptr, mask=inside)
-    shadow = tl.load(shadow_ptr, mask=inside)
+    is_begun = None
+    if CODED:
+        coded = start // CODED + tl.arange(0, BLOCK // CODED)
+        is_begun = None if IS_WIDE else coded * CODED < numel
+        largest_m = largest_m.to(tl.pointer_type(tl.int16)) + coded
+        largest_v = largest_v.to(tl.pointer_type(tl.int16)) + coded
+        m = _load_codes(
+            m_address, largest_m, element, inside, is_begun, True, IS_WIDE, CODED, BLOCK
+        )
+        v = _load_codes(
+            v_address, largest_v, element, inside, is_begun, False, IS_WIDE, CODED, BLOCK
+        )
+    else:
+        m = tl.load(_stream(m_address, element, tl.float32, IS_WIDE), mask=inside)
+        v = tl.load(_stream(v_address, element, tl.float32, IS_WIDE), mask=inside)
+    shadow = p
+    if HAS_SHADOW:
+        shadow = tl.load(_stream(shadow_address, element, tl.float32, IS_WIDE), mask=inside)
     if ADAM_W_MODE:
         p -= tl.load(factors_ptr + _DECAY) * p
     else:
@@ -124,11 +214,22 @@ def _update(
     # Correctly rounded, as torch's; the fast root and division differ in the last bits.
     root = tl.sqrt_rn(v) * tl.load(factors_ptr + _ROOT_FACTOR)
     p -= tl.load(factors_ptr + _STEP_SIZE) * tl.div_rn(m, root + eps)
-    shadow += tl.load(factors_ptr + _EMA_WEIGHT) * (p - shadow)
     tl.store(p_ptr, p.to(P_TYPE), mask=inside)
-    tl.store(m_ptr, m, mask=inside)
-    tl.store(v_ptr, v, mask=inside)
-    tl.store(shadow_ptr, shadow, mask=inside)
+    if CODED:
+        random = _scramble(element.to(tl.uint32) ^ seed)
+        low, high = (random & 0xFFFF).to(tl.int32), (random >> 16).to(tl.int32)
+        _store_codes(
+            m_address, largest_m, element, inside, is_begun, m, low, True, IS_WIDE, CODED, BLOCK
+        )
+        _store_codes(
+            v_address, largest_v, element, inside, is_begun, v, high, False, IS_WIDE, CODED, BLOCK
+        )
+    else:
+        tl.store(_stream(m_address, element, tl.float32, IS_WIDE), m, mask=inside)
+        tl.store(_stream(v_address, element, tl.float32, IS_WIDE), v, mask=inside)
+    if HAS_SHADOW:
+        shadow += tl.load(factors_ptr + _EMA_WEIGHT) * (p - shadow)
+        tl.store(_stream(shadow_address, element, tl.float32, IS_WIDE), shadow, mask=inside)
     if COPY_TYPE is not None:
         copy_ptr = _stream(copy_address, element, COPY_TYPE, IS_WIDE)
         tl.store(copy_ptr, p.to(COPY_TYPE), mask=inside)
@@ -150,6 +251,8 @@ def ema_adam_kernel(
     G_TYPE: tl.constexpr,
     COPY_TYPE: tl.constexpr,  # or None
     ADAM_W_MODE: tl.constexpr,
+    HAS_SHADOW: tl.constexpr,
+    CODED: tl.constexpr,  # elements that share the largest code of 8-bit moments; 0: float32
     BLOCK: tl.constexpr,
 ):
     """Update one block of one tensor, unless found_inf is not 0."""
@@ -168,7 +271,12 @@ def ema_adam_kernel(
         # Offsets are int64: one ZeRO partition may have more than 2^31 elements.
         start = (tl.program_id(0) - tl.load(row + _FIRST_BLOCK)) * BLOCK
         numel = tl.load(row + _NUMEL)
-        addresses = (p, g, m, v, shadow, copy)
+        largest_m, largest_v = tl.load(row + _LARGEST_M), tl.load(row + _LARGEST_V)
+        addresses = (p, g, m, v, shadow, copy, largest_m, largest_v)
+        seed = tl.zeros([], tl.uint32)
+        if CODED:
+            step = tl.load(tl.load(row + _STEP).to(tl.pointer_type(tl.float32)))
+            seed = _scramble(step.to(tl.uint32))
         numbers = (one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay)
         # 16-byte accesses (bf16: 8) need a full block and aligned addresses of every stream.
         if (start + BLOCK <= numel) & ((p | g | m | v | shadow | copy) % 16 == 0):
@@ -179,10 +287,13 @@ def ema_adam_kernel(
                 scale,
                 factors_ptr,
                 numbers,
+                seed,
                 P_TYPE,
                 G_TYPE,
                 COPY_TYPE,
                 ADAM_W_MODE,
+                HAS_SHADOW,
+                CODED,
                 IS_WIDE=True,
                 BLOCK=BLOCK,
             )
@@ -196,13 +307,32 @@ def ema_adam_kernel(
                     scale,
                     factors_ptr,
                     numbers,
+                    seed,
                     P_TYPE,
                     G_TYPE,
                     COPY_TYPE,
                     ADAM_W_MODE,
+                    HAS_SHADOW,
+                    CODED,
                     IS_WIDE=False,
                     BLOCK=BLOCK // 4,
                 )
+
+
+@jit
+def average_kernel(
+    shadow_ptr,  # [n] float32
+    p_ptr,  # [n] float32
+    weight_ptr,  # [] float32
+    n,
+    BLOCK: tl.constexpr,
+):
+    """Update a block of an EMA."""
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < n
+    shadow = tl.load(shadow_ptr + element, mask=inside)
+    shadow += tl.load(weight_ptr) * (tl.load(p_ptr + element, mask=inside) - shadow)
+    tl.store(shadow_ptr + element, shadow, mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +341,14 @@ class AdamStreams:
 
     p: Tensor  # float32, bfloat16 or float16
     g: Tensor  # float32, bfloat16 or float16
-    m: Tensor  # float32
-    v: Tensor  # float32
-    shadow: Tensor  # float32
+    m: Tensor  # float32, or uint8 codes
+    v: Tensor
+    shadow: Tensor | None  # float32
     step: Tensor  # [] float32
     copy: Tensor | None = None  # bfloat16 or float16, receives the new p
+    # [numel / 256, rounded up] int16 beside codes
+    largest_m: Tensor | None = None
+    largest_v: Tensor | None = None
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
@@ -241,11 +374,15 @@ class TensorTable:
         self.lengths: list[int] = []
         self.num_blocks = 0
         self.dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] | None = None
+        self.has_shadow, self.is_coded = True, False
 
     def hold(self, tensors: Sequence[AdamStreams]) -> None:
-        """Fill the table with `tensors`, which have the same dtypes and device."""
-        # Addresses in the order of the table's columns; 0 stands for no copy.
-        streams = [(t.p, t.g, t.m, t.v, t.shadow, t.copy, t.step) for t in tensors]
+        """Fill the table with `tensors`, which have the same streams, dtypes and device."""
+        # Addresses in the order of the table's columns; 0 stands for a stream that is not there.
+        streams = [
+            (t.p, t.g, t.m, t.v, t.shadow, t.copy, t.step, t.largest_m, t.largest_v)
+            for t in tensors
+        ]
         rows = [[0 if x is None else x.data_ptr() for x in tensor] for tensor in streams]
         lengths = [t.p.numel() for t in tensors]
         # The usual step: PyTorch's allocator gave the gradients the same addresses again.
@@ -262,12 +399,17 @@ class TensorTable:
             )
             self.factors = torch.empty(len(rows), _FACTORS.value, device=device)
         table = torch.zeros(len(rows), _COLUMNS.value, dtype=torch.int64)
-        table[:, :9] = torch.tensor(
-            [[*row, n, first] for row, n, first in zip(rows, lengths, first_blocks, strict=True)]
+        table[:, :11] = torch.tensor(
+            [
+                [*row[:7], n, first, *row[7:]]
+                for row, n, first in zip(rows, lengths, first_blocks, strict=True)
+            ]
         )
         self.table = _upload(table, device)
         self.rows, self.lengths = rows, lengths
         self.dtypes = tensors[0].dtypes
+        self.has_shadow = tensors[0].shadow is not None
+        self.is_coded = tensors[0].largest_m is not None
 
 
 def _upload(numbers: Tensor, device: torch.device) -> Tensor:
@@ -336,9 +478,17 @@ def launch_ema_adam(
         G_TYPE=g_type,
         COPY_TYPE=copy_type,
         ADAM_W_MODE=adam_w_mode,
+        HAS_SHADOW=tensors.has_shadow,
+        CODED=MOMENT_BLOCK if tensors.is_coded else 0,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
+
+
+def launch_average(shadow: Tensor, p: Tensor, weight: Tensor) -> None:
+    """Compute shadow += weight (p - shadow) as the kernel above does; float32, one length."""
+    n = shadow.numel()
+    average_kernel[(cdiv(n, BLOCK),)](shadow, p, weight, n, BLOCK=BLOCK, num_warps=4)
 
 
 def _triton_type(dtype: torch.dtype) -> object:

@@ -15,7 +15,7 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.lora.adapters import check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
+from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ def load_transformer(
     ema: bool = False,
     allow_missing: bool = False,
     shards: Mapping[str, Shard] | None = None,
+    held: Mapping[str, Target] | None = None,
 ) -> LoadReport:
     """Copy the weights at `path` into the transformer and return a report.
 
@@ -55,12 +56,13 @@ def load_transformer(
     there is one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
     keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
     weights in fp16. shards: the shard that the transformer holds of a parameter, by name; only it is
-    read where the format allows it. ValueError for another member of the family and for damage.
+    read where the format allows it. held: weights that are no parameters, by name. ValueError for
+    another member of the family and for damage.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
-    return load_source(transformer, open_source(path, ema), str(path), allow_missing, shards)
+    return load_source(transformer, open_source(path, ema), str(path), allow_missing, shards, held)
 
 
 def load_source(
@@ -69,12 +71,14 @@ def load_source(
     path: str,
     allow_missing: bool = False,
     shards: Mapping[str, Shard] | None = None,
+    held: Mapping[str, Target] | None = None,
 ) -> LoadReport:
     """Load from an open source; otherwise as load_transformer. path: the name in error messages."""
     # args.force_train and args.force_inference also permit bf16 weights in fp16.
     if not allow_missing:
         _check_dtype(path, source.main_dtype, transformer.dtype)
-    parameters, shards = dict(transformer.named_parameters()), shards or {}
+    parameters: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
+    shards = shards or {}
     # Shapes of whole parameters, as in the file, also where this rank has a shard.
     wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
     # A part of a model, such as the adapters of a run, does not show the family member.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ _MOST_DIMS = 5  # 3D convolutions of the VAE; the transformer's tensors have at 
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # {cogfast's parameter name: shape}
+
+
+class Target(Protocol):
+    """A place for the values of a weight: a tensor, or storage of another kind."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def copy_(self) -> Callable[[Tensor], object]:
+        """Store values of this shape, in any dtype."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,10 +111,9 @@ def encode_first(
         "continues from there"
     )
     # Each rank encodes other clips, also the ranks that share a model later.
-    groups = dataclasses.replace(groups, tensor=None, model_control=None, data=None)
     with keeping(kept):
-        _fill(config, args, groups, "the same command", overrides)
-    gc.collect()
+        _fill(config, args, groups.without_models(), "the same command", overrides)
+    gc.collect()  # sync: none; the encoders are in cycles that only a collection frees
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training begins
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.block_kernels import BlockKernels
@@ -114,22 +115,21 @@ def _to_heads(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
 
 def _to_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     """Return the inverse of _to_heads."""
-    own = x.shape[0] * rows[group.rank] * x.shape[2:].numel()
     per_row = x.shape[0] * x.shape[2:].numel()
     sent = [per_row * n for n in rows]
-    flat = _exchange(_cut(x, rows), sent, [own] * group.size, group)
+    flat = _exchange(_cut(x, rows), sent, [sent[group.rank]] * group.size, group)
     pieces = flat.view(group.size, x.shape[0], rows[group.rank], *x.shape[2:])
     return pieces.movedim(0, -3).flatten(-3, -2)
 
 
 def _gather_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     """This rank's rows [B, s, M] -> all rows [B, S, M] on every rank."""
-    most, missing = max(rows), max(rows) - x.shape[1]
+    missing = max(rows) - x.shape[1]
     # all_gather takes equal pieces: ranks with one row less send one of zeros with them.
-    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    padded = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
     gathered = _ops.all_gather_into_tensor(padded, group.size, group.name)
     pieces = wait_for(gathered).unflatten(0, (group.size, -1))
-    if min(rows) == most:
+    if min(rows) == max(rows):
         return pieces.transpose(0, 1).flatten(1, 2)
     return torch.cat([piece[:, :n] for piece, n in zip(pieces, rows, strict=True)], dim=1)
 
@@ -138,26 +138,20 @@ def _own_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     return x.split(rows, dim=1)[group.rank].contiguous()
 
 
-class _RowsToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
-        return _to_heads(x, rows, group)
+class _Exchange(torch.autograd.Function):
+    """_to_heads or its inverse. Backward exchanges the gradient the other way."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _to_rows(grad, ctx.rows, ctx.group), None, None
-
-
-class _HeadsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
-        return _to_rows(x, rows, group)
+    def forward(
+        ctx, x: Tensor, rows: list[int], group: ParallelGroup, gathers_rows: bool
+    ) -> Tensor:
+        ctx.rows, ctx.group, ctx.gathers_rows = rows, group, gathers_rows
+        return (_to_heads if gathers_rows else _to_rows)(x, rows, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(grad, ctx.rows, ctx.group), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        exchange = _to_rows if ctx.gathers_rows else _to_heads
+        return exchange(grad, ctx.rows, ctx.group), None, None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -235,14 +229,15 @@ class ContextParallelRows:
             rotation: Rotation | None,
             num_text: int,
         ) -> tuple[Tensor, Tensor, Tensor]:
-            qkv = _RowsToHeads.apply(qkv, self.rows, self.group)
+            qkv = _Exchange.apply(qkv, self.rows, self.group, True)
             if rotation is not None:
                 # num_text counts this rank's rows, but here are all.
                 num_text = qkv.shape[1] - rotation.t * rotation.h * rotation.w
             return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, num_text)
 
         def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _HeadsToRows.apply(kernels.flash_attention(q, k, v), self.rows, self.group)
+            attended = kernels.flash_attention(q, k, v)
+            return _Exchange.apply(attended, self.rows, self.group, False)
 
         return replace(kernels, qk_norm_rope3d=qk_norm_rope3d, flash_attention=flash_attention)
 

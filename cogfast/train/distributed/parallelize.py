@@ -181,10 +181,12 @@ def count_trained(transformer: DiffusionTransformer) -> int:
 
 def _mark(transformer: DiffusionTransformer) -> None:
     """Mark sharded parameters for DeepSpeed's gradient norm and for checkpoints."""
-    for name, shard in find_shards(transformer).items():
-        parameter: Any = transformer.get_parameter(name)  # Any: gets attributes
+    shards = find_shards(transformer)
+    for name, parameter in transformer.named_parameters():
         # DeepSpeed counts parameters without tensor_model_parallel once per tensor-parallel group.
-        parameter.tensor_model_parallel, parameter.shard = True, shard
+        if name in shards:
+            marked: Any = parameter  # Any: gets attributes
+            marked.tensor_model_parallel, marked.shard = True, shards[name]
 
 
 def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:

@@ -178,6 +178,18 @@ class ProcessGroups:
         # Two threads must not mix their collectives in one group.
         return dataclasses.replace(self, control=_decision_group())
 
+    def without_models(self) -> ProcessGroups:
+        """Return these groups as if every rank worked on samples of its own."""
+        return dataclasses.replace(
+            self,
+            tensor=None,
+            context=None,
+            model=None,
+            model_control=None,
+            data=None,
+            replicas=None,
+        )
+
     def on_main(self, make: Callable[[], T]) -> T:
         """Run `make` on rank 0 and return its result on every rank. Its error ends all ranks."""
         value: Any = None  # on rank 0 a T; the other ranks get it
@@ -265,30 +277,29 @@ def _with_shared_models(
 ) -> ProcessGroups:
     size = tensor_size * context_size
     assert groups.world_size % size == 0, f"{groups.world_size} ranks, {size=}"
-    # Axes: data, context, tensor.
-    mesh = torch.arange(groups.world_size, device="cpu").view(-1, context_size, tensor_size)
+    ranks = list(range(groups.world_size))
     # Every rank creates every group, in this order: creating one is collective.
     split = partial(dist.new_subgroups_by_enumeration, timeout=timeout)
 
-    def group_of(lists: Tensor) -> ParallelGroup | None:
-        """Return this rank's group of `lists`, [groups, ranks of a group]."""
-        if lists.shape[1] == 1:
+    def group_of(lists: list[list[int]]) -> ParallelGroup | None:
+        """Return this rank's group among `lists` of ranks."""
+        if len(lists[0]) == 1:
             return None
-        group, _ = split(lists.tolist())
+        group, _ = split(lists)
         assert isinstance(group, dist.ProcessGroup), "every rank is in one of the groups"
-        return ParallelGroup(dist.get_rank(group), lists.shape[1], group)
+        return ParallelGroup(dist.get_rank(group), len(lists[0]), group)
 
-    models = mesh.flatten(1)
-    tensor = group_of(mesh.flatten(0, 1))
-    context = group_of(mesh.transpose(1, 2).flatten(0, 1))
+    models = [ranks[i : i + size] for i in ranks[::size]]
+    tensor = group_of([ranks[i : i + tensor_size] for i in ranks[::tensor_size]])
+    context = group_of([model[i::tensor_size] for model in models for i in range(tensor_size)])
     # With one axis, its group is that of the model.
     model = group_of(models) if tensor and context else tensor or context
-    data, _ = split(models.T.tolist())
+    data, _ = split([ranks[i::size] for i in range(size)])
     replicas = data
     if context_size > 1:
-        replicas, _ = split(mesh.flatten(0, 1).T.tolist())
+        replicas, _ = split([ranks[i::tensor_size] for i in range(tensor_size)])
     control, _ = dist.new_subgroups_by_enumeration(
-        models.tolist(), timeout=_DECISION_TIMEOUT, backend="gloo"
+        models, timeout=_DECISION_TIMEOUT, backend="gloo"
     )
     return dataclasses.replace(
         groups,

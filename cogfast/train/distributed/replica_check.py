@@ -84,7 +84,7 @@ def hash_parameters(parameters: list[nn.Parameter]) -> Tensor:
     # Odd weights always detect a change of one element. Other changes are missed with a probability
     # of at most 2^-32.
     weights = (place ^ (place >> 32)) * _GOLDEN | 1
-    return torch.stack([_hash(_own_values(p).to(device), weights) for p in parameters])
+    return torch.stack([_hash(own_values(p).to(device), weights) for p in parameters])
 
 
 def _hash(values: Tensor, weights: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _hash(values: Tensor, weights: Tensor) -> Tensor:
     return reduce(lambda total, chunk: total * _ODD + chunk, sums)
 
 
-def _own_values(parameter: Any) -> Tensor:  # Any: ZeRO-3 adds attributes to a Parameter
+def own_values(parameter: Any) -> Tensor:  # Any: ZeRO-3 adds attributes to a Parameter
     """Return the elements that this rank has, [N]; under ZeRO-3, those of its partition."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:

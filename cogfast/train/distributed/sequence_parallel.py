@@ -135,6 +135,8 @@ class RowGatheringLinear(ColumnParallelLinear):
         return _GatherRows.apply(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            return self.product(self.enter(x))
         bias = self.bias if self.adds_bias else None
         return _GatheringLinear.apply(x, self.weight, bias, self.group)
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.kernels.int8_linear import int8_linear
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
@@ -149,6 +150,10 @@ def share_vectors(vectors: Sequence[Tensor], group: ParallelGroup) -> Sequence[T
 
 def take_share(parameter: Tensor, shard: Shard) -> nn.Parameter:
     """Copy this rank's shard of a parameter, so that the whole parameter can be freed."""
+    if parameter.is_meta:
+        # torch.cat on the meta device imports torch._dynamo, which takes seconds.
+        share = parameter.new_empty(shard.share_shape)
+        return nn.Parameter(share, parameter.requires_grad)
     # A clone, since a view would keep the whole parameter in memory.
     share = shard.of(parameter.detach()).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(share, parameter.requires_grad)
@@ -158,8 +163,11 @@ class ParallelLinear(nn.Module):
     """A shard of a linear, by outputs (dim 0) or by inputs (dim 1).
 
     By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
-    whole, since it is added after the sum. shards: {parameter name: its shard}.
+    whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of an int8
+    weight (train/memory/quantized_base.py).
     """
+
+    scale: Tensor | None
 
     def __init__(
         self, whole: nn.Linear, group: ParallelGroup, dim: int, num_parts: int = 1
@@ -168,7 +176,8 @@ class ParallelLinear(nn.Module):
         self.group = group
         self.adds_bias = not isinstance(whole, DeferredBiasLinear)
         self.shards = {"weight": group.shard(whole.weight.shape, dim, num_parts)}
-        self.weight = take_share(whole.weight, self.shards["weight"])
+        self.weight: Tensor = take_share(whole.weight, self.shards["weight"])
+        self.register_buffer("scale", None, persistent=False)
         self.bias = whole.bias
         if dim == 0:
             self.shards["bias"] = group.shard(whole.bias.shape, 0, num_parts)
@@ -177,7 +186,10 @@ class ParallelLinear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """Multiply with the local shard, without communication."""
         # A deferred bias, sharded or whole, goes to the kernel behind the linear.
-        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+        bias = self.bias if self.adds_bias else None
+        if self.scale is not None:
+            return int8_linear(x, self.weight, self.scale, bias)
+        return F.linear(x, self.weight, bias)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -191,6 +203,8 @@ class ColumnParallelLinear(ParallelLinear):
         return copy_to_group(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            return self.product(self.enter(x))
         bias = self.bias if self.adds_bias else None
         return _ColumnLinear.apply(x, self.weight, bias, self.group.name)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.moment_codes import CodedMoment, largest_key, read_moment
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments
@@ -34,6 +35,7 @@ from cogfast.train.distributed.fused_step import (
 )
 from cogfast.train.distributed.process_groups import ModelParallelUnit
 from cogfast.train.distributed.shared_memory import share_memory
+from cogfast.train.run.health.inspection import OpWatch
 from cogfast.train.run.health.step_clock import CLOCK
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 # DeepSpeed's collectives, all methods of one object
 _COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 _COLLECTIVES += ("all_gather", "broadcast")
+_MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 6e-3.
 MOST_BF16_SUMMANDS = 4
@@ -138,7 +141,9 @@ def _fit_stage_3_to_checkpointing() -> None:
     recomputation would add the bias a second time and give wrong gradients.
 
     Its hooks gather and release weights among the operations of a block. Checkpointing counts all
-    operations, and recomputation gathers others than the forward pass, which is an error.
+    operations, and recomputation gathers others than the forward pass, which is an error. The
+    inspection of a step that is not finite must not see them either: gathered weights have padding
+    without values.
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -148,7 +153,7 @@ def _fit_stage_3_to_checkpointing() -> None:
     )
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-    checkpointing = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    watching = (_CachedTorchDispatchMode, _CachingTorchDispatchMode, OpWatch)
 
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -158,22 +163,22 @@ def _fit_stage_3_to_checkpointing() -> None:
 
     LinearFunctionForZeroStage3.forward = staticmethod(forward)
 
-    def uncounted(method: Callable) -> Callable:
+    def unwatched(method: Callable) -> Callable:
         @functools.wraps(method)
         def run(*args: Any, **options: Any) -> Any:
             modes = _get_current_dispatch_mode_stack()
-            is_counted = any(isinstance(mode, checkpointing) for mode in modes)
-            with _disable_current_modes() if is_counted else contextlib.nullcontext():
+            is_watched = any(isinstance(mode, watching) for mode in modes)
+            with _disable_current_modes() if is_watched else contextlib.nullcontext():
                 return method(*args, **options)
 
         return run
 
     hooks: Any = PartitionedParameterCoordinator
     # A second engine in the process finds them changed.
-    if not hasattr(hooks.fetch_sub_module, "is_uncounted"):
+    if not hasattr(hooks.fetch_sub_module, "is_unwatched"):
         for name in ("fetch_sub_module", "release_sub_module"):
-            method = uncounted(getattr(hooks, name))
-            method.__dict__["is_uncounted"] = True
+            method = unwatched(getattr(hooks, name))
+            method.__dict__["is_unwatched"] = True
             setattr(hooks, name, method)
 
 
@@ -216,6 +221,13 @@ def _time_collectives(zero: Any, options: dict) -> None:
         # The device has nothing left to compute, and waits for the stream of the reductions.
         epilogue = zero.overlapping_partition_gradients_reduce_epilogue
         zero.overlapping_partition_gradients_reduce_epilogue = _timed(epilogue)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    """Round float32 values [N] to the training dtype; those in host memory move a part at a time."""
+    size = source.numel() if source.device == out.device else _MOVED
+    for values, place in zip(source.split(max(1, size)), out.split(max(1, size)), strict=True):
+        place.copy_(values.to(out.device))
 
 
 class ZeroEngine:
@@ -301,10 +313,32 @@ class ZeroEngine:
     def bare(self) -> Iterator[None]:
         """Call the transformer itself in the block: DeepSpeed prepares for no backward pass."""
         self._network = self.transformer
+        self._forget_order()
         try:
             yield
         finally:
             self._network = self.engine
+            self._forget_order()
+
+    def _forget_order(self) -> None:
+        """Release what ZeRO-3 has gathered, and let it record the order of modules again.
+
+        A pass outside of training may leave modules out, whose weights would stay gathered.
+        """
+        if self.stage < 3:
+            return
+        coordinator = self.zero.parameter_offload.get_param_coordinator()
+        coordinator.release_backward_leftovers()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        self.zero._partition_all_parameters()
+        self._gather_small()
+
+    def _gather_small(self) -> None:
+        """Gather the parameters below stage 3's persistence threshold, which every rank keeps whole."""
+        if self.zero.persistent_parameters:
+            first = self.zero.persistent_parameters[0]
+            first.all_gather(self.zero.persistent_parameters)
 
     @property
     def grad_norm(self) -> Tensor:
@@ -453,36 +487,58 @@ class ZeroEngine:
         self.state(part)[key] = torch.tensor(value, device=device)
 
     def view(self, piece: Slice, kind: str) -> Tensor:
-        """Return a view [numel] of a slice's "master" weights or of a kind of optimizer state."""
-        whole = self.parts[piece.part] if kind == "master" else self.state(piece.part)[kind]
-        return whole.detach().narrow(0, piece.offset, piece.numel)
+        """Return a slice's "master" weights or a kind of optimizer state, float32 [numel].
+
+        It is a view, except of 8-bit moments.
+        """
+        if kind == "master":
+            return self.parts[piece.part].detach().narrow(0, piece.offset, piece.numel)
+        self.wait_for_ema()
+        return read_moment(self.state(piece.part), kind, piece.offset, piece.numel)
 
     def allocate_state(self, kinds: list[str]) -> None:
         """Allocate the optimizer's state before its first step, to fill it from a checkpoint."""
+        self.wait_for_ema()
         for part in self.parts:
-            state = self.optimizer.state[part]
+            if isinstance(self.optimizer, FusedEmaAdam):
+                self.optimizer.state_of(part)
+                continue
             for kind in kinds:
-                state[kind] = torch.zeros_like(part, requires_grad=False)
+                self.optimizer.state[part][kind] = torch.zeros_like(part, requires_grad=False)
+
+    @contextmanager
+    def filled(self, part: int, kind: str) -> Iterator[Tensor]:
+        """Yield a flat float32 tensor for the "master" weights or a kind of optimizer state of a
+        partition, which takes over its values at the end of the block."""
+        if kind == "master" or largest_key(kind) not in self.state(part):
+            yield (self.parts[part] if kind == "master" else self.state(part)[kind]).detach()
+            return
+        values = torch.zeros(self.parts[part].shape)
+        yield values
+        CodedMoment.of(self.state(part), kind).encode(values)
+
+    def wait_for_ema(self) -> None:
+        """Wait, on the host, until the EMA is that of the last step, if it is in host memory."""
+        if isinstance(self.optimizer, FusedEmaAdam) and self.optimizer.other_ema is not None:
+            self.optimizer.other_ema.wait()
 
     @torch.no_grad()
     def publish(self, kind: str = "master") -> None:
         """Copy the "master" weights or the EMA ("shadow") into the model, on all ranks."""
         self.wait_for_weights()
+        if kind == "shadow":
+            self.wait_for_ema()
         sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
         if self.stage == 3:
             # Parameters that are still gathered would keep their old values.
             self.zero._partition_all_parameters()
             for i, source in enumerate(sources):
-                self.zero.fp16_partitioned_groups_flat[i].data.copy_(source)
+                _copy(source, self.zero.fp16_partitioned_groups_flat[i].data)
                 self.zero._unflatten_partitioned_parameters(i)
-            # Parameters below stage 3's persistence threshold are kept whole on every rank.
-            if self.zero.persistent_parameters:
-                first = self.zero.persistent_parameters[0]
-                first.all_gather(self.zero.persistent_parameters)
+            self._gather_small()
             return
         for weights, source in zip(own_weights(self.zero), sources, strict=True):
-            # Rounds the float32 source to the training dtype.
-            weights.data.copy_(source)
+            _copy(source, weights.data)
         assert self._gather is not None, "stages 1 and 2 gather weights"
         self._gather.start()
         self._gather.wait()

@@ -29,6 +29,7 @@ Policy = Literal["none", "attention_kept", "pointwise", "full"]
 # From the policy that keeps least to the one that keeps most. Each unit of memory saves less
 # recomputation from rung to rung: attention for 1 U, the matmuls for 9 U, then the rest.
 LADDER: tuple[Policy, ...] = ("full", "attention_kept", "pointwise", "none")
+MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
 # U held by the block whose backward pass runs, (by rows, shared by tensor-parallel ranks): of full
 # training, of adapters in attention, of adapters in the MLP. They are counted op by op, with the
 # float32 sums of attention's backward pass.
@@ -42,7 +43,8 @@ class LayerShape:
 
     num_rows: B S; num_heads: of the whole model; num_parts: tensor-parallel size; splits_rows: with
     sequence parallelism; adapter_columns: total width of LoRA's low-rank products; adapts_fc1,
-    adapts_fc2: whether they have adapters; is_frozen: only adapters are trained.
+    adapts_fc2: whether they have adapters; is_frozen: only adapters are trained; dequantizes: the frozen
+    weights are int8 (kernels/int8_linear.py).
     """
 
     num_rows: int
@@ -55,6 +57,7 @@ class LayerShape:
     adapts_fc1: bool = False
     adapts_fc2: bool = False
     is_frozen: bool = False
+    dequantizes: bool = False
 
     @property
     def unit(self) -> int:
@@ -75,9 +78,11 @@ class LayerShape:
         pairs = (_LIVE_UNITS[kind], _LIVE_AT_NORMS)
         held = max(rows * row + parts * part for rows, parts in pairs)
         adapters = self.num_rows * self.adapter_columns * self.bytes_per_number
-        # The gradient of an MLP matrix is complete while the peak lasts.
+        # At the peak the gradient of an MLP matrix is complete, or a frozen one is dequantized.
         matrix = 4 * self.width**2 * self.bytes_per_number // self.num_parts
-        return int(held) + (adapters if self.is_frozen else matrix)
+        if not self.is_frozen:
+            return int(held) + matrix
+        return int(held) + adapters + self.dequantizes * matrix
 
     def kept(self, policy: Policy) -> int:
         """Return the bytes that a block keeps from its forward to its backward pass."""
@@ -101,7 +106,9 @@ class LayerShape:
         return 6 * row + 6 * part + wide + statistics
 
 
-def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Policy, ...]:
+def plan_layers(
+    layer: LayerShape, num_layers: int, num_bytes: int, ladder: Sequence[Policy] = LADDER
+) -> tuple[Policy, ...]:
     """Return the policies that recompute least while keeping at most `num_bytes` in all layers.
 
     If nothing fits, all layers get `full`. All layers climb one rung of LADDER before any climbs the
@@ -110,7 +117,7 @@ def plan_layers(layer: LayerShape, num_layers: int, num_bytes: int) -> tuple[Pol
     """
     policies: list[Policy] = [LADDER[0]] * num_layers
     left = num_bytes - num_layers * layer.kept(LADDER[0])
-    for before, rung in zip(LADDER, LADDER[1:], strict=False):
+    for before, rung in zip(ladder, ladder[1:], strict=False):
         price = layer.kept(rung) - layer.kept(before)
         num_risen = num_layers
         if price > 0:  # LoRA with sequence parallelism: none can keep less than pointwise

@@ -43,7 +43,7 @@ class Encoders:
     in_evaluation: whether training steps and evaluations use (text encoder, first stage). encodes_clips:
     whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a micro-batch.
     is_known: whether the first stage is the VAE of CogVideoX, whose peaks are known. mode: that of
-    first_stage_config.params.encode_chunks, or auto.
+    first_stage_config.params.encode_chunks, or auto. are_offloaded: args.offload_encoders.
     """
 
     text_bytes: int = 0
@@ -56,13 +56,20 @@ class Encoders:
     is_known: bool = False
     mode: str = "auto"
     number_bytes: int = 2
+    are_offloaded: bool = False
 
     def resident(self, is_evaluated: bool = False) -> int:
         """Return the bytes of weights that stay on the device."""
+        if self.are_offloaded:
+            return 0
         text, stage = (
             s or e and is_evaluated for s, e in zip(self.in_step, self.in_evaluation, strict=True)
         )
         return self.text_bytes * text + self.stage_bytes * stage
+
+    def fetched(self, num_bytes: int) -> dict[str, int]:
+        """Return the part of a phase for num_bytes of weights that are on the device in it alone."""
+        return {"encoders": num_bytes} if self.are_offloaded else {}
 
     def encode_ways(self) -> list[tuple[str, int]]:
         """Return (mode, peak bytes) of encoding a micro-batch, the preferred mode first."""
@@ -146,6 +153,7 @@ def find_encoders(
         is_known=is_known,
         mode=mode,
         number_bytes=number_bytes,
+        are_offloaded=args.offload_encoders,
     )
 
 

@@ -1,5 +1,8 @@
-"""Measured step times and rates of GPUs, from measured.json, which `python -m bench.harness.reference`
-writes from results of bench.gpu_run. What was not measured is not in it."""
+"""Measured step times and rates of GPUs, and predictions of a configuration's step from them.
+
+`python -m bench.harness.reference` writes measured.json from results of bench.gpu_run. What was not
+measured is not in it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,24 @@ from typing import Annotated
 
 import torch
 
+from cogfast.config import Config
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.arguments import Precision
+from cogfast.model.lora import DEFAULT_TARGETS
+from cogfast.schema.arguments import Precision, TrainArguments
 from cogfast.schema.json_files import Range, Size, read_json
 from cogfast.train.plan.activations import Policy, describe
 from cogfast.train.plan.gpus import Gpu, find_gpu
-from cogfast.train.plan.step_time import LINK_BETWEEN, LINK_SHARE, Rates, stated_rates
+from cogfast.train.plan.memory import MemoryPlan, network_of
+from cogfast.train.plan.step_time import (
+    LINK_BETWEEN,
+    LINK_SHARE,
+    Rates,
+    StepTime,
+    estimate,
+    stated_rates,
+)
+from cogfast.train.plan.traffic import Layout
+from cogfast.train.video_size import largest_size
 
 MEASURED = Path(__file__).with_name("measured.json")
 _Positive = Annotated[float, Range(1e-9, 1e9)]
@@ -78,6 +93,12 @@ class MeasuredStep:
     optimizer_ms: _Positive | None
     source: str
 
+    def expected_ms(self, accumulation: int) -> float | None:
+        """Return the milliseconds of a step of so many micro-batches; None if that is not known."""
+        if self.forward_backward_ms is not None and self.optimizer_ms is not None:
+            return accumulation * self.forward_backward_ms + self.optimizer_ms
+        return self.step_ms if accumulation == 1 else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRates:
@@ -104,6 +125,74 @@ class Measured:
 
 def read_measured(path: Path = MEASURED) -> Measured:
     return read_json(path, Measured, "run python -m bench.harness.reference")
+
+
+def find_measured(
+    config: TransformerConfig,
+    args: TrainArguments,
+    num_tokens: int,
+    policies: Sequence[Policy],
+    device: torch.device,
+) -> MeasuredStep | None:
+    """Return the measurement of a run's step on one device, if there is one."""
+    is_usual = config.lora_targets == DEFAULT_TARGETS and config.lora_layers is None
+    is_shared = args.model_parallel_size * args.context_parallel_size > 1
+    if is_shared or (config.lora_rank is not None and not is_usual):
+        return None
+    given = (args.batch_size, args.precision, policies, args.compile, device)
+    return read_measured(MEASURED).step(StepCase.of_run(config, num_tokens, *given))
+
+
+def predict_step(
+    config: Config, args: TrainArguments, plan: MemoryPlan, gpu: Gpu, link: float | None = None
+) -> StepTime | None:
+    """Predict the time of a step; None where that is not known: sampling, and an optimizer in host
+    memory.
+
+    link: GB/s of a GPU to other machines; None: the default of step_time.py.
+    """
+    setup = plan.setup
+    if setup.is_sampling or setup.rules.is_offloaded:
+        return None
+    network, rules = network_of(config), setup.rules
+    layout = Layout(
+        data_size=rules.data_size // setup.context_size,
+        model_size=setup.model_size,
+        context_size=setup.context_size,
+        zero_stage=1 if rules.stage < 2 else 2 if rules.stage == 2 else 3,
+        batch_size=args.batch_size,
+        accumulation=rules.accumulation,
+        bytes_per_number=rules.weight_bytes,
+        splits_rows=args.sequence_parallel,
+    )
+    rates = rates_of(gpu) if link is None else rates_of(gpu, 1e9 * link)
+    return estimate(
+        network,
+        largest_size(config, network).num_tokens(network),
+        layout,
+        rates,
+        plan.policies,
+        overlaps_gradients=rules.overlaps,
+        bucket_numel=rules.bucket,
+    )
+
+
+def predict_ms(
+    config: Config, args: TrainArguments, plan: MemoryPlan, device: torch.device
+) -> float | None:
+    """Return the milliseconds of a step on this device without VAE and text encoder: on a GPU that is
+    known an estimate, else a measurement of the same step, if there is one."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = find_gpu(properties.name, properties.total_memory / 2**30)
+        step = None if gpu is None else predict_step(config, args, plan, gpu)
+        return None if step is None else 1000 * step.seconds
+    if plan.setup.world_size > 1:
+        return None
+    network = network_of(config)
+    num_tokens = largest_size(config, network).num_tokens(network)
+    found = find_measured(network, args, num_tokens, plan.policies, device)
+    return None if found is None else found.expected_ms(args.gradient_accumulation_steps)
 
 
 def rates_of(

@@ -8,6 +8,7 @@ with PyTorch's allocator.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,29 +20,29 @@ from cogfast.config import Config
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
-from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import DiffusionTransformer, build_transformer
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.train.distributed.parallelize import parallelize
+from cogfast.train.assembly import DTYPES, build_on_meta
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.distributed.zero_engine import MOST_BF16_SUMMANDS
+from cogfast.train.memory.activation_checkpointing import layer_shape
+from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.optimizer import build_optimizer
-from cogfast.train.plan.activations import LADDER, LayerShape, Policy
+from cogfast.train.plan.activations import LADDER, MARGIN, LayerShape, Policy
 from cogfast.train.plan.encoders import Encoders, find_encoders
 from cogfast.train.plan.state import (
     ModelSize,
     ZeroRules,
     backward_points,
+    host_ema_bytes,
     lasting_state,
     step_bytes,
 )
 from cogfast.train.video_size import LatentSize, largest_size
 
 GIB = 2**30
-MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # In units of one activation [B, S, M]: what is kept before the first block, beside its input; the
 # output layer and the loss; a block's forward pass without gradients, (by rows, shared by ranks).
@@ -67,6 +68,7 @@ class Setup:
     model_size: int = 1
     context_size: int = 1
     is_sampling: bool = False  # args.mode=inference: nothing is trained
+    offloads: bool = False  # args.offload_activations
 
     @property
     def num_layers(self) -> int:
@@ -97,7 +99,6 @@ class MemoryPlan:
     policies: tuple[Policy, ...]
     phases: tuple[Phase, ...]
     card: int | None
-    notes: tuple[str, ...] = ()
 
     @property
     def largest(self) -> Phase:
@@ -146,6 +147,12 @@ def plan_memory(
     return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
 
 
+def ladder_of(setup: Setup) -> tuple[Policy, ...]:
+    """Return the policies that `auto` chooses from. What pointwise keeps takes longer to copy to the
+    host and back than to compute."""
+    return LADDER[: LADDER.index("pointwise")] if setup.offloads else LADDER
+
+
 def as_policy(name: str) -> Policy:
     return next(policy for policy in LADDER if policy == name)
 
@@ -156,11 +163,11 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     The order of the candidates is that of plan_layers: all layers climb a rung before any climbs the
     next, the last layers first.
     """
-    number = setup.num_layers
+    number, ladder = setup.num_layers, ladder_of(setup)
     if budget is None:
-        return (LADDER[-1],) * number
-    chosen: tuple[Policy, ...] = (LADDER[0],) * number
-    for before, rung in zip(LADDER, LADDER[1:], strict=False):
+        return (ladder[-1],) * number
+    chosen: tuple[Policy, ...] = (ladder[0],) * number
+    for before, rung in zip(ladder, ladder[1:], strict=False):
         fits = lambda risen, below=before, above=rung: (
             training_phase(setup, (below,) * (number - risen) + (above,) * risen).total <= budget
         )
@@ -199,11 +206,14 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
     kept = [0]
     for policy in policies:
         kept.append(kept[-1] + layer.kept(policy))
+    # Offloading leaves what the last blocks before the one at work keep.
+    is_partial = setup.offloads and "none" not in policies
+    held = lambda end, number: kept[end] - kept[max(0, end - number) if is_partial else 0]
     embedded = layer.kept("full") + int(_EMBEDDED * layer.unit)
     best: dict[str, int] = {}
     offloaded = rules.is_offloaded and rules.stage < 3
     for point in backward_points(setup.model, rules):
-        below = embedded + kept[max(point.block, 0)]
+        below = embedded + held(max(point.block, 0), 1)
         # Offloaded gradients leave the device bucket by bucket.
         gradients = (
             min(point.gradients, setup.model.largest * rules.weight_bytes)
@@ -219,10 +229,25 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
         }
         if sum(found.values()) > sum(best.values()):
             best = found
-    head = {"activations": embedded + kept[-1], "block at work": _HEAD * layer.unit}
+    head = {
+        "activations": embedded + held(len(policies), NUM_RESIDENT),
+        "block at work": _HEAD * layer.unit,
+    }
     if sum(head.values()) > sum(best.values()):
         best = {"gradients": 0, "ZeRO's buffers": 0, **head}
     return Phase("training", {**_base_parts(setup), **best})
+
+
+def host_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
+    """Return the bytes of pinned host memory of one rank, by what they hold."""
+    offloaded = policies[:-NUM_RESIDENT] if setup.offloads else ()
+    waiting = dataclasses.replace(setup.encoders, are_offloaded=False)
+    return {
+        "activations": sum(map(setup.layer.kept, offloaded)),
+        "encoders": waiting.resident(is_evaluated=True) if setup.encoders.are_offloaded else 0,
+        "blocks": setup.model.host_bytes(setup.rules.weight_bytes),
+        "EMA": host_ema_bytes(setup.model, setup.rules),
+    }
 
 
 def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[Phase]:
@@ -243,9 +268,12 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
                 if setup.rules.accumulation > 1
                 else {}
             )
-            phases.append(Phase("encoding clips", {**base, **waiting, f"VAE ({mode})": num_bytes}))
-    if setup.encoders.in_step[0]:
-        phases.append(Phase("encoding captions", {**base, "T5": setup.encoders.text_peak}))
+            parts = {**base, **waiting, **setup.encoders.fetched(setup.encoders.stage_bytes)}
+            phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
+    prompts = setup.encoders.are_offloaded and setup.encoders.in_evaluation[0]
+    if setup.encoders.in_step[0] or prompts:
+        parts = {**base, **setup.encoders.fetched(setup.encoders.text_bytes)}
+        phases.append(Phase("encoding captions", {**parts, "T5": setup.encoders.text_peak}))
     return phases + (_evaluation_phases(setup, card, "evaluation") if setup.eval_rows else [])
 
 
@@ -258,6 +286,7 @@ def _evaluation_phases(setup: Setup, card: int | None, name: str) -> list[Phase]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
     how, num_bytes = setup.encoders.decode_peak(max(0, free))
     if num_bytes:
+        base |= setup.encoders.fetched(setup.encoders.stage_bytes)
         phases.append(Phase("decoding", {**base, f"VAE ({how})": num_bytes}))
     return phases
 
@@ -294,7 +323,7 @@ def setup_of(
     return Setup(
         model=ModelSize.of(transformer),
         rules=rules_of(config, args, world_size // model_size),
-        layer=layer_of(transformer, args, args.batch_size * rows),
+        layer=layer_shape(transformer, args.batch_size * rows, number),
         choice=str(args.activation_checkpointing),
         encoders=encoders,
         eval_rows=eval_rows,
@@ -302,6 +331,7 @@ def setup_of(
         model_size=model_size,
         context_size=args.context_parallel_size,
         is_sampling=is_sampling,
+        offloads=args.offload_activations,
     )
 
 
@@ -319,33 +349,10 @@ def _batch_bytes(
 
 
 def meta_transformer(config: Config, args: TrainArguments) -> DiffusionTransformer:
-    """Build the shard of one rank without memory, as train/assembly.py does."""
-    with torch.device("meta"):
-        transformer = build_transformer(config.model)
-    for name in transformer.unused_parameter_names():
-        transformer.get_parameter(name).requires_grad_(False)
-    if args.model_parallel_size > 1:
-        no_group: Any = None  # only the size of the group counts here
-        group = ParallelGroup(0, args.model_parallel_size, no_group)
-        parallelize(transformer, group, args.sequence_parallel)
-    return transformer
-
-
-def layer_of(transformer: DiffusionTransformer, args: TrainArguments, num_rows: int) -> LayerShape:
-    config = transformer.config
-    named = transformer.blocks.named_parameters()
-    return LayerShape(
-        num_rows=num_rows,
-        width=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        bytes_per_number=DTYPES[args.precision].itemsize,
-        num_parts=args.model_parallel_size,
-        splits_rows=args.sequence_parallel,
-        adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
-        adapts_fc1="ff.net.0.proj" in config.lora_targets,
-        adapts_fc2="ff.net.2" in config.lora_targets,
-        is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
-    )
+    """Build the shard of one rank without memory."""
+    no_group: Any = None  # only the size of the group counts here
+    size = args.model_parallel_size
+    return build_on_meta(config, args, ParallelGroup(0, size, no_group) if size > 1 else None)
 
 
 def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
@@ -372,7 +379,9 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         weight_bytes=number,
         sum_bytes=sum_bytes,
         num_moments=2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults),
+        has_8bit_moments=args.optimizer_moments == "8bit",
         has_ema=is_fused_adam,
+        has_host_ema=args.ema_device == "cpu",
         is_fused=is_fused,
         is_offloaded=is_offloaded,
         overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 
 from cogfast.config import Config
-from cogfast.core.files import write_text
+from cogfast.core.files import WriteError, write_text
 from cogfast.model.block import Block
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.plan.activations import free_memory
 from cogfast.train.plan.fixes import find_fixes
-from cogfast.train.plan.memory import GIB, MemoryPlan, Setup, plan_memory, setup_of
+from cogfast.train.plan.measured import predict_ms
+from cogfast.train.plan.memory import (
+    GIB,
+    MemoryPlan,
+    Setup,
+    host_parts,
+    plan_memory,
+    setup_of,
+    usable,
+)
 from cogfast.train.run.health.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -90,29 +101,38 @@ class MemoryWatch:
         plan = self.plan() if self.groups.device.type == "cuda" else None
         if plan is not None:
             logger.info("memory planned for each GPU: %s", plan.summary())
+            warn_of_host_memory(host_parts(plan.setup, plan.policies))
 
     def after_step(self) -> None:
-        """Log prediction and peak of a step, once, and write plan.json. On a GPU only, whose allocator
-        counts."""
+        """Write plan.json, once; on a GPU, whose allocator counts, log prediction and peak of a step."""
         self.num_steps += 1
         device, measured = self.groups.device, _MEASURED_STEP
         if self.args.activation_checkpointing == "auto":
             measured += 1  # the policies change after the second step
-        if device.type != "cuda" or self.num_steps > measured:
+        if self.num_steps > measured:
             return
+        is_gpu = device.type == "cuda"
         if self.num_steps < measured:
-            torch.cuda.reset_peak_memory_stats(device)
-        elif self.groups.is_main:
-            peak, plan = torch.cuda.max_memory_allocated(device), self.plan()
-            if plan is None:
-                return
+            if is_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            return
+        plan = self.plan() if self.groups.is_main else None
+        if plan is None:
+            return
+        peak = torch.cuda.max_memory_allocated(device) if is_gpu else None
+        if peak is not None:
             logger.info(
                 "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
                 plan.peak / GIB,
                 peak / GIB,
                 torch.cuda.max_memory_reserved(device) / GIB,
             )
-            write_plan(self.folder, plan, peak)
+        step_ms = None
+        try:
+            step_ms = predict_ms(self.config, self.args, plan, device)
+        except Exception as error:  # as above
+            logger.warning("the time of a step cannot be predicted: %s", error)
+        write_plan(self.folder, plan, peak, step_ms)
 
     def __enter__(self) -> MemoryWatch:
         return self
@@ -147,6 +167,22 @@ class MemoryWatch:
         return "; ".join([*parts, self.how_to_resume()])
 
 
+def warn_of_host_memory(parts: Mapping[str, int]) -> None:
+    """Warn if the ranks of this machine keep more in host memory than it has. parts: bytes of one rank."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed, has = num_ranks * sum(parts.values()), psutil.virtual_memory().total
+    if needed > usable(has):
+        sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in parts.items() if n)
+        logger.warning(
+            "%d ranks of this machine keep %.1f GiB in host memory (each %s), but it has %.1f GiB: "
+            "offload less (docs/small_cards.md), or start fewer ranks",
+            num_ranks,
+            needed / GIB,
+            sizes,
+            has / GIB,
+        )
+
+
 def _warn(error: Exception) -> None:
     logger.warning(
         "the memory of the run cannot be predicted (%s: %s)", type(error).__name__, error
@@ -173,16 +209,19 @@ def write_snapshot(folder: Path) -> Path | None:
     return path
 
 
-def write_plan(folder: Path, plan: MemoryPlan, peak: int | None) -> None:
-    """Write plan.json, which the page of the run shows. A full disk does not end the run."""
+def write_plan(folder: Path, plan: MemoryPlan, peak: int | None, step_ms: float | None) -> None:
+    """Write plan.json, which the page of the run shows. A full disk does not end the run.
+
+    peak: measured; None on a CPU. step_ms: predicted.
+    """
     content = {
         "memory": dict(plan.largest.parts),
         "peak": plan.peak,
-        "step_ms": None,
+        "step_ms": step_ms,
         "measured_peak": peak,
         "measured_step_ms": None,
     }
     try:
         write_text(folder / "plan.json", json.dumps(content, indent=2))
-    except OSError as error:
+    except (OSError, WriteError) as error:
         logger.warning("%s was not written: %s", folder / "plan.json", error)

@@ -5,12 +5,16 @@ Follows DeepSpeed's stages 1 to 3 and FusedStep (train/distributed/fused_step.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from cogfast.kernels.moment_codes import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.memory.host_blocks import NUM_SLOTS, num_offloaded
+from cogfast.train.memory.host_ema import DEVICE_BYTES
+from cogfast.train.memory.quantized_base import base_linears
 
 _FLOAT32 = 4
 _DEFAULT_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
@@ -23,7 +27,8 @@ class ModelSize:
     """Numbers of elements on one rank, with tensor parallelism of its shard.
 
     blocks: trained elements of each block. others: trained elements outside of the blocks.
-    buffer_bytes: of position tables.
+    buffer_bytes: of position tables. base, base_rows: elements and rows of a block's linears, if all of
+    them are frozen, else 0. is_quantized: args.quantize_base=int8. num_offloaded: args.offload_blocks.
     """
 
     num_weights: int
@@ -31,27 +36,58 @@ class ModelSize:
     others: int
     largest: int  # trained parameter
     buffer_bytes: int = 0
+    base: int = 0
+    base_rows: int = 0
+    is_quantized: bool = False
+    num_offloaded: int = 0
 
     @classmethod
     def of(cls, transformer: DiffusionTransformer) -> ModelSize:
         trained = lambda module: sum(p.numel() for p in module.parameters() if p.requires_grad)
         blocks = tuple(trained(block) for block in transformer.blocks)
         sizes = [p.numel() for p in transformer.parameters() if p.requires_grad]
+        linears = [linear for _, linear in base_linears(transformer)]
+        held = [m.weight.numel() for m in linears if not isinstance(m.weight, nn.Parameter)]
+        is_frozen = not any(linear.weight.requires_grad for linear in linears)
+        own = linears[: len(linears) // len(blocks)] if is_frozen else []
         return cls(
-            num_weights=sum(p.numel() for p in transformer.parameters()),
+            num_weights=sum(p.numel() for p in transformer.parameters()) + sum(held),
             blocks=blocks,
             others=sum(sizes) - sum(blocks),
             largest=max(sizes, default=0),
-            buffer_bytes=_buffer_bytes(transformer),
+            buffer_bytes=sum(b.nbytes for b in transformer.buffers())
+            - sum(b.nbytes for linear in linears for b in linear.buffers()),
+            base=sum(linear.weight.numel() for linear in own),
+            base_rows=sum(len(linear.weight) for linear in own),
+            is_quantized=linears[0].weight.dtype == torch.int8,
+            num_offloaded=num_offloaded(transformer),
         )
 
     @property
     def num_trained(self) -> int:
         return sum(self.blocks) + self.others
 
+    @property
+    def num_partitioned(self) -> int:
+        """Return the weights that are parameters, which ZeRO-3 partitions."""
+        num_held = len(self.blocks) if self.is_quantized else self.num_offloaded
+        return self.num_weights - num_held * self.base
 
-def _buffer_bytes(module: nn.Module) -> int:
-    return sum(b.numel() * b.element_size() for b in module.buffers())
+    def held_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes on the device of weights that are no parameters."""
+        resident = len(self.blocks) - self.num_offloaded if self.is_quantized else 0
+        slots = min(NUM_SLOTS, self.num_offloaded)
+        return (resident + slots) * self._base_bytes(weight_bytes)
+
+    def host_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes of blocks in host memory."""
+        return self.num_offloaded * self._base_bytes(weight_bytes)
+
+    def _base_bytes(self, weight_bytes: int) -> int:
+        """Return the bytes of a block's frozen linears."""
+        if self.is_quantized:
+            return self.base + _FLOAT32 * self.base_rows
+        return weight_bytes * self.base
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +95,8 @@ class ZeroRules:
     """Rules by which ZeRO keeps state.
 
     data_size: data-parallel ranks. num_moments: of the optimizer, float32. is_fused: FusedStep replaces
-    DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. sum_bytes: size of a number
+    DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. has_8bit_moments,
+    has_host_ema: args.optimizer_moments and args.ema_device. sum_bytes: size of a number
     in which gradients are accumulated.
     """
 
@@ -68,7 +105,9 @@ class ZeroRules:
     weight_bytes: int
     sum_bytes: int
     num_moments: int = 2
+    has_8bit_moments: bool = False
     has_ema: bool = True
+    has_host_ema: bool = False
     is_fused: bool = True
     is_offloaded: bool = False
     overlaps: bool = False
@@ -101,16 +140,25 @@ class State:
 
 def lasting_state(model: ModelSize, rules: ZeroRules) -> State:
     """Return what a rank keeps from step to step, after the first one."""
-    part = rules.partition(model.num_trained) * _FLOAT32 * (not rules.is_offloaded)
-    num_held = model.num_weights
+    numel = rules.partition(model.num_trained) * (not rules.is_offloaded)
+    part = numel * _FLOAT32
+    # A byte per element and an int16 per block.
+    moment = numel + 2 * num_blocks(numel) if rules.has_8bit_moments else part
+    average = DEVICE_BYTES if rules.has_host_ema else part
+    num_held, held = model.num_partitioned, model.held_bytes(rules.weight_bytes)
     if rules.stage == 3:
         num_held = rules.partition(num_held)
     return State(
-        weights=num_held * rules.weight_bytes + model.buffer_bytes,
+        weights=num_held * rules.weight_bytes + held + model.buffer_bytes,
         master=part,
-        moments=rules.num_moments * part,
-        ema=part if rules.has_ema else 0,
+        moments=rules.num_moments * moment,
+        ema=average if rules.has_ema else 0,
     )
+
+
+def host_ema_bytes(model: ModelSize, rules: ZeroRules) -> int:
+    """Return the bytes of the EMA in host memory."""
+    return rules.partition(model.num_trained) * _FLOAT32 * rules.has_host_ema
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +247,7 @@ def _stage3_points(model: ModelSize, rules: ZeroRules) -> list[GradientPoint]:
     number = rules.weight_bytes
     num_layers = max(1, len(model.blocks))
     # Two blocks, and what is fetched ahead.
-    gathered = min(2 * model.num_weights // num_layers + _PREFETCHED, _LIVE_PARAMETERS)
+    gathered = min(2 * model.num_partitioned // num_layers + _PREFETCHED, _LIVE_PARAMETERS)
     bucket = rules.bucket * number * (2 if rules.overlaps else 1)
     flat = rules.partition(model.num_trained) * max(number, rules.sum_bytes)
     buffers = bucket + gathered * number
@@ -216,11 +264,3 @@ def step_bytes(model: ModelSize, rules: ZeroRules) -> int:
         # DeepSpeed flattens the gradients, and converts them to float32.
         num_bytes += part * _FLOAT32 + (0 if rules.is_fused else part * rules.sum_bytes)
     return num_bytes
-
-
-def sums(values: Sequence[int]) -> list[int]:
-    """Return the sums of the first 0, 1, ... values."""
-    found = [0]
-    for value in values:
-        found.append(found[-1] + value)
-    return found

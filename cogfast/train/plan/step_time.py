@@ -139,14 +139,12 @@ def estimate(
     memory_bound = work.num_bytes / rates.copy
     computed = matmul + attention + memory_bound
     traffic = _traffic(config, num_tokens, layout)
-    sent, exposed = 0.0, 0.0
-    if layout.model_size > 1:
-        is_inside = layout.model_size <= GPUS_PER_MACHINE
-        rate = rates.link if is_inside else min(rates.link, rates.link_between)
-        beside = traffic.overlapped / rate
-        sent += traffic.activations / rate
-        exposed += sent - min(beside, work.weight_flops / rates.matmul)
-    if layout.data_size > 1:
+    is_inside = layout.model_size * layout.context_size <= GPUS_PER_MACHINE
+    rate = rates.link if is_inside else min(rates.link, rates.link_between)
+    sent = (traffic.activations + traffic.rows) / rate
+    # Nothing is left to compute while rows and heads are exchanged.
+    exposed = sent - min(traffic.overlapped / rate, work.weight_flops / rates.matmul)
+    if layout.num_replicas > 1:
         rate = _rate_among_copies(layout, rates)
         gradients, weights = traffic.gradients / rate, traffic.weights / rate
         sent += gradients + weights
@@ -218,7 +216,8 @@ def count_work(
     config: TransformerConfig, num_tokens: int, layout: Layout, policies: Sequence[Policy]
 ) -> Work:
     """Count what one GPU computes in an optimizer step, with recomputation."""
-    rows, width, parts = layout.batch_size * num_tokens, config.hidden_size, layout.model_size
+    width, parts = config.hidden_size, layout.model_size
+    rows = layout.batch_size * num_tokens / layout.context_size
     square, low = rows * width**2 / parts, 2 * rows * (config.lora_rank or 0) * width / parts
     unit = rows * width * layout.bytes_per_number
     is_trained = config.lora_rank is None
@@ -255,7 +254,7 @@ def count_work(
         matmul += forward + modulation
         forwards += policy == "full"
     times, trained = layout.accumulation, _num_trained(config, layout)
-    number, copies = layout.bytes_per_number, layout.data_size
+    number, copies = layout.bytes_per_number, layout.num_replicas
     # Each gradient is read and written once on its way to its partition, and twice more where
     # DeepSpeed averages it in a bucket; those of later micro-batches are added.
     transfers = 2 + (2 + 2 / copies if copies > 1 else 0) + 3 / copies * (times > 1)

@@ -1,4 +1,4 @@
-"""Compute the bytes that a GPU sends in a training step with ZeRO and tensor parallelism.
+"""Compute the bytes that a GPU sends in a training step with ZeRO, tensor and context parallelism.
 
 Counts are those of a ring, in which a GPU sends as much as it receives. For N bytes in all and n GPUs,
 an all-reduce sends 2 (n-1)/n N; a reduce-scatter or an all-gather sends (n-1)/n N.
@@ -34,8 +34,10 @@ _SCALARS = 2 * 8  # the gradient norm, and whether any rank got a stop signal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """data_size copies of the model, each on model_size GPUs.
+    """data_size copies of the model, each on model_size x context_size GPUs.
 
+    model_size: tensor parallelism, whose GPUs share the weights. context_size: context parallelism,
+    whose GPUs have the same weights and share the rows of a sample.
     batch_size: samples of a micro-batch.
     bytes_per_number: size of the training dtype.
     is_recomputed: activation checkpointing; every policy repeats the sums over the group.
@@ -45,6 +47,7 @@ class Layout:
 
     data_size: int
     model_size: int = 1
+    context_size: int = 1
     zero_stage: Literal[1, 2, 3] = 2
     batch_size: int = 1
     accumulation: int = 1
@@ -54,16 +57,22 @@ class Layout:
     persistent_numel: int = PERSISTENT_NUMEL
 
     @property
+    def num_replicas(self) -> int:
+        """Number of GPUs with the same weights, over which ZeRO shards their state."""
+        return self.data_size * self.context_size
+
+    @property
     def world_size(self) -> int:
-        return self.data_size * self.model_size
+        return self.num_replicas * self.model_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """Bytes that one GPU sends per optimizer step.
 
-    gradients, weights: between the copies of the model.
-    activations: between the GPUs of one copy, including gradients of replicated parameters.
+    gradients, weights: between the GPUs that have the same weights.
+    activations: between the GPUs that share the weights, including gradients of replicated parameters.
+    rows: between the GPUs that share the rows of a sample.
     overlapped: the part of activations that is sent while the weights' gradients are computed.
     scalars: between all GPUs.
     """
@@ -71,6 +80,7 @@ class Traffic:
     gradients: float
     weights: float
     activations: float
+    rows: float
     overlapped: float
     scalars: float
 
@@ -80,7 +90,7 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        return self.among_copies + self.activations + self.scalars
+        return self.among_copies + self.activations + self.rows + self.scalars
 
 
 def all_reduce(num_bytes: float, size: int) -> float:
@@ -111,6 +121,7 @@ def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) ->
     # Sums of the gradients of QKV's and fc1's inputs; with split rows a scatter is half as much.
     sums = sum(map(sum, reaches)) * _unit(config, layout, num_tokens)
     overlapped = all_reduce(sums, layout.model_size) / (2 if layout.splits_rows else 1)
+    rows = _exchanged(config, layout, num_tokens, reaches)
     if layout.splits_rows:  # gathered after the last block, and in backward before the first one
         times = 1 + reaches[0][0]
         activations += times * scatter_or_gather(
@@ -120,6 +131,7 @@ def count_traffic(config: TransformerConfig, layout: Layout, num_tokens: int) ->
         gradients=gradients,
         weights=weights,
         activations=activations * layout.accumulation,
+        rows=rows * layout.accumulation,
         overlapped=overlapped * layout.accumulation,
         scalars=all_reduce(_SCALARS, layout.world_size),
     )
@@ -140,7 +152,7 @@ def held_model(config: TransformerConfig, model_size: int) -> DiffusionTransform
 
 def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[float, float]:
     """Return the bytes for gradients and for weights between the copies."""
-    number, size, times = layout.bytes_per_number, layout.data_size, layout.accumulation
+    number, size, times = layout.bytes_per_number, layout.num_replicas, layout.accumulation
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     if layout.zero_stage < 3:
         # DeepSpeed's ZeRO-2 all-reduces, as a bucket has gradients that several ranks own.
@@ -155,6 +167,27 @@ def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[fl
     gradients = times * scatter_or_gather(trained * number, size)
     weights = scatter_or_gather((2 * times * large + small) * number, size)
     return gradients, weights
+
+
+def _exchanged(
+    config: TransformerConfig,
+    layout: Layout,
+    num_tokens: int,
+    reaches: list[tuple[bool, bool]],
+) -> float:
+    """Return the bytes that context parallelism sends for one micro-batch."""
+    size = layout.context_size
+    # Q, K, V and the attention's result of this GPU's rows and heads.
+    exchange = 4 * _unit(config, layout, num_tokens) / layout.model_size
+    total = 0.0
+    for _, is_reached in reaches:
+        passes = 1 + is_reached * (2 if layout.is_recomputed else 1)
+        total += passes * scatter_or_gather(exchange, size)
+    # The output of the last block, and the gradients of the first one's inputs.
+    whole = size * _unit(config, layout, num_tokens)
+    total += (1 + reaches[0][0]) * scatter_or_gather(whole, size)
+    conditioning = layout.batch_size * config.time_embed_dim * _FLOAT32
+    return total + all_reduce(conditioning, size) * reaches[0][0]
 
 
 def gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, bool]]:
@@ -213,5 +246,7 @@ def _in_block(
 
 
 def _unit(config: TransformerConfig, layout: Layout, num_tokens: int) -> int:
-    """Return the bytes of one tensor [B, S, M]."""
-    return layout.batch_size * num_tokens * config.hidden_size * layout.bytes_per_number
+    """Return the bytes of one tensor [B, S, M] inside the blocks, where a GPU has 1 / context_size of
+    the rows."""
+    whole = layout.batch_size * num_tokens * config.hidden_size * layout.bytes_per_number
+    return whole // layout.context_size

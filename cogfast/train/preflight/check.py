@@ -99,6 +99,28 @@ def _check_export(config: Config, args: TrainArguments, network: dict[str, Any])
         refuse(config, "args.export", text)
 
 
+def _check_base(
+    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+) -> None:
+    """Check the keys that keep LoRA's frozen base in 8 bits or in host memory."""
+    is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
+    for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
+        value = getattr(args, key)
+        if value == default or (is_frozen and network.get("lora_rank") is not None):
+            continue
+        text = (
+            f"args.{key}={value} is for LoRA, whose base is frozen, but this run trains all weights"
+        )
+        if network.get("lora_rank") is not None:
+            text = f"args.{key}={value} needs a frozen base; set model.not_trainable_prefixes=[all]"
+        else:
+            text += "; add configs/lora.yaml to --base"
+        refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
+    if args.offload_blocks > network["num_layers"]:
+        text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
+        refuse(config, "args.offload_blocks", f"{text}{network['num_layers']}; use that or less")
+
+
 def check_train(config: Config, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
@@ -123,11 +145,13 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         refuse(config, "args.wandb", text)
     _check_precision(config, args)
     _check_gradient_dtype(config, args)
+    _check_optimizer_state(config, args)
     check_compilers(config, args, is_training=True)
     network = _network(config)
     _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
+    _check_offload(config, args)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     _check_export(config, args, network)
     # Weights from scratch have an output layer of zeros, behind which no adapter gets a gradient.
@@ -136,6 +160,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
             "set args.load to the folder of the base model"
         )
+    _check_base(config, args, model, network)
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
     check_evaluation(config, args, takes_image=model.noised_image_input)
@@ -434,6 +459,38 @@ def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
         key = "deepspeed.data_types.grad_accum_dtype"
         text = f"{key}={dtype} in bf16 needs ZeRO stage 2 or 3; use zero_optimization.stage=2"
         refuse(config, key, text)
+
+
+def _check_optimizer_state(config: Config, args: TrainArguments) -> None:
+    device = OmegaConf.select(config.deepspeed, "zero_optimization.offload_optimizer.device")
+    offload = f"deepspeed.zero_optimization.offload_optimizer.device={device}"
+    if args.ema_device == "cpu" and device in ("cpu", "nvme"):
+        text = (
+            f"args.ema_device=cpu, but {offload} takes all state of the optimizer off the device, "
+            "the EMA included; leave out one of them"
+        )
+        refuse(config, "args.ema_device", text)
+    if args.optimizer_moments == "8bit" and device == "nvme":
+        text = (
+            f"args.optimizer_moments=8bit does not work with {offload}, which moves float32 state; "
+            "use device=cpu, or optimizer_moments=fp32"
+        )
+        refuse(config, "args.optimizer_moments", text)
+
+
+def _check_offload(config: Config, args: TrainArguments) -> None:
+    if not args.offload_activations:
+        return
+    key, policy = "args.offload_activations", args.activation_checkpointing
+    text = f"{key}=true with args.activation_checkpointing={policy}"
+    if policy == "none":
+        text += " would copy every activation; use full, attention_kept, pointwise or auto"
+        refuse(config, key, text)
+    if args.compile and policy != "full":
+        text += (
+            " does not support args.compile=true, which keeps activations inside compiled blocks"
+        )
+        refuse(config, key, f"{text}; use full, or args.compile=false")
 
 
 def _network(config: Config) -> dict[str, Any]:

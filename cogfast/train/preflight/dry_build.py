@@ -32,7 +32,12 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
     weight = nn.Parameter(torch.zeros(1, 1))
     section = config.deepspeed.get("optimizer") or {}
     optimizer = partial(
-        build_optimizer, section, [{"params": [weight]}], allow_import=config.allow_import
+        build_optimizer,
+        section,
+        [{"params": [weight]}],
+        allow_import=config.allow_import,
+        moments=args.optimizer_moments,
+        ema_device=args.ema_device,
     )
     _try(config, "deepspeed.optimizer", optimizer)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -96,16 +97,20 @@ def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
     kinds = sorted(files.kinds - {"master", "frozen"})
     engine.allocate_state(kinds)
     # The order of the files, so that the thread that hashes them and this one read the disk once.
-    for kind in ("master", *kinds):
-        for piece in engine.slices:
-            shard, out = shard_of(parameters[piece.parameter]), engine.view(piece, kind)
-            files.fill(out, piece.parameter, kind, shard, piece.start)
+    for kind, part in product(("master", *kinds), range(len(engine.parts))):
+        with engine.filled(part, kind) as whole:
+            for piece in engine.slices:
+                if piece.part == part:
+                    shard = shard_of(parameters[piece.parameter])
+                    out = whole.narrow(0, piece.offset, piece.numel)
+                    files.fill(out, piece.parameter, kind, shard, piece.start)
 
 
 def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
     """Read the frozen weights of the checkpoint. Collective under ZeRO-3."""
     parameters = dict(engine.transformer.named_parameters())
-    for name in files.frozen:
+    # A base that is held elsewhere (train/memory) has been read from args.load.
+    for name in filter(parameters.__contains__, files.frozen):
         with engine.whole(parameters[name], is_written=True) as whole:
             values = torch.empty(whole.numel(), dtype=torch.float32)
             files.fill(values, name, "frozen", shard_of(parameters[name]))

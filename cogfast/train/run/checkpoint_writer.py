@@ -2,7 +2,8 @@
 
 Training only waits for the copy. On a GPU the copy into pinned memory is asynchronous, and
 the writing thread waits for its event. The host buffers hold this rank's partitions
-(16 bytes per element with FusedEmaAdam: weights, two moments, EMA). Every save uses the same buffers
+(16 bytes per element with FusedEmaAdam: weights, two moments, EMA; 10 with 8-bit moments, which the
+thread decodes: their files are those of float32 moments). Every save uses the same buffers
 and first waits for the save before it.
 
 The ranks' threads use a separate control group. Every rank starts the same saves in the same order,
@@ -14,16 +15,17 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cogfast.core.files import WriteError, sync, write_text
+from cogfast.kernels.moment_codes import largest_key, read_moment
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import (
     FORMAT,
     checkpoint_name,
@@ -36,12 +38,11 @@ from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.arguments import FolderLayout
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
-from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
+from cogfast.train.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
+from cogfast.train.memory.host_memory import host_buffer
+from cogfast.train.memory.quantized_base import holds_base
 
 logger = logging.getLogger(__name__)
-
-_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
-_LEAST_REGISTERED = 2**20  # bytes; smaller buffers could share a page, which is registered whole
 
 
 Export = Callable[[Path, dict], None]  # gets the checkpoint's draft and its manifest; never raises
@@ -212,19 +213,22 @@ class _Snapshot:
         named = engine.transformer.named_parameters()
         self.shards = {name: shard_of(parameter) for name, parameter in named}
         self.frozen = frozen_to_keep(engine.transformer)
-        self.partitions = {key: _host_buffer(x) for key, x in self._live_partitions().items()}
-        self.numbers = {key: _host_buffer(x) for key, x in self._live_numbers().items()}
+        self.partitions = {key: host_buffer(x) for key, x in self._live_partitions().items()}
+        self.numbers = {key: host_buffer(x) for key, x in self._live_numbers().items()}
         self.frozen_values: dict[str, Tensor] = {}
         self.copied: torch.cuda.Event | None = None
 
     def _live_partitions(self) -> dict[tuple[str, int], Tensor]:
-        """Return {(kind, part): flat tensor}, the optimizer's live tensors."""
-        engine = self.engine
-        return {
-            (kind, part): (whole if kind == "master" else engine.state(part)[kind]).detach()
-            for part, whole in enumerate(engine.parts)
-            for kind in self.kinds
-        }
+        """Return {(kind, part): flat tensor}, the optimizer's live tensors, with what 8-bit moments
+        need to be decoded."""
+        engine, live = self.engine, {}
+        for part, whole in enumerate(engine.parts):
+            live["master", part] = whole.detach()
+            state = engine.state(part)
+            for kind in self.kinds[1:]:
+                keys = (kind, largest_key(kind))
+                live |= {(key, part): state[key] for key in keys if key in state}
+        return live
 
     def _live_numbers(self) -> dict[tuple[int, str], Tensor]:
         """Return {(part, key): scalar} of the optimizer's counters, such as its step count."""
@@ -243,6 +247,7 @@ class _Snapshot:
                 if self.engine.data_rank == 0 and self._is_written_here(name):
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
         self.frozen = {}  # they never change, so one copy is enough
+        self.engine.wait_for_ema()
         live = {**self._live_partitions(), **self._live_numbers()}
         buffers = {**self.partitions, **self.numbers}
         for key, buffer in buffers.items():
@@ -271,11 +276,17 @@ class _Snapshot:
         tensors: list[Outgoing] = []
         slices: dict[str, dict] = {}
 
-        def add(kind: str, parameter: str, start: int, values: Tensor) -> None:
+        def add(
+            kind: str,
+            parameter: str,
+            start: int,
+            numel: int,
+            read: Callable[[], Tensor],
+            dtype: torch.dtype = torch.float32,
+        ) -> None:
             key = f"{kind}/{parameter}/{start}"
-            tensors.append(Outgoing(key, tuple(values.shape), values.dtype, lambda: values))
-            slices[key] = {"parameter": parameter, "kind": kind, "start": start}
-            slices[key]["numel"] = values.numel()
+            tensors.append(Outgoing(key, (numel,), dtype, read))
+            slices[key] = {"parameter": parameter, "kind": kind, "start": start, "numel": numel}
             shard = self.shards[parameter]
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
@@ -283,12 +294,16 @@ class _Snapshot:
         written = [p for p in self.engine.slices if self._is_written_here(p.parameter)]
         for kind in self.kinds:
             for piece in written:
-                whole = self.partitions[kind, piece.part]
-                values = whole.narrow(0, piece.offset, piece.numel)
-                add(kind, piece.parameter, piece.start, values)
+                read = partial(self._values, kind, piece)
+                add(kind, piece.parameter, piece.start, piece.numel, read)
         for name, values in self.frozen_values.items():
-            add("frozen", name, 0, values)
+            add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
         return slices, write_safetensors(path, tensors)
+
+    def _values(self, kind: str, piece: Slice) -> Tensor:
+        """Return the copied values of a slice, float32 [numel]."""
+        state = {key: x for (key, part), x in self.partitions.items() if part == piece.part}
+        return read_moment(state, kind, piece.offset, piece.numel)
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Return {parameter: {counter: value}}. Call it after `write`, which waits for the copies."""
@@ -298,22 +313,7 @@ class _Snapshot:
         return {piece.parameter: of_part.get(piece.part, {}) for piece in self.engine.slices}
 
 
-def _host_buffer(like: Tensor) -> Tensor:
-    """Allocate host memory with the shape and dtype of `like`, page-locked if that is on a GPU."""
-    is_small = like.nbytes < _LEAST_REGISTERED
-    buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda and is_small)
-    if like.is_cuda and not is_small:
-        # torch's pinned allocator would round the size up to a power of two: register it instead.
-        runtime: Any = torch.cuda.cudart()
-        address = buffer.data_ptr()
-        if int(runtime.cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)) == 0:
-            weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
-        else:
-            logger.warning("cannot pin %d bytes of host memory: saves take longer", buffer.nbytes)
-    return buffer
-
-
-def frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
+def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
     """Return the frozen parameters if they are the smaller part of the model, else {}.
 
     The decision is the same for every parallel layout.
@@ -321,6 +321,8 @@ def frozen_to_keep(transformer: nn.Module) -> dict[str, nn.Parameter]:
     parameters = dict(transformer.named_parameters())
     frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
     # LoRA's base is left out, since it is in args.load; a few frozen tables are kept.
+    if holds_base(transformer):
+        return {}
     num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
     num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
     return frozen if num_frozen < num_trained else {}

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from cogfast.core.files import sync
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.diffusers import write_transformer
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.weights.formats.run_checkpoint import open_run
@@ -44,7 +44,7 @@ class Exporter:
     def __init__(
         self,
         choice: Literal["none", "last", "all"],
-        transformer: nn.Module,
+        transformer: DiffusionTransformer,
         last_step: int,
         dtype: torch.dtype,
         interval: int | None = None,
@@ -117,7 +117,7 @@ def _final_name(draft: Path) -> str:
     return draft.name.partition(".")[0]
 
 
-def _trains_adapters(transformer: nn.Module, choice: str) -> bool:
+def _trains_adapters(transformer: DiffusionTransformer, choice: str) -> bool:
     """Return whether a run trains adapters alone. ValueError if its checkpoints lack weights."""
     parameters = dict(transformer.named_parameters())
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}

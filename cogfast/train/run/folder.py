@@ -50,6 +50,7 @@ _DECISIVE = (
     "deepspeed.optimizer.*",
     "deepspeed.gradient_clipping",
     "args.weight_decay",
+    "args.quantize_base",
     "deepspeed.bf16.enabled",
     "deepspeed.fp16.enabled",
     "args.bf16",

@@ -9,12 +9,11 @@ import math
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import NotRequired
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from cogfast.core.files import WriteError, set_aside, write_text, write_whole
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.json_files import parse_json, read_limited
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
@@ -32,6 +30,7 @@ from cogfast.train.run.health.loss_curve import loss_figure
 from cogfast.train.run.health.nonfinite import FirstBad
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
+from cogfast.train.run.page.metrics_table import read_metrics
 from cogfast.train.run.page.writer import RunPage
 from cogfast.train.run.terminal import open_bar
 from cogfast.train.run.wandb_run import WandbRun
@@ -55,9 +54,7 @@ def memory_gib(device: torch.device) -> dict[str, float]:
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.98  # decay per step of the loss's running mean, about 50 steps
-_MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
-_NUMBER = NotRequired[float | None]
-_LINE = {"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER}
+_PAGE_SECONDS = 300.0  # between two pages that log lines write
 _SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is logged with a hint
 
 
@@ -91,7 +88,7 @@ class Metrics:
         self.last_line: dict = {}  # of `log`, on every rank
         self.lines = LogFile(folder / "metrics.jsonl")
         self.is_drawn = True  # whether the last attempt to write loss.png succeeded
-        self.page = RunPage(folder)
+        self.page, self.page_time = RunPage(folder), time.perf_counter()
         self.tensorboard = self.wandb = self.progress = None
         self.restart_clock()
         if groups.is_main:
@@ -168,7 +165,7 @@ class Metrics:
         # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
         # rank turns the sum into a gather.
         waits = self.loss_sum.new_zeros(size)
-        waits[groups.data_rank] = self.waited
+        waits[groups.data_rank].fill_(self.waited)  # an assignment would wait for a copy
         marks = waits[:0] if first_bad is None else first_bad.marks()
         parts = [self.loss_sum / size, self.learning.bands.sums.flatten(), marks / size, waits]
         # All ranks of one model have the same losses: its first rank gives them.
@@ -226,6 +223,8 @@ class Metrics:
         self._log_line(step, line)
         if groups.is_main:
             self.learning.hints.after_line(step, self.history)
+        if time.perf_counter() - self.page_time > _PAGE_SECONDS:
+            self.write_page()
         self.restart_clock()
         return int(in_a_row), bool(is_spent)
 
@@ -293,8 +292,13 @@ class Metrics:
     def draw(self) -> None:
         """Draw loss.png and write the run's page."""
         self.draw_loss()
+        self.write_page()
+
+    def write_page(self) -> None:
+        """Write the run's page, on rank 0."""
         if self.groups.is_main:
             self.page.write(self.history)
+        self.page_time = time.perf_counter()
 
     def draw_loss(self) -> None:
         """Draw loss.png; a failure is logged."""
@@ -336,25 +340,13 @@ def _history_until(step: int, path: Path) -> list[dict]:
     """
     if not path.exists():
         return []
-    lines, problem = [], None
-    try:
-        # Every whole line ends in a newline, so what follows the last one is empty or cut.
-        *whole, cut = read_limited(path, _MOST_BYTES).split(b"\n")
-        for number, text in enumerate(whole, 1):
-            try:
-                lines.append(parse_json(text, _LINE, f"line {number}"))
-            except ValueError as error:
-                problem = problem or error
-        with suppress(ValueError):  # a crash may have cut the last line
-            lines.append(parse_json(cut, _LINE, path.name))
-    except ValueError as error:
-        problem = error
+    found = read_metrics(path)
     # A run that starts again evaluates again before its first step.
-    lines = [line for line in lines if line["step"] <= step and step > 0]
+    lines = [line for line in found.lines if line["step"] <= step and step > 0]
     try:
-        if problem is not None:
+        if found.problems:
             kept = set_aside(path)
-            logger.warning("%s is damaged (%s): renamed to %s", path, problem, kept.name)
+            logger.warning("%s is damaged (%s): renamed to %s", path, found.problems[0], kept.name)
         # Always, since a line that a crash has cut would swallow the next one.
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     except (OSError, WriteError) as error:

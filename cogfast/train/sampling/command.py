@@ -75,8 +75,10 @@ def sample(
         warn_of_different_schedules(diffusion)
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
+    # Rounded and offloaded weights are for training; adapters are merged into the original ones.
+    whole = dataclasses.replace(args, quantize_base="none", offload_blocks=0)
     transformer = assemble_transformer(
-        config, args, groups, source, ema, allow_missing=args.force_inference
+        config, whole, groups, source, ema, allow_missing=args.force_inference
     ).eval()
     add_loras(transformer, adapters)
     run = None if weights is None else find_run_checkpoint(Path(weights))

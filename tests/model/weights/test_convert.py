@@ -39,7 +39,7 @@ from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae.names import to_sat as vae_to_sat
 from cogfast.schema.sat_network import transformer_arguments
-from tests.conftest import COMPLETE
+from conftest import COMPLETE
 from tests.model.test_lora import save_as_sat
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import write_run

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from cogfast.config import load_config
 from cogfast.model.transformer import assemble_transformer
-from cogfast.train.distributed.activation_checkpointing import apply_policies
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.plan.activations import LADDER
 from cogfast.train.trainer import Trainer
 from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
@@ -56,6 +56,12 @@ RUNS = {
     "zero-2, reduce": [f"{ZERO}.use_multi_rank_bucket_allreduce=false", *TWICE],
     "zero-2, lora": [*ADAPTERS, *TWICE],
     "zero-3": [*ZERO_3, *TWICE],
+}
+# A model whose samples both processes share.
+CONTEXT = ["args.context_parallel_size=2", *TWICE]
+CONTEXT_RUNS = {
+    "rows": CONTEXT,
+    "rows, adapters": [*ADAPTERS, "args.activation_checkpointing=pointwise", *CONTEXT],
 }
 # Two copies of the model, each held by two processes.
 MESH = ["args.model_parallel_size=2", *TWICE]
@@ -118,6 +124,8 @@ class CountedCollectives(TorchDispatchMode):
             name, sent = "gather", others * size(args[0])
         elif name == "reduce_scatter_tensor":  # the functional one: the whole comes in
             name, sent = "scatter", half * size(args[0])
+        elif name.startswith("all_to_all"):
+            sent = half * size(args[0])
         elif name.startswith("allgather"):
             name, sent = "gather", half * size(args[0])
         elif name.startswith("reduce_scatter"):
@@ -148,8 +156,8 @@ def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     arguments = ["args.train_iters=3", "args.shared_memory=false", *arguments]
     trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
-    if groups.tensor is not None:
-        names = {groups.tensor.name: "inside", groups.data.group_name: "copies"}
+    if groups.model is not None:
+        names = {groups.model.name: "inside", groups.replicas.group_name: "copies"}
         names[groups.model_control.group_name] = "words"
     with CountedCollectives(names) as counted:
 
@@ -184,7 +192,7 @@ def shared_step(name: str, group: ParallelGroup) -> Counter[str]:
 def main() -> None:
     base, folder = sys.argv[1], Path(sys.argv[2])
     groups = start_processes()
-    found, runs = {}, RUNS if groups.world_size == 2 else MESH_RUNS
+    found, runs = {}, RUNS | CONTEXT_RUNS if groups.world_size == 2 else MESH_RUNS
     for name, arguments in runs.items():
         if runs is MESH_RUNS and name not in QUICK_MESH and "soak" not in sys.argv[3:]:
             continue

@@ -6,6 +6,8 @@ The case "golden=PATH" is a model of the golden files."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +18,10 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.train.distributed.activation_checkpointing import apply_policies
 from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.train.memory.host_blocks import hold_base
 from tests.support.tensor_parallel_cases import (
     CASES,
     case_inputs,
@@ -33,12 +36,17 @@ def share_of(
     group: ParallelGroup,
     weights: Path,
     splits_rows: bool = False,
+    hold: Callable[[DiffusionTransformer], None] = lambda transformer: None,
 ) -> dict:
-    """Shard a transformer of the meta device, load `weights` into it and return its shards."""
+    """Shard a transformer of the meta device, load `weights` into it and return its shards.
+
+    hold: called before it is allocated.
+    """
     parallelize(transformer, group, splits_rows)
-    materialize(transformer, seed=3)
+    hold(transformer)
+    held = materialize(transformer, seed=3)
     shards = find_shards(transformer)
-    report = load_transformer(transformer, weights, shards=shards)
+    report = load_transformer(transformer, weights, shards=shards, held=held)
     assert not report.missing and not report.unexpected, report
     return shards
 
@@ -47,8 +55,9 @@ def run_case(name: str, group: ParallelGroup, folder: Path, number: int) -> dict
     case = CASES[name]
     with torch.device("meta"):
         transformer = assemble_transformer(case.config)
-    shards = share_of(transformer, group, folder, case.splits_rows)
     case.freeze(transformer)
+    hold = partial(hold_base, quantization=case.quantization, num_offloaded=case.num_offloaded)
+    shards = share_of(transformer, group, folder, case.splits_rows, hold)
     transformer.to(case.dtype)
     if case.is_compiled:
         for block in transformer.blocks:

@@ -251,6 +251,22 @@ def test_encoding_first_trains_as_from_a_cache_that_was_there(
         Trainer(load_config([base], ["args.encode_first=true"]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["model_parallel_size", "context_parallel_size"])
+def test_ranks_that_share_samples_encode_first(few: Path, tmp_path: Path, layout: str) -> None:
+    """Each encodes clips of its own, though they train on the same ones."""
+    base = write_config(tmp_path / "base.yaml", few, train_iters=1)
+    cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'before'}"]))
+    words = [
+        f"args.latent_cache={tmp_path / 'first'}",
+        "args.encode_first=true",
+        f"args.{layout}=2",
+    ]
+    done = run(["train", "--base", str(base), *words], 2, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert contents(tmp_path / "first") == contents(tmp_path / "before")
+
+
 def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path) -> None:
     """Latents of the VAE itself for the same noise; neither training nor the held-out loss builds
     it, and the videos of an evaluation begin with the frame without noise."""

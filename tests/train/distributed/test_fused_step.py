@@ -152,6 +152,7 @@ class Network(nn.Module):
         self.first, self.norm, self.last = nn.Linear(13, 37), nn.LayerNorm(37), nn.Linear(37, 5)
         self.middle = nn.Linear(37, 37)
         self.unused = nn.Parameter(torch.ones(7, 3))
+        self.blocks = nn.ModuleList()  # where checkpoints look for a frozen base
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.norm(torch.tanh(self.first(x)))))

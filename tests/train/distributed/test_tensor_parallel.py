@@ -21,16 +21,24 @@ from cogfast.train.distributed.parallelize import (
     parallelize,
 )
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from tests.support.tensor_parallel_cases import CASES, case_inputs, loss_and_gradients, materialize
+from tests.support.tensor_parallel_cases import (
+    CASES,
+    case_inputs,
+    loss_and_gradients,
+    materialize,
+    round_base,
+)
 from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import FAMILY, randomize
 
 EVERY_CASE = [name for name in CASES if "compiled" not in name]
 
 
-def whole_model(name: str) -> DiffusionTransformer:
+def whole_model(name: str, size: int = 2) -> DiffusionTransformer:
     transformer = assemble_transformer(CASES[name].config)
     randomize(transformer, seed=0)
+    if CASES[name].quantization == "int8":
+        round_base(transformer, size)
     return transformer
 
 
@@ -39,7 +47,7 @@ def launch(folder: Path, num_processes: int, size: int, cases: list[str]) -> Non
     for name in cases:
         (folder / name.partition("=")[0]).mkdir()
         if name in CASES:
-            state = {k: v.clone() for k, v in to_sat_state_dict(whole_model(name)).items()}
+            state = {k: v.clone() for k, v in to_sat_state_dict(whole_model(name, size)).items()}
             torch.save({"module": state}, folder / name / "mp_rank_00_model_states.pt")
     launch_ranks(
         num_processes,
@@ -64,7 +72,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
 
 
 def check_case(name: str, ranks: list[dict], number: int = 0) -> None:
-    case, transformer = CASES[name], whole_model(name)
+    case, transformer = CASES[name], whole_model(name, len(ranks))
     case.freeze(transformer)
     transformer.to(case.dtype)
     one = loss_and_gradients(transformer, case_inputs(name, number))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.distributed.activation_checkpointing import apply_policies
+from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.plan.activations import Policy
 from cogfast.train.video_size import LatentSize
 
@@ -59,13 +59,19 @@ class StepTrace:
     head: PartTrace
 
 
-def attention_scratch(op: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that an attention op allocates inside."""
+def scratch(op: Any, args: Sequence[Any]) -> int:
+    """Return the bytes that an attention op, or a product with an int8 weight, allocates inside."""
     if op is torch.ops.cogfast.flash_attention_backward.default:
         b, s, h, d = args[1].shape
         # dq is summed in float32; delta is float32, too.
         rows = -(-s // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         return 4 * b * h * rows * (d + 1)
+    if op in (
+        torch.ops.cogfast.int8_linear.default,
+        torch.ops.cogfast.int8_linear_backward.default,
+    ):
+        x, q = args[:2]
+        return q.numel() * x.element_size()  # the weight in the dtype of x
     return 0
 
 
@@ -73,7 +79,7 @@ class _Recorder(LiveBytes):
     """Splits the peak by marks."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(_ALLOCATOR_BLOCK, attention_scratch)
+        super().__init__(_ALLOCATOR_BLOCK, scratch)
         self.ignore([*module.parameters(), *module.buffers()])
         self.events: list[tuple[str, int, int, int]] = []  # name, peak before it, live, numel
 

@@ -15,18 +15,18 @@ from cogfast.__main__ import main
 from cogfast.config import Config, load_config
 from cogfast.diagnostics.plan import describe_plan
 from cogfast.schema.arguments import TrainArguments
+from cogfast.train.assembly import DTYPES
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.memory.activation_checkpointing import layer_shape
 from cogfast.train.plan.activations import LADDER
 from cogfast.train.plan.encoders import T5_XXL, t5_numel
 from cogfast.train.plan.fixes import find_fixes
 from cogfast.train.plan.gpus import parse_gpu
 from cogfast.train.plan.memory import (
-    DTYPES,
     GIB,
     MemoryPlan,
     choose_policies,
-    layer_of,
     meta_transformer,
     plan_memory,
     setup_of,
@@ -69,8 +69,16 @@ class Group:
         ("1.5_5b", True, (), 1),
         ("_5b", True, (MLP,), 1),
         ("_5b", True, (), 2),
+        ("_5b", True, ("args.quantize_base=int8",), 1),
     ],
-    ids=["5b", "2b in two parts", "1.5 lora", "lora of the mlp", "lora in two parts"],
+    ids=[
+        "5b",
+        "2b in two parts",
+        "1.5 lora",
+        "lora of the mlp",
+        "lora in two parts",
+        "lora in int8",
+    ],
 )
 def test_a_block_takes_what_its_ops_take(
     name: str, lora: bool, words: tuple[str, ...], size: int
@@ -79,12 +87,13 @@ def test_a_block_takes_what_its_ops_take(
     config, args = config_of(name, f"args.model_parallel_size={size}", *words, lora=lora)
     with torch.device("meta"):
         transformer = meta_transformer(config, config_of(name, *words, lora=lora)[1])
-    transformer.to(DTYPES[args.precision])
     if size > 1:
         group: Any = Group()
         parallelize(transformer, ParallelGroup(0, size, group))
     video = largest_size(config, transformer.config)
-    layer = layer_of(transformer, args, video.num_tokens(transformer.config))
+    layer = layer_shape(
+        transformer, video.num_tokens(transformer.config), DTYPES[args.precision].itemsize
+    )
     for policy in LADDER:
         block = trace_step(transformer, video, 1, policy).block
         assert block.kept == pytest.approx(layer.kept(policy), rel=0.03), policy

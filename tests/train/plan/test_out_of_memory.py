@@ -71,9 +71,12 @@ def test_the_error_names_phase_block_and_checkpoint(
     assert f"the last checkpoint is {folder / 'checkpoints' / '00000001'}" in text
     assert trainer.writer.saved_step == 1
 
-    write_plan(folder, trainer.memory.plan(), 123)
+    write_plan(folder, trainer.memory.plan(), 123, 4.5)
     written = json.loads((folder / "plan.json").read_text())
     assert written["peak"] == sum(written["memory"].values()) and written["measured_peak"] == 123
+    assert written["step_ms"] == 4.5
+    (tmp_path / "plan.json").mkdir()  # a path that cannot be written ends no run
+    write_plan(tmp_path, trainer.memory.plan(), None, None)
 
 
 def test_a_plan_that_fails_ends_no_run(

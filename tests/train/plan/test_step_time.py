@@ -13,7 +13,7 @@ from bench.steps.step_cases import Case, Plan
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
-from cogfast.train.distributed.activation_checkpointing import apply_policies
+from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.plan.activations import LADDER, Policy
 from cogfast.train.plan.flops import train_flops
 from cogfast.train.plan.gpus import GPUS
@@ -98,6 +98,21 @@ def test_ranks_of_a_copy_share_its_work(splits_rows: bool) -> None:
     # Norms are shared only with sequence parallelism.
     assert two.memory_bound < (0.6 if splits_rows else 0.9) * one.memory_bound
     assert two.communication > 0
+
+
+def test_ranks_of_a_sample_share_its_rows() -> None:
+    """All but embeddings, output and optimizer is halved; the exchanges are not hidden."""
+    alone, two = Layout(data_size=1), Layout(data_size=1, context_size=2)
+    work, half = (count_work(large(), 1000, layout, ["none"] * 2) for layout in (alone, two))
+    assert half.matmul_flops == pytest.approx(work.matmul_flops / 2, rel=0.1)
+    assert half.attention_forward_flops == work.attention_forward_flops / 2
+    assert half.attention_backward_flops == work.attention_backward_flops / 2
+    step = estimate(large(), 1000, two, RATES, overlaps_gradients=False)
+    traffic = count_traffic(large(), two, 1000)
+    sent = traffic.rows + traffic.gradients + traffic.weights
+    assert step.communication == pytest.approx(sent / RATES.link)
+    # Both work on one sample.
+    assert step.samples_per_second == 1 / step.seconds
 
 
 def test_gradients_hide_behind_the_backward_pass_except_the_last_bucket() -> None:

@@ -124,6 +124,12 @@ REFUSED = {
         "args.model_parallel_size=3 ranks, which does not divide them"
     ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
+    "args.quantize_base=int8": (
+        "args.quantize_base=int8 is for LoRA, whose base is frozen, but this run trains all weights; add "
+        "configs/lora.yaml to --base, or args.quantize_base=none"
+    ),
+    "args.offload_blocks=4": "args.offload_blocks=4 is for LoRA, whose base is frozen, but this run",
+    "args.quantize_base=int4": "args.quantize_base='int4' must be one of none, int8",
     "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
     "args.context_parallel_size=4": (
         "command line: args.context_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,16 +36,19 @@ NUM_ADAPTERS = 2 * 3 * 2  # layers, targets, A and B
 RANK, WIDTH = 2, 32
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config of a LoRA run on a SAT checkpoint."""
-    folder = tmp_path_factory.mktemp("lora")
+def write_lora_config(folder: Path, lora_rank: int, **args: object) -> Path:
+    """Write a config of a LoRA run on a SAT checkpoint, both into `folder`."""
     data = write_clips(folder / "data")
     plain = build_transformer(model_section("5b", data))
     randomize(plain, seed=1)
     save_as_sat(plain, folder / "base")
-    options = {"load": str(folder / "base"), "train_iters": 3}
-    return write_config(folder / "base.yaml", data, "5b", RANK, **options)
+    options: Any = {"load": str(folder / "base"), **args}
+    return write_config(folder / "base.yaml", data, "5b", lora_rank, **options)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lora_config(tmp_path_factory.mktemp("lora"), RANK, train_iters=3)
 
 
 @pytest.fixture(scope="module")

@@ -423,6 +423,21 @@ def test_a_log_line_has_the_time_left(tmp_path: Path, data: Path, caplog) -> Non
         assert 3600 * hours + 60 * minutes + seconds == pytest.approx(expected, abs=0.51)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(300.0, [2, 4, 5, 5]), (-1.0, [1, 2, 2, 3, 4, 4, 5, 5, 5])]
+)
+def test_the_page_is_written_at_checkpoints_and_after_minutes(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
+) -> None:
+    """Without evaluations; the end of the run saves and draws."""
+    written: list[int] = []
+    page = lambda _, history: written.append(history[-1]["step"])
+    monkeypatch.setattr("cogfast.train.run.metrics.RunPage.write", page)
+    monkeypatch.setattr("cogfast.train.run.metrics._PAGE_SECONDS", seconds)
+    make(tmp_path, data, train_iters=5, save_interval=2).train()
+    assert written == steps
+
+
 def test_a_terminal_sees_a_progress_bar(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "base.yaml", data, train_iters=3)
     leader, follower = pty.openpty()

@@ -1,5 +1,7 @@
-// Adam and the EMA of the weights in one pass, and the gradient's norm. kernels/fused_ema_adam.py has the
-// formulas.
+// Adam and the EMA of the weights in one pass, 8-bit moments, and the gradient's norm.
+// kernels/fused_ema_adam.py and moment_codes.py have the formulas.
+
+#include <bit>
 
 #include <c10/util/Half.h>
 
@@ -12,6 +14,21 @@ namespace {
 // The processor's own prefetching stops at the end of a page and does not keep up with five streams. These
 // distances, in elements, gave the best times on a Xeon; beyond the end of a tensor a prefetch does nothing.
 constexpr int64_t AHEAD = 256, AHEAD_OF_SUM = 512;
+
+// A code has 3 bits of the mantissa: the upper bits of a float32.
+constexpr int SHIFT = 20;
+constexpr uint32_t BELOW = (1U << SHIFT) - 1;
+
+// Codes count from the float32 whose upper bits are `base`.
+int32_t base_of(int32_t largest, int32_t levels) { return std::max(largest - levels, 0); }
+
+uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffU; }
+
+int16_t largest_code(const float* x, int64_t n) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < n; ++i) most = std::max(most, magnitude(x[i]));
+  return static_cast<int16_t>((most + BELOW) >> SHIFT);
+}
 
 }  // namespace
 
@@ -39,8 +56,8 @@ void ema_adam(
     __builtin_prefetch(g + i + AHEAD);
     __builtin_prefetch(m + i + AHEAD);
     __builtin_prefetch(v + i + AHEAD);
-    __builtin_prefetch(shadow + i + AHEAD);
-    const Vec old_p = load(p + i, count), old_m = load(m + i, count), old_shadow = load(shadow + i, count);
+    if (shadow) __builtin_prefetch(shadow + i + AHEAD);
+    const Vec old_p = load(p + i, count), old_m = load(m + i, count);
     Vec grad = load(g + i, count) * scale;
     if (factors.l2 != 0) grad = at::vec::fmadd(l2, old_p, grad);
     const Vec new_m = at::vec::fmadd(one_minus_beta1, grad - old_m, old_m);
@@ -51,8 +68,50 @@ void ema_adam(
     store(m + i, new_m, count);
     store(v + i, new_v, count);
     store(p + i, new_p, count);
-    store(shadow + i, at::vec::fmadd(ema_weight, new_p - old_shadow, old_shadow), count);
+    if (shadow) {
+      const Vec old_shadow = load(shadow + i, count);
+      store(shadow + i, at::vec::fmadd(ema_weight, new_p - old_shadow, old_shadow), count);
+    }
     if (copy) store(copy + i, new_p, count);
+  });
+}
+
+// The compiler vectorizes the loops over elements.
+void decode_moments(const MomentCodes& codes, float* m, float* v, int64_t n) {
+  const int32_t base_m = base_of(*codes.largest_m, 127), base_v = base_of(*codes.largest_v, 255);
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t c = codes.m[i], level = c & 127;
+    const int32_t bits = (level ? level + base_m : 0) << SHIFT;
+    m[i] = std::bit_cast<float>(static_cast<uint32_t>(bits) | static_cast<uint32_t>(c >> 7) << 31);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t c = codes.v[i];
+    v[i] = std::bit_cast<float>((c ? c + base_v : 0) << SHIFT);
+  }
+}
+
+void encode_moments(
+    const float* m, const float* v, const MomentCodes& codes, int64_t n, uint32_t seed, uint32_t first) {
+  *codes.largest_m = largest_code(m, n);
+  *codes.largest_v = largest_code(v, n);
+  const int32_t base_m = base_of(*codes.largest_m, 127), base_v = base_of(*codes.largest_v, 255);
+  const float smallest = std::bit_cast<float>((base_m + 1) << SHIFT);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t random = scramble((first + static_cast<uint32_t>(i)) ^ seed);
+    const uint32_t low = random & 0xffff, bits = magnitude(m[i]), sign = std::bit_cast<uint32_t>(m[i]) >> 31;
+    const int32_t level = static_cast<int32_t>((bits + (low << 4)) >> SHIFT) - base_m;
+    const bool is_kept = static_cast<float>(static_cast<int32_t>(low)) * smallest < std::bit_cast<float>(bits) * 65536.f;
+    codes.m[i] = static_cast<uint8_t>((level < 1 ? is_kept : level) | sign << 7);
+    const uint32_t bits_v = magnitude(v[i]);
+    const int32_t level_v = static_cast<int32_t>((bits_v + (random >> 16 << 4)) >> SHIFT) - base_v;
+    codes.v[i] = static_cast<uint8_t>(level_v < 1 ? bits_v > 0 : level_v);
+  }
+}
+
+void average(float* shadow, const float* p, float weight, int64_t n) {
+  for_each_vector(n, [&](int64_t i, auto count) {
+    const Vec old = load(shadow + i, count);
+    store(shadow + i, at::vec::fmadd(Vec(weight), load(p + i, count) - old, old), count);
   });
 }
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cstdint>
+
 namespace cogfast {
 
 // The numbers of one tensor's update. kernels/fused_ema_adam.py has the formulas.
@@ -15,5 +17,20 @@ struct AdamFactors {
   float eps;
   float ema_weight;  // 1 - d
 };
+
+constexpr int64_t MOMENT_BLOCK = 256;  // elements that share the largest code
+
+// The 8-bit moments of a block of elements.
+struct MomentCodes {
+  uint8_t *m, *v;
+  int16_t *largest_m, *largest_v;
+};
+
+// A hash of 32 bits without patterns: C. Wellons' lowbias32.
+inline uint32_t scramble(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352dU;
+  x = (x ^ x >> 15) * 0x846ca68bU;
+  return x ^ x >> 16;
+}
 
 }  // namespace cogfast

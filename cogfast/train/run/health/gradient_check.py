@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.values import counted
+from cogfast.train.memory.host_blocks import stored_base
 
 
 def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
@@ -19,7 +20,9 @@ def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
     if not transformer.output.weight.any():
         return "the output layer is zero"
     named = transformer.blocks.named_parameters()
-    gates = [p for name, p in named if ".modulation." in name]
+    gates: list[Tensor] = [p for name, p in named if ".modulation." in name]
+    stored = stored_base(transformer).items()
+    gates += [tensors["weight"] for path, tensors in stored if ".modulation." in path]
     return None if any(p.any() for p in gates) else "the blocks' modulation is zero"
 
 

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from cogfast.model.transformer import DiffusionTransformer
 
-# Ops whose results have no values yet.
+# Ops whose results have no values yet. Those of collectives arrive when they are waited for.
 _UNFILLED = ("empty", "new_empty", "resize", "set_")
+_COLLECTIVES = ("c10d", "_c10d_functional")
 _NUM_WEIGHTS = 3  # damaged weights that are named
 
 
@@ -29,12 +30,15 @@ class Finding:
     """The result of one inspected micro-batch.
 
     places: where numbers are not finite, in the order of computation; empty if all are finite.
-    bad_samples: positions in the micro-batch of the samples with such numbers in the network's inputs
-    or output; empty if only gradients have them. largest: the largest activation before the first
-    such number, and the op that returned it.
+    order: how many results and gradients were checked up to the first of them; 0 for weights and
+    inputs. Ranks that share a model compute in the same order. bad_samples: positions in the
+    micro-batch of the samples with such numbers in the network's inputs or output; empty if only
+    gradients have them. largest: the largest activation before the first such number, and the op that
+    returned it.
     """
 
     places: list[str] = field(default_factory=list)
+    order: float = math.inf
     bad_samples: list[int] = field(default_factory=list)
     timesteps: list[int] = field(default_factory=list)
     loss: float = math.nan
@@ -74,10 +78,11 @@ def inspect(
     batch: the micro-batch on the device. loss_of: returns its loss, through `transformer`. damaged:
     weights that are not finite. Returns the finding and the inputs of the network by name.
     """
-    watch = _Watch(transformer)
+    watch = OpWatch(transformer)
     finding = watch.finding
     named = list(damaged)
     if named:
+        finding.order = 0
         more = f" and {len(named) - _NUM_WEIGHTS} more" if len(named) > _NUM_WEIGHTS else ""
         finding.places.append(f"weights {', '.join(named[:_NUM_WEIGHTS])}{more}")
     for key, value in batch.items():
@@ -89,12 +94,15 @@ def inspect(
         # Bad samples make every later number bad.
         if watch.first_op is not None and not watch.has_bad_inputs:
             finding.places.append(watch.first_op)
+            finding.order = min(finding.order, watch.num_checked)
         elif not math.isfinite(finding.loss) and not finding.places:
             finding.places.append("the loss, with a finite output of the network")
+            finding.order = watch.num_checked
         watch.backward(loss * loss_scale)
     # A loss that is not finite makes every gradient so.
     if math.isfinite(finding.loss) and watch.first_gradient is not None:
         finding.places.append(watch.first_gradient)
+        finding.order = min(finding.order, watch.num_checked)
     return finding, watch.inputs
 
 
@@ -104,7 +112,7 @@ def damaged_weights(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [f"{name} ({text})" for name, text in found if text is not None]
 
 
-class _Watch(TorchDispatchMode):
+class OpWatch(TorchDispatchMode):
     """Checks what the ops of the network return, its inputs and the gradients."""
 
     def __init__(self, transformer: DiffusionTransformer) -> None:
@@ -113,11 +121,12 @@ class _Watch(TorchDispatchMode):
         self.inputs: dict[str, Tensor] = {}
         self.has_bad_inputs = False
         self.first_op: str | None = None
+        self.num_checked = 0  # results and gradients, up to the first that is not finite
         self.first_gradient: str | None = None
         self._path: list[str] = []  # of the modules that are running; empty outside of the network
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> OpWatch:
         for name, module in self.transformer.named_modules():
             before = partial(self._begin, name)
             self._hooks += [
@@ -137,6 +146,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._path and self.first_op is None and _returns_new_values(func):
+            self.num_checked += 1
             for value in tree_leaves(out):
                 if isinstance(value, Tensor):
                     self._check_op(str(func).removesuffix(".default"), value)
@@ -185,10 +195,15 @@ class _Watch(TorchDispatchMode):
         if text is not None:
             self.has_bad_inputs = True
             self.finding.places.append(f"{what} ({text})")
+            self.finding.order = 0
             self.finding.bad_samples = _bad_rows(values)
 
     def _check_gradient(self, what: str, gradient: Tensor) -> None:
-        if self.first_gradient is None and not math.isfinite(_largest(gradient)):
+        if self.first_gradient is not None:
+            return
+        # Gradients follow from a result that is not finite, which is the first then.
+        self.num_checked += self.first_op is None
+        if not math.isfinite(_largest(gradient)):
             self.first_gradient = f"{what} ({_describe_bad(gradient)})"
 
     def backward(self, loss: Tensor) -> None:
@@ -211,7 +226,9 @@ class _Watch(TorchDispatchMode):
 
 def _returns_new_values(func: Any) -> bool:
     """Return whether an op fills what it returns; views and unfilled memory have no new values."""
-    name = func._schema.name.partition("::")[2]
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace in _COLLECTIVES:
+        return name == "wait_tensor"
     returned = [value.alias_info for value in func._schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in returned)
     return not is_view and not name.startswith(_UNFILLED)

@@ -26,6 +26,7 @@ from cogfast.schema.values import counted, printable
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.process_watch import is_of_another_rank
+from cogfast.train.distributed.replica_check import own_values
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
@@ -152,7 +153,8 @@ class NonfiniteCheck:
     def _report(self, bad: int, step: int, num_skipped: int) -> list[str]:
         """Run the bad step's micro-batches once more on every rank; log and return what they show."""
         folder = self.folder / "nonfinite" / f"step-{bad:08d}"
-        found, problem = [], None
+        found: list[tuple[RecordedBatch, Finding]] = []
+        problem = None
         try:
             found = self._run_again(bad, step)
         # Whatever stops the inspection, the run itself can continue.
@@ -160,28 +162,30 @@ class NonfiniteCheck:
             if is_of_another_rank(error):
                 raise
             problem = f"cannot be run again ({type(error).__name__}: {error})"
-        written = self._write(found, folder, bad)
-        text = problem or next((r.report for r, is_bad in found if is_bad), None)
-        reports = self.groups.gather((text, written))
+        first = next(((f.order, r.report) for r, f in found if f.places), None)
+        numbers = [recorded.number for recorded, finding in found if finding.places]
+        seen = self.groups.gather((first or (problem and (math.inf, problem)), numbers))
+        written = any(self.groups.gather(self._write(found, seen, folder, bad)))
         weights = "those of that step"
         if num_skipped < step - bad + 1:
             weights = f"those after step {step}, which later steps have changed"
+        # Ranks that share a model have the cause, or only numbers that follow from it: cause first.
+        named = [(*first, rank) for rank, (first, _) in enumerate(seen) if first is not None]
         lines = [
             f"step {bad}, rank {rank}: {text}"
-            for rank, (text, _) in enumerate(reports)
-            if text is not None
+            for _, text, rank in sorted(named, key=lambda each: each[0])
         ]
         if not lines:
             lines = [f"step {bad}: a loss or gradient was not finite, but every number is now"]
         if self.groups.is_main:
             for line in lines[:_MOST_RANKS]:
                 logger.warning("%s (weights: %s)", line, weights)
-            if any(is_written for _, is_written in reports):
+            if written:
                 logger.warning("to run it again alone: cogfast train --replay %s", folder)
         return lines
 
-    def _run_again(self, bad: int, step: int) -> list[tuple[RecordedBatch, bool]]:
-        """Return this rank's micro-batches of a step, each with whether its numbers are not finite."""
+    def _run_again(self, bad: int, step: int) -> list[tuple[RecordedBatch, Finding]]:
+        """Return this rank's micro-batches of a step, each with what its inspection found."""
         engine, groups = self.engine, self.groups
         engine.wait_for_weights()
         damaged, found = self._damaged_weights(), []
@@ -215,7 +219,7 @@ class NonfiniteCheck:
         scale: float,
         finding: Finding,
         inputs: dict[str, Tensor],
-    ) -> tuple[RecordedBatch, bool]:
+    ) -> tuple[RecordedBatch, Finding]:
         slots = list(batch["slots"])
         samples = sample_names(batch, bad - 1, slots, self.dataset, self.order)
         recorded = RecordedBatch(
@@ -235,15 +239,25 @@ class NonfiniteCheck:
             batch={key: value for key, value in batch.items() if isinstance(value, Tensor)},
             inputs=inputs,
         )
-        return recorded, bool(finding.places)
+        return recorded, finding
 
-    def _write(self, found: list[tuple[RecordedBatch, bool]], folder: Path, bad: int) -> bool:
-        """Write this rank's first bad micro-batch, or all of them if its loss alone had been bad."""
-        chosen = [recorded for recorded, is_bad in found if is_bad][:1]
-        if not chosen and self.first_bad.losses.get(self.groups.data_rank) == bad:
-            chosen = [recorded for recorded, _ in found]
-        if not self.groups.is_first_of_model:
+    def _write(
+        self,
+        found: list[tuple[RecordedBatch, Finding]],
+        seen: list[tuple[object, list[int]]],
+        folder: Path,
+        bad: int,
+    ) -> bool:
+        """Write the first bad micro-batch of this rank's model, or all of them if its loss alone had
+        been bad. seen: of each rank, in its second part the numbers of its bad micro-batches."""
+        groups = self.groups
+        if not groups.is_first_of_model:
             return False  # the first rank of the group has the same micro-batch
+        model = seen[groups.rank : groups.rank + groups.model_size]
+        first = min((number for _, numbers in model for number in numbers), default=None)
+        chosen = [recorded for recorded, _ in found if recorded.number == first]
+        if first is None and self.first_bad.losses.get(groups.data_rank) == bad:
+            chosen = [recorded for recorded, _ in found]
         try:
             for recorded in chosen:
                 recorded.write(folder)
@@ -253,11 +267,9 @@ class NonfiniteCheck:
         return bool(chosen)
 
     def _damaged_weights(self) -> list[str]:
-        engine = self.engine
-        if engine.stage < 3:
-            return damaged_weights(engine.transformer.named_parameters())
-        # The parameters are partitioned: look at this rank's part of the trained ones.
-        return damaged_weights((s.parameter, engine.view(s, "master")) for s in engine.slices)
+        named = self.engine.transformer.named_parameters()
+        # Under ZeRO-3 every rank looks at its own part.
+        return damaged_weights((name, own_values(parameter)) for name, parameter in named)
 
     def _stop(self, bad: int, step: int, texts: list[str], save: Callable[[], None]) -> None:
         """End the run. The steps that were skipped changed nothing, so its state is saved."""

@@ -1,8 +1,8 @@
 """A micro-batch in files, as a run writes it for `cogfast train --replay`.
 
-nonfinite/step-XXXXXXXX/rank-R-batch-A.json         where it was read, its random draws, the report
-nonfinite/step-XXXXXXXX/rank-R-batch-A.safetensors  batch/NAME: its tensors; network/NAME: the
-                                                    network's inputs
+nonfinite/step-N/rank-R-batch-A.json         where it was read, its random draws, the report
+nonfinite/step-N/rank-R-batch-A.safetensors  batch/NAME: its tensors; network/NAME: the network's
+                                             inputs
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RecordedBatch:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"batch/{key}": value for key, value in self.batch.items()}
         tensors |= {f"network/{key}": value for key, value in self.inputs.items()}
-        # Copies: safetensors refuses tensors that share memory.
+        # sync: after a bad step. Copies: safetensors refuses tensors that share memory.
         copies = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
         path = folder / f"{self.name}.safetensors"
         write_whole(path, lambda draft: draft.write_bytes(save(copies)))

@@ -23,10 +23,10 @@ from cogfast.train.assembly import (
     assemble_encoder,
     assemble_transformer,
 )
-from cogfast.train.distributed.activation_checkpointing import apply_policies
 from cogfast.train.distributed.parallelize import run_without_dynamo
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
+from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.plan.activations import Policy
 from cogfast.train.run.health.inspection import damaged_weights, inspect
 from cogfast.train.run.health.recorded_batch import RecordedBatch, model_facts, read_recorded
@@ -120,6 +120,7 @@ def _run(
     if report != recorded.report:
         yield f"{where}: the run's report differs: {printable(recorded.report)}"
     before = recorded.inputs
+    # sync: a replay
     differ = [k for k, v in inputs.items() if not _is_same(v.cpu(), before.get(k))]
     if differ:
         yield f"{where}: inputs of the network differ from the run's: {', '.join(differ)}"

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from cogfast.model.config import TransformerConfig
-from cogfast.model.lora import DEFAULT_TARGETS
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.plan.activations import Policy
-from cogfast.train.plan.measured import MEASURED, MeasuredStep, StepCase, read_measured
+from cogfast.train.plan.measured import MeasuredStep, find_measured
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +40,11 @@ class SpeedCheck:
         if self.is_done or line["step"] < self.due:
             return
         self.is_done = True
-        found = self._find(num_tokens, policies)
+        found = find_measured(self.config, self.args, num_tokens, policies, self.device)
         if found is not None:
             text = compare(line, found, self.args.gradient_accumulation_steps)
             if text is not None:
                 logger.info("step %d: %s", line["step"], text)
-
-    def _find(self, num_tokens: int, policies: Sequence[Policy]) -> MeasuredStep | None:
-        config, args = self.config, self.args
-        is_usual = config.lora_targets == DEFAULT_TARGETS and config.lora_layers is None
-        if args.model_parallel_size > 1 or (config.lora_rank is not None and not is_usual):
-            return None
-        case = StepCase.of_run(
-            config,
-            num_tokens,
-            args.batch_size,
-            args.precision,
-            policies,
-            args.compile,
-            self.device,
-        )
-        return read_measured(MEASURED).step(case)
 
 
 def compare(line: Mapping, found: MeasuredStep, accumulation: int) -> str | None:
@@ -92,4 +75,5 @@ def compare(line: Mapping, found: MeasuredStep, accumulation: int) -> str | None
     largest = max(excess, key=excess.__getitem__, default=None)
     if largest is None or excess[largest] < _NOTICEABLE * expected:
         return text
-    return f"{text}; {largest} takes most of the difference: {found_ms[largest]:.0f} instead of {wanted[largest]:.0f} ms"
+    times = f"{found_ms[largest]:.0f} instead of {wanted[largest]:.0f} ms"
+    return f"{text}; {largest} takes most of the difference: {times}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,10 +37,11 @@ class StepClock:
     """Times the parts that `enter` begins. One thread at a time uses it.
 
     The training loop calls `begin_step`, and `enter` for each part, which ends the one before it.
-    Whatever waits for another rank does so within `waiting`.
+    Whatever waits for another rank does so within `waiting`. now: the clock of a CPU, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._is_on_gpu = self._is_measuring = self._is_waiting = False
         # Whether every wait is seen. Those inside of compiled blocks are not.
         self.is_complete = True
@@ -52,9 +53,8 @@ class StepClock:
         self._part: str | None = None
         self._since: _Mark = 0.0
         self._num_steps = 0
-        self._seconds: dict[tuple[str, bool], float] = defaultdict(
-            float
-        )  # (part, whether it waits)
+        # {(part, whether it waits): seconds}
+        self._seconds: dict[tuple[str, bool], float] = defaultdict(float)
         self._spans: list[tuple[str, bool, torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin_step(self, device: torch.device, is_logged: bool) -> None:
@@ -113,7 +113,7 @@ class StepClock:
 
     def _mark(self) -> _Mark:
         if not self._is_on_gpu:
-            return time.perf_counter()
+            return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

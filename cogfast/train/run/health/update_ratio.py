@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
+from cogfast.kernels.moment_codes import MOMENTS, read_moment
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of
 
@@ -39,11 +40,11 @@ class UpdateRatio:
     def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, int, int]]:
         """Yield (part, start, end) of the elements that this rank counts, neighbours joined."""
         parameters = dict(self.engine.transformer.named_parameters())
-        # Each rank of a model has the weights that are not sharded: the first counts them.
+        # Tensor-parallel ranks all have the weights that are not sharded: the first counts them.
         counted = [
             piece
             for piece in self.engine.slices
-            if groups.is_first_of_model or shard_of(parameters[piece.parameter]) is not None
+            if groups.tensor_rank == 0 or shard_of(parameters[piece.parameter]) is not None
         ]
         counted.sort(key=lambda piece: (piece.part, piece.offset))
         for part, pieces in groupby(counted, lambda piece: piece.part):
@@ -79,10 +80,8 @@ class UpdateRatio:
     def _chunk(self, part: int, start: int, numel: int) -> tuple[Tensor, Tensor]:
         """Return the last change of some elements, up to its sign, and their weights."""
         engine, state, group = self.engine, self.engine.state(part), self.engine.group_of(part)
-        p, m, v = (
-            x.detach().narrow(0, start, numel)
-            for x in (engine.parts[part], state["exp_avg"], state["exp_avg_sq"])
-        )
+        p = engine.parts[part].detach().narrow(0, start, numel)
+        m, v = (read_moment(state, key, start, numel) for key in MOMENTS)
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         first: Tensor | float = 1.0
         second: Tensor | float = 1.0

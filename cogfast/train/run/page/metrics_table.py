@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired
 
 from cogfast.schema.json_files import parse_json, read_limited
-from cogfast.schema.values import counted
 
-_MOST_BYTES = 1 << 30  # of metrics.jsonl, as for a run that resumes
+_MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
+_NUMBER = NotRequired[float | None]
+_LINE = {"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER}
 _MOST_STEP = 2**53  # JavaScript's largest exact integer
 _MOST_COLUMNS = 200
 _NUMBERS = (float, int, type(None))
@@ -36,24 +38,38 @@ class Column:
         return self.finite[-1]
 
 
-def read_lines(path: Path) -> tuple[list[dict], list[str]]:
-    """Return the lines of a metrics file, and notes about lines that could not be read."""
+@dataclass(frozen=True, slots=True)
+class MetricsFile:
+    """The lines of a metrics file that can be read.
+
+    problems: why others cannot. cut: why the last one, which does not end in a newline, cannot.
+    """
+
+    lines: list[dict]
+    problems: list[str]
+    cut: str | None = None
+
+
+def read_metrics(path: Path) -> MetricsFile:
     try:
-        texts = read_limited(path, _MOST_BYTES).split(b"\n")
+        # The last newline is followed by nothing, or by a line that a crash has cut.
+        *whole, last = read_limited(path, _MOST_BYTES).split(b"\n")
     except ValueError as error:
-        return [], [str(error)]
-    lines, reasons = [], []
-    for number, text in enumerate(texts, 1):
-        # Only a file without lines, and the end of the last line, are empty.
-        if text.strip():
-            try:
-                lines.append(parse_json(text, {"step": int}, f"line {number}"))
-            except ValueError as error:
-                reasons.append(str(error))
-    if not reasons:
-        return lines, []
-    left_out = counted(len(reasons), "line")
-    return lines, [f"{path.name}: {left_out} left out, since they are damaged; first: {reasons[0]}"]
+        return MetricsFile([], [str(error)])
+    lines, problems, cut = [], [], None
+    for number, text in enumerate(whole, 1):
+        if not text.strip():
+            continue
+        try:
+            lines.append(parse_json(text, _LINE, f"line {number}"))
+        except ValueError as error:
+            problems.append(str(error))
+    if last.strip():
+        try:
+            lines.append(parse_json(last, _LINE, f"line {len(whole) + 1}"))
+        except ValueError as error:
+            cut = str(error)
+    return MetricsFile(lines, problems, cut)
 
 
 def to_columns(lines: Iterable[Mapping]) -> tuple[dict[str, Column], list[str]]:

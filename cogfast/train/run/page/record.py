@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, step_of
 from cogfast.schema.json_files import Range, parse_json, read_json, read_limited
 from cogfast.schema.values import counted
-from cogfast.train.run.page.metrics_table import Column, read_lines, to_columns
+from cogfast.train.run.page.metrics_table import Column, read_metrics, to_columns
 from cogfast.train.run.page.samples import Evaluation, find_evaluations
 from cogfast.train.run.page.settings import NAME as CONFIG_NAME
 from cogfast.train.run.page.settings import Settings, read_settings
@@ -104,8 +104,7 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
     notes: list[str] = []
     lines = history
     if lines is None:
-        lines, found = read_lines(folder / _METRICS) if (folder / _METRICS).exists() else ([], [])
-        notes += found
+        lines = _metrics(folder / _METRICS, notes)
     columns, found = to_columns(lines)
     notes += found
     facts = _read(folder / FACTS, Facts, notes)
@@ -132,6 +131,19 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
         checkpoint=checkpoint,
         notes=notes,
     )
+
+
+def _metrics(path: Path, notes: list[str]) -> list[dict]:
+    if not path.exists():
+        return []
+    found = read_metrics(path)
+    damaged = [*found.problems, *([] if found.cut is None else [found.cut])]
+    if damaged:
+        left_out = counted(len(damaged), "line")
+        notes.append(
+            f"{path.name}: {left_out} left out, since they are damaged; first: {damaged[0]}"
+        )
+    return found.lines
 
 
 def _read(path: Path, schema: Any, notes: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Writes what a run itself adds to its page: its facts at the start, and the page at each evaluation."""
+"""Writes what a run itself adds to its page: its facts at the start, and the page while it trains."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def write_facts(folder: Path, config: Config, dataset: SizedDataset, **numbers: 
     buckets: list[tuple[str, int]] = []
     left_out = 0
     if isinstance(dataset, CaptionedVideos) and dataset.clips.buckets is not None:
+        # sync: none, an array of NumPy
         counts = Counter(dataset.clips.buckets.tolist())
         sizes = dataset.settings.sizes
         buckets = [(str(size), counts[number]) for number, size in enumerate(sizes)]

@@ -149,7 +149,7 @@ def test_buffers_are_used_again(tmp_path: Path, base: Path) -> None:
 def test_no_memory_for_the_copy_leaves_the_run_alone(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, calls = checkpoint_writer._host_buffer, []
+    make, calls = checkpoint_writer.host_buffer, []
 
     def host_buffer(like: torch.Tensor) -> torch.Tensor:
         calls.append(like)
@@ -157,7 +157,7 @@ def test_no_memory_for_the_copy_leaves_the_run_alone(
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return make(like)
 
-    monkeypatch.setattr(checkpoint_writer, "_host_buffer", host_buffer)
+    monkeypatch.setattr(checkpoint_writer, "host_buffer", host_buffer)
     run = train(base, tmp_path, "args.train_iters=4")
     assert saved_steps(run) == [4]
     assert "checkpoint of step 2 failed: DefaultCPUAllocator" in caplog.text

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.distributed.activation_checkpointing import apply_policies
+from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.run.health.inspection import Finding, damaged_weights, inspect
+from tests.support.ranks.nonfinite_ranks import Overflows
 from tests.support.tiny_transformers import inputs, tiny
 
 SAMPLES = ["a.mp4", "b.mp4"]
@@ -105,15 +106,6 @@ def test_a_text_embedding_that_the_encoder_returns_is_an_input() -> None:
 
 def test_a_gradient_that_overflows_is_named() -> None:
     """A finite loss whose gradient overflows in the backward pass of block 2."""
-
-    class Overflows(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, hidden: Tensor) -> Tensor:
-            return hidden.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            return gradient * math.inf
 
     transformer = model()
     transformer.blocks[2].register_forward_hook(lambda _, __, out: Overflows.apply(out))

@@ -120,19 +120,20 @@ def test_update_ratio_of_torchs_adamw(tmp_path: Path, data: Path) -> None:
 LAYOUTS = {
     "weights split": ["deepspeed.zero_optimization.stage=3", "args.model_parallel_size=1"],
     "model split": ["args.model_parallel_size=2"],
+    "rows split": ["args.context_parallel_size=2"],
 }
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("weights split", marks=pytest.mark.soak), "model split"]
+    "layout", [pytest.param("weights split", marks=pytest.mark.soak), "model split", "rows split"]
 )
 def test_two_ranks_have_the_numbers_of_one(
     tmp_path: Path, data: Path, alone: tuple[Path, list], layout: str
 ) -> None:
-    """Under ZeRO-3 with half of the samples each, and as halves of one model."""
+    """Under ZeRO-3 with half of the samples each, and with halves of one model or of the rows."""
     args = {"save_interval": 1, "keep_last": 0, "train_iters": 2, "log_interval": 2}
     base = write_config(tmp_path / "base.yaml", data, **args)
-    batch = 4 if layout == "model split" else 2
+    batch = 2 if layout == "weights split" else 4
     words = [*LAYOUTS[layout], DRAWN, f"deepspeed.train_micro_batch_size_per_gpu={batch}"]
     done = run(["train", "--base", str(base), *words], 2)
     assert done.returncode == 0, done.stdout

@@ -12,6 +12,7 @@ import torch
 from bench.harness.reference import write
 from bench.results_table import Results, all_folders, read_results
 from cogfast.config import load_config
+from cogfast.train.plan import measured as measured_steps
 from cogfast.train.plan.gpus import GPUS
 from cogfast.train.plan.measured import MEASURED, MeasuredStep, StepCase, rates_of, read_measured
 from cogfast.train.plan.step_time import stated_rates
@@ -85,7 +86,7 @@ def test_a_run_compares_itself_once(
     parts = {"forward_backward_ms": None, "optimizer_ms": None, "source": "of a test"}
     path = tmp_path / "measured.json"
     path.write_text(json.dumps({"rates": [], "steps": [step | parts for step in steps]}))
-    monkeypatch.setattr(speed, "MEASURED", path)
+    monkeypatch.setattr(measured_steps, "MEASURED", path)
     monkeypatch.setattr(speed, "_NUM_STEPS", 2)
     trainer.train()
     (shown,) = [text for text in caplog.messages if "were measured" in text]
@@ -93,6 +94,10 @@ def test_a_run_compares_itself_once(
     assert "times the 0 ms that were measured for this model, size and policy" in shown
     assert "(of a test); " in shown
     assert shown.endswith(" instead of 0 ms")
+    # The plan has that measurement, too; memory is not measured on a CPU.
+    plan = json.loads((trainer.folder / "plan.json").read_text())
+    assert (plan["step_ms"], plan["measured_peak"]) == (0.001, None)
+    assert plan["peak"] == sum(plan["memory"].values()) > 0
 
 
 def test_the_stored_file_has_the_results() -> None:

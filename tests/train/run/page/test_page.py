@@ -17,7 +17,7 @@ import pytest
 from cogfast.config import load_config
 from cogfast.train.run.page.document import page_of_run, page_of_runs, write_page
 from cogfast.train.run.page.markup import address, tag, text
-from cogfast.train.run.page.metrics_table import Column, encode, read_lines, thinned, to_columns
+from cogfast.train.run.page.metrics_table import Column, encode, thinned, to_columns
 from cogfast.train.run.page.record import read_run
 from cogfast.train.run.page.samples import MOST_CELLS, find_evaluations
 from cogfast.train.run.page.writer import RunPage
@@ -545,8 +545,8 @@ def test_a_comparison_of_runs(run: Path, tmp_path: Path) -> None:
 def test_a_line_that_a_crash_has_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n\n{"step": 2, "lo')
-    found, notes = read_lines(path)
-    assert found == [{"step": 1, "loss": 1.0}]
-    assert notes[0].startswith(
+    run = read_run(tmp_path)
+    assert run.columns["loss"] == Column((1,), (1.0,))
+    assert run.notes[0].startswith(
         "metrics.jsonl: 1 line left out, since they are damaged; first: line 3"
     )

@@ -15,11 +15,11 @@
   // ---- theme ----
 
   const themes = ["system", "light", "dark"];
-  const systemTheme = matchMedia("(prefers-color-scheme: dark)");
   const redraws = []; // one function per plot
 
   function showTheme() {
-    const name = root.dataset.theme || "system";
+    const name = cogfastTheme.chosen;
+    cogfastTheme.show();
     find("#theme").textContent = { system: "Auto", light: "Light", dark: "Dark" }[name];
     find("#theme").setAttribute("aria-label", `Theme: ${name}`);
     // A canvas has its colours from when it was drawn.
@@ -28,17 +28,15 @@
   showTheme();
 
   find("#theme").addEventListener("click", () => {
-    const next = themes[(themes.indexOf(root.dataset.theme || "system") + 1) % themes.length];
-    if (next === "system") delete root.dataset.theme;
-    else root.dataset.theme = next;
+    cogfastTheme.chosen = themes[(themes.indexOf(cogfastTheme.chosen) + 1) % themes.length];
     try {
-      localStorage.setItem("cogfast-theme", next);
+      localStorage.setItem("cogfast-theme", cogfastTheme.chosen);
     } catch (error) {
       // Without storage the choice holds until the page is loaded again.
     }
     showTheme();
   });
-  systemTheme.addEventListener("change", showTheme);
+  cogfastTheme.system.addEventListener("change", showTheme);
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const NUM_TONES = 8;

@@ -21,12 +21,12 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.reader import open_video
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.train.evaluate import Evaluator
+from cogfast.train.sampling.evaluate import Evaluator
 from cogfast.train.sampling.generate import VideoMaker
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import CHANNELS, run_folder, write_clips, write_config
 
-ENCODED = "tests.train.test_evaluate.EncodedSamples"
+ENCODED = "tests.train.sampling.test_evaluate.EncodedSamples"
 
 
 class EncodedSamples(Dataset):

@@ -114,7 +114,7 @@ class Evaluator:
         # This switches the blocks back to their calls without checkpointing, too.
         self.engine.transformer.eval()
         # The master weights come back at the end, also after an error.
-        with self.engine.weights("shadow" if has_ema else "master"):
+        with self.engine.weights("shadow" if has_ema else "master"), self.encoder.visit():
             if self.dataset is not None and self.diffusion.loss is not None:
                 losses = self._attempt("the held-out loss", step, self._held_out_loss)
             if self._has_prompts() and self.diffusion.sampler is not None:

@@ -20,7 +20,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -28,14 +28,21 @@ from torch.utils.checkpoint import (
 )
 
 import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op that _ATTENTION names
+import cogfast.kernels.int8_linear  # noqa: F401  registers _FROZEN
 from cogfast.model.block import Block
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
+from cogfast.train.memory.offloaded_activations import (
+    Keeps,
+    OffloadedActivations,
+    selective_contexts,
+)
 from cogfast.train.plan.activations import (
     LADDER,
+    MARGIN,
     LayerShape,
     Policy,
     describe,
@@ -46,7 +53,6 @@ from cogfast.train.plan.activations import (
 
 logger = logging.getLogger(__name__)
 
-_MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
 _STEPS_BEFORE_AUTO = 2
 # A matmul counts as low-rank if its inner dim is this many times smaller than both outer dims.
 # Recomputing it is as cheap as reading its result.
@@ -57,19 +63,16 @@ _aten = torch.ops.aten
 # has no op of its own.
 _ATTENTION = {torch.ops.cogfast.flash_attention.default, _aten.bmm.default, _aten.baddbmm.default}
 _MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
+_FROZEN = torch.ops.cogfast.int8_linear.default
 
 
-def _keep_attention(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return _kept_if(op in _ATTENTION)
+def _is_attention(op: object, *args: Any) -> bool:
+    return op in _ATTENTION
 
 
-def _keep_products(ctx: object, op: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
+def _is_product(op: object, *args: Any) -> bool:
     is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
-    return _kept_if(op in _ATTENTION or is_product)
-
-
-def _kept_if(is_kept: bool) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return op in _ATTENTION or op is _FROZEN or is_product
 
 
 def _is_low_rank(a: Tensor, b: Tensor) -> bool:
@@ -81,19 +84,29 @@ def _is_low_rank(a: Tensor, b: Tensor) -> bool:
     return a.ndim == 2 and _LOW_RANK * a.shape[1] < min(a.shape[0], b.shape[1])
 
 
-_CONTEXTS = {
-    "attention_kept": partial(create_selective_checkpoint_contexts, _keep_attention),
-    "pointwise": partial(create_selective_checkpoint_contexts, _keep_products),
-}
+# Policy -> whether it keeps the results of an op
+_KEEPS: dict[Policy, Keeps] = {"attention_kept": _is_attention, "pointwise": _is_product}
+
+
+def _contexts(keeps: Keeps) -> tuple[Any, Any]:
+    def choose(ctx: object, op: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
+        is_kept = keeps(op, *args)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def _options(keep_rng: bool) -> dict[str, Any]:
+    # Only the non-reentrant version accepts a context_fn.
+    return {"use_reentrant": False, "preserve_rng_state": keep_rng}
 
 
 @cache
 def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
     """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
-    # Only the non-reentrant version accepts a context_fn.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
-    if policy in _CONTEXTS:
-        options["context_fn"] = _CONTEXTS[policy]
+    options = _options(keep_rng)
+    if policy in _KEEPS:
+        options["context_fn"] = partial(_contexts, _KEEPS[policy])
     if not is_compiled or policy == "full":
         # full needs no graph of its own: it calls the compiled block twice.
         return partial(checkpoint, **options)
@@ -104,21 +117,47 @@ def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., 
     return torch.compile(run, fullgraph=True, dynamic=None)
 
 
+def _offloading_call(
+    block: nn.Module,
+    number: int,
+    policy: Policy,
+    keep_rng: bool,
+    offload: OffloadedActivations,
+) -> BlockCall:
+    """Return a call of a block under a policy that keeps activations in host memory."""
+
+    def call(hidden: Tensor, *others: Any) -> Tensor:
+        kept = offload.begin_block(number, hidden.shape[:2].numel())
+        options = _options(keep_rng)
+        if policy in _KEEPS:
+            options["context_fn"] = partial(selective_contexts, kept, _KEEPS[policy])
+        with kept.hooks():  # the checkpoint saves the block's inputs by them
+            return checkpoint(block, hidden, *others, **options)
+
+    return call
+
+
 def apply_policies(
     transformer: DiffusionTransformer,
     policies: Sequence[Policy],
     is_compiled: bool = False,
     before: Callable[[Tensor], None] | None = None,
+    offload: OffloadedActivations | None = None,
 ) -> None:
     """Run each block under its policy while the transformer is in training mode.
 
-    before: called before the first block with its input, [B, S, M].
+    before: called before the first block with its input, [B, S, M]. offload: moves what the policies
+    keep to host memory; no policy may be `none`, and is_compiled allows `full` alone.
     """
     keep_rng = transformer.config.lora_dropout > 0  # no other op in a block uses random numbers
-    calls = tuple(
-        block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
-        for block, policy in zip(transformer.blocks, policies, strict=True)
-    )
+    calls: list[BlockCall] = []
+    for number, (block, policy) in enumerate(zip(transformer.blocks, policies, strict=True)):
+        if offload is not None:
+            assert policy != "none" and not (is_compiled and policy in _KEEPS), policy
+            calls.append(_offloading_call(block, number, policy, keep_rng, offload))
+        else:
+            runner = partial(_runner(policy, keep_rng, is_compiled), block)
+            calls.append(block if policy == "none" else runner)
     transformer.use_calls(calls, before)
 
 
@@ -132,11 +171,18 @@ class ActivationCheckpointing:
         groups: ProcessGroups,
         is_compiled: bool = False,
         most_rows: int = 0,
+        is_offloaded: bool = False,
     ) -> None:
-        """is_compiled: args.compile. most_rows: B S of the run's largest micro-batch; 0 if unknown,
-        in which case `auto` plans for the last micro-batch."""
+        """Apply the policies of `choice`.
+
+        is_compiled: args.compile. most_rows: B S of the run's largest micro-batch; 0 if unknown, in
+        which case `auto` plans for the last micro-batch. is_offloaded: args.offload_activations.
+        """
         self.transformer, self.choice, self.groups = transformer, choice, groups
         self.is_compiled, self.most_rows = is_compiled, most_rows
+        self.offload = (
+            OffloadedActivations(len(transformer.blocks), groups.device) if is_offloaded else None
+        )
         self.is_settled = choice != "auto"
         self.layer: LayerShape | None = None  # shape of the last micro-batch
         self.num_steps = 0  # completed optimizer steps
@@ -153,13 +199,17 @@ class ActivationCheckpointing:
 
     def _use(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)
-        apply_policies(self.transformer, policies, self.is_compiled, self._before_blocks)
+        apply_policies(
+            self.transformer, policies, self.is_compiled, self._before_blocks, self.offload
+        )
 
     def _before_blocks(self, hidden: Tensor) -> None:
         """Record the blocks' input [B, S, M] and the memory in use before any activation is kept."""
         device = self.groups.device
         if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
-            self.layer = layer_shape(self.transformer, hidden)
+            self.layer = layer_shape(
+                self.transformer, hidden.shape[:2].numel(), hidden.element_size()
+            )
         if device.type == "cuda":
             # The first micro-batch of a step: later ones would count its gradients.
             if not self.is_inside_step:
@@ -191,9 +241,10 @@ class ActivationCheckpointing:
         self.is_settled = True
         free, total = free_memory(self.groups.device)
         layer = self.layer = self._look_ahead(self.layer)
-        here = free - int(_MARGIN * total) - self._on_top(layer)
+        here = free - int(MARGIN * total) - self._on_top(layer)
         # The rank with the least memory decides, so that every rank uses the same policies.
-        self._use(plan_layers(layer, len(self.policies), min(self.groups.gather(here))))
+        ladder = LADDER if self.offload is None else LADDER[:2]
+        self._use(plan_layers(layer, len(self.policies), min(self.groups.gather(here)), ladder))
         peak = total - free + self._need(layer, self.policies)
         logger.info(
             "activation checkpointing: %s; predicted peak %.1f of %.1f GiB",
@@ -232,7 +283,7 @@ class ActivationCheckpointing:
         if self.groups.device.type == "cuda":
             # bytes_before, which is subtracted below, is part of what is allocated now.
             free += torch.cuda.memory_allocated(self.groups.device)
-        free -= int(_MARGIN * total) + self.bytes_before
+        free -= int(MARGIN * total) + self.bytes_before
         used = f"args.activation_checkpointing={self.choice} ({describe(self.policies)})"
         kept = kept_by_all(self.layer, self.policies)
         # From the policy that keeps most: recommend the fastest one that fits.
@@ -252,20 +303,23 @@ class ActivationCheckpointing:
         )
 
 
-def layer_shape(transformer: DiffusionTransformer, hidden: Tensor) -> LayerShape:
-    """Return the shape of a block for the first block's input `hidden` [B, S, M]."""
+def layer_shape(
+    transformer: DiffusionTransformer, num_rows: int, bytes_per_number: int
+) -> LayerShape:
+    """Return the shape of a block for num_rows (B S) rows of activations. Weights may be on meta."""
     config, block = transformer.config, transformer.blocks[0]
     fc1 = block.get_submodule("fc1")
     named = transformer.blocks.named_parameters()
     return LayerShape(
-        num_rows=hidden.shape[:2].numel(),
+        num_rows=num_rows,
         width=config.hidden_size,
         num_heads=config.num_attention_heads,
-        bytes_per_number=hidden.element_size(),
+        bytes_per_number=bytes_per_number,
         num_parts=fc1.group.size if isinstance(fc1, ParallelLinear | ParallelLora) else 1,
         splits_rows=isinstance(block, SequenceParallelBlock),
         adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
         adapts_fc1="ff.net.0.proj" in config.lora_targets,
         adapts_fc2="ff.net.2" in config.lora_targets,
         is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
+        dequantizes=any(b.dtype == torch.int8 for b in block.buffers()),
     )

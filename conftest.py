@@ -28,7 +28,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent
 # A mistyped path with one slash looks like a model of the Hugging Face hub: no test asks it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # One thread here and in launched processes: results do not depend on the cores, and tests that run

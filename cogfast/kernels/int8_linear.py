@@ -1,0 +1,102 @@
+"""Linear with a frozen weight of int8 rows q [N, K] and a float32 scale for each row.
+
+    W = scale q,    y = x W^T + b,    dx = dy W,    db = sum of dy over all rows
+
+q is symmetric: the largest magnitude of a row is 127, and the error of an entry is at most half a
+scale. W is computed in the dtype of x right before a product and freed right after it, forward and
+backward, so that autograd keeps q alone. In bf16 this moves 3 bytes per entry beside the 2 R FLOPs of
+a product of R rows: 2% of its time at R = 17,776 and the rates that train/plan/step_time.py assumes
+for an H100. No GPU has run it yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.torch_library import register_op
+
+_MOST = 127  # -128 is not used: q is symmetric
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q [N, K] int8 and the scales [N] float32 of a weight [N, K].
+
+    A row that is not finite gets a scale that is not finite.
+    """
+    values = weight.float()
+    scale = values.abs().amax(dim=1) / _MOST
+    # A row of zeros has scale 0.
+    q = values / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    return q.nan_to_num_(0.0).round_().clamp_(-_MOST, _MOST).to(torch.int8), scale
+
+
+def dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight [N, K] in `dtype`: products in float32, rounded once, in one pass."""
+    return torch.mul(q, scale[:, None], out=torch.empty_like(q, dtype=dtype))
+
+
+def int8_linear_reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias in plain PyTorch, which keeps W for backward."""
+    return torch.nn.functional.linear(x, (q * scale[:, None]).to(x.dtype), bias)
+
+
+def _product(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    weight = dequantize_rows(q, scale, x.dtype).t()
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _input_gradient(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    rows = dy.reshape(-1, dy.shape[-1])
+    return (rows @ dequantize_rows(q, scale, dy.dtype)).view(*dy.shape[:-1], -1)
+
+
+# Ops of their own, so that neither autograd nor torch.compile keeps W.
+_int8_linear = register_op(
+    "int8_linear(Tensor x, Tensor q, Tensor scale, Tensor? bias) -> Tensor",
+    gpu=_product,
+    cpu=_product,
+    fake=lambda x, q, scale, bias: x.new_empty(*x.shape[:-1], q.shape[0]),
+)
+_int8_linear_backward = register_op(
+    "int8_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
+    gpu=_input_gradient,
+    cpu=_input_gradient,
+    fake=lambda dy, q, scale: dy.new_empty(*dy.shape[:-1], q.shape[1]),
+)
+
+
+class _Int8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, scale)
+        return _int8_linear(x, q, scale, bias)
+
+    @staticmethod
+    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+        (dy,) = output_gradients
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            dx = _int8_linear_backward(dy, *ctx.saved_tensors)
+        if ctx.needs_input_grad[3]:
+            db = dy.flatten(0, -2).sum(0)
+        return dx, None, None, db
+
+
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias, [.., N], with W = scale q.
+
+    x: [.., K]. q: [N, K] int8; scale: [N] float32; both without gradients. bias: [N] in the dtype of x,
+    or None.
+    """
+    check_tensor("int8_linear", "x", x, (*x.shape[:-1], q.shape[-1]))
+    if q.dtype != torch.int8 or q.ndim != 2:
+        refuse("int8_linear", "q", q, "it must be an int8 matrix")
+    if scale.dtype != torch.float32 or scale.shape != q.shape[:1]:
+        refuse("int8_linear", "scale", scale, f"it must be float32 of shape [{q.shape[0]}]")
+    if bias is not None:
+        check_tensor("int8_linear", "bias", bias, q.shape[:1], like=x)
+    return _Int8Linear.apply(x, q, scale, bias)

@@ -1,0 +1,92 @@
+"""The frozen base of LoRA in 8 bits: int8 weights in the linears of the blocks (kernels/int8_linear.py).
+
+A block's qkv, attention output, fc1, fc2 and modulation hold 1 byte per weight in place of 2, and 4
+bytes per row, as buffers: ZeRO neither partitions them nor keeps state for them. They are quantized
+while they load, one tensor at a time, after tensor parallelism has cut them. Checkpoints and exports
+have adapters alone, so that merges use the weights of args.load as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.kernels.int8_linear import int8_linear, quantize_rows
+from cogfast.model.attention import DeferredBiasLinear
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.distributed.tensor_parallel import ParallelLinear
+
+
+class QuantizedLinear(nn.Module):
+    """A linear with a frozen int8 weight [out, in] and the scales of its rows [out]."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        self.adds_bias = not isinstance(whole, DeferredBiasLinear)
+        self.bias = whole.bias
+        _quantize(self, whole.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out], without a deferred bias."""
+        return int8_linear(x, self.weight, self.scale, self.bias if self.adds_bias else None)
+
+
+Linear = nn.Linear | ParallelLinear | QuantizedLinear
+
+
+def base_linears(transformer: DiffusionTransformer) -> Iterator[tuple[str, Linear]]:
+    """Yield (path, module) of the linears of all blocks, without adapters."""
+    for path, module in transformer.blocks.named_modules(prefix="blocks"):
+        if isinstance(module, Linear):
+            yield path, module
+
+
+def holds_base(transformer: DiffusionTransformer) -> bool:
+    """Return whether weights of the blocks' linears are no parameters, but int8 or in host memory."""
+    return any(not isinstance(m.weight, nn.Parameter) for _, m in base_linears(transformer))
+
+
+def quantize_base(transformer: DiffusionTransformer) -> None:
+    """Replace the weights of the blocks' linears by int8 buffers. They have no values yet.
+
+    The transformer is on the meta device, with all weights of these linears frozen.
+    """
+    for path, linear in list(base_linears(transformer)):
+        assert not linear.weight.requires_grad, f"{path} is trained"
+        if isinstance(linear, nn.Linear):
+            transformer.set_submodule(path, QuantizedLinear(linear))
+        else:
+            _quantize(linear, linear.weight)
+
+
+def _quantize(module: nn.Module, weight: Tensor) -> None:
+    if "weight" in dict(module.named_parameters(recurse=False)):
+        del module.weight
+    make = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=weight.device)
+    module.register_buffer("weight", make(*weight.shape, dtype=torch.int8), persistent=False)
+    # ZeRO casts parameters alone: a buffer stays float32.
+    module.register_buffer("scale", make(len(weight), dtype=torch.float32), persistent=False)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Takes the values of a weight and stores them in 8 bits. device: of the computation."""
+
+    q: Tensor
+    scale: Tensor
+    device: torch.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+    def copy_(self, values: Tensor) -> None:
+        q, scale = quantize_rows(values.to(self.device))
+        self.q.copy_(q)
+        self.scale.copy_(scale)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Install the CUDA build of PyTorch and what training needs into $TEST_CUDA_VENV (about 6 GB), unless it
+# is there, and build the null CUDA runtime for it. `make test-cuda` calls it.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=$TEST_CUDA_VENV/bin/python
+
+is_installed() {
+    [ -x "$python" ] && "$python" - <<'END'
+import importlib.metadata as installed
+for name in ("torch", "nvidia-cuda-crt", "deepspeed", "diffusers", "matplotlib", "pytest"):
+    installed.version(name)
+END
+}
+
+if ! is_installed 2>/dev/null; then
+    command -v g++ >/dev/null || { echo "test-cuda: the runtime needs g++ (Debian: apt install g++)" >&2; exit 2; }
+    "${PYTHON:-python3}" -m venv "$TEST_CUDA_VENV"
+    pip() { "$python" -m pip --disable-pip-version-check "$@" -c constraints.txt -c tests/cuda/constraints.txt; }
+    # Three equals signs exclude the CPU build, whose version is 2.x.y+cpu.
+    torch=$(sed -n 's/^torch==/torch===/p' constraints.txt)
+    pip install --quiet "$torch" nvidia-cuda-crt setuptools wheel ninja numpy
+    DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
+    pip install --quiet omegaconf einops safetensors xxhash transformers diffusers sentencepiece av psutil \
+        pillow matplotlib tensorboard rich pytest
+fi
+"$python" tests/cuda/build_runtime.py build/null_cuda

@@ -1,0 +1,131 @@
+"""Train a model of full size for a few steps and print what each step did, as one line of JSON.
+
+    python -m tests.cuda.training_case {2b,5b,1.5_5b} {sft,lora} [--streams] [key=value ...]
+
+Kernels do not run, so that losses mean nothing. Latents and embeddings are those of
+bench.checks.encoded_samples, weights are left as they lie, and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.checks.plan_against_allocator import SHAPES, load
+from cogfast.config import Config
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train import assembly, trainer
+from cogfast.train.plan.memory import GIB, plan_memory, setup_of
+from tests.cuda.null_device import ROOT, Counters
+
+# Steps 1 and 2 allocate; step 4 logs. 3 and 5 are steady.
+NUM_STEPS, LOG_INTERVAL = 6, 4
+
+
+class Observer:
+    """Takes the counters of each step, and notes where the host waited."""
+
+    def __init__(self) -> None:
+        self.counters, self.waits, self.steps = Counters(), [], []
+        self.counters.observe_syncs(self._note_sync)
+
+    def _note_sync(self, name: bytes) -> None:
+        self.waits.append(f"{name.decode()} in {_innermost_place()}")
+
+    def end_step(self) -> None:
+        counts = self.counters.take()
+        self.steps.append(
+            {
+                "launches": counts.pop("launches", 0),
+                "allocations": counts.get("cudaMalloc", 0) + counts.get("cuMemCreate", 0),
+                "pinned_allocations": counts.get("cudaHostAlloc", 0)
+                + counts.get("cudaHostRegister", 0),
+                "waits": self.waits,
+                "faults": [name for name in counts if name.startswith("fault ")],
+                "kernels": {
+                    name.removeprefix("launch "): number
+                    for name, number in counts.items()
+                    if name.startswith("launch ")
+                },
+                "peak": torch.cuda.max_memory_allocated(),
+            }
+        )
+        self.waits = []
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _innermost_place() -> str:
+    """Name the innermost function of this thread that is neither PyTorch's nor ours."""
+    ours = str(Path(__file__).parent)
+    for frame in reversed(traceback.extract_stack()):
+        name = frame.filename
+        if "/torch/" in name or name.startswith((ours, "<")) or "/ctypes/" in name:
+            continue
+        parts = Path(name).relative_to(ROOT).parts if name.startswith(str(ROOT)) else None
+        path = "/".join(parts or Path(name).parts[-3:])
+        return f"{path}:{frame.name}"
+    return "a backward pass"
+
+
+def prepare(config: Config) -> trainer.Trainer:
+    """Return a trainer that neither checks files, draws weights nor saves."""
+    changed: Any = trainer
+    changed.check_train = lambda config: None
+    changed.lora_cannot_learn = lambda transformer: None
+    without: Any = assembly
+    without.initialize = lambda *args, **kwargs: None
+    run = trainer.Trainer(config)
+    run.writer.save = lambda *args, **kwargs: None
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=SHAPES)
+    parser.add_argument("mode", choices=("sft", "lora"))
+    parser.add_argument("--streams", action="store_true", help="check the use of side streams")
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_intermixed_args()
+    words = [f"args.train_iters={NUM_STEPS}", f"args.log_interval={LOG_INTERVAL}", *options.words]
+    check = None
+    if options.streams:
+        from tests.cuda.stream_check import StreamCheck
+
+        check = StreamCheck()
+    with tempfile.TemporaryDirectory() as folder:
+        config, planned = load(options.model, options.mode, words, Path(folder))
+        run, observer = prepare(config), Observer()
+        setup = setup_of(planned, TrainArguments.from_config(planned), run.groups.world_size)
+        end_step = run.profiler.end_step  # the last call of a step, after its log line
+
+        def end(step: int) -> bool:
+            is_written = end_step(step)
+            observer.end_step()
+            return is_written
+
+        run.profiler.end_step = end
+        try:
+            with check or contextlib.nullcontext():
+                run.train()
+        except RuntimeError:  # at the end: nothing was saved
+            if len(observer.steps) < NUM_STEPS:
+                raise
+    report = {
+        "steps": observer.steps,
+        "predicted_gib": plan_memory(setup, None).step_peak / GIB,
+        "peak_gib": max(step["peak"] for step in observer.steps[2:]) / GIB,
+    }
+    if check is not None:
+        report |= {"stream_problems": sorted(check.problems), "stream_uses": check.num_uses}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Runs with a planted fault: `torchrun ... tests/support/ranks/nonfinite_ranks.py BASE FOLDER
+'{NAME: [FAULT, WORD, ...], ...}'`. FOLDER/NAME gets the run, FOLDER/NAME.txt the error of rank 0.
+
+The last rank alone has the fault: an element of its part of a weight, trained or frozen under LoRA,
+or a gradient that overflows in block 2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.train.distributed.process_groups import start_processes
+from cogfast.train.distributed.replica_check import own_values
+from cogfast.train.trainer import Trainer
+
+
+class Overflows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * math.inf
+
+
+def plant(trainer: Trainer, fault: str) -> None:
+    transformer = trainer.engine.transformer
+    if fault == "gradient":
+        block = transformer.blocks[2]
+        block.register_forward_hook(lambda _, __, out: Overflows.apply(out))
+    elif fault != "none":
+        own_values(transformer.get_parameter(fault))[-1] = math.inf
+
+
+def main() -> None:
+    base, folder, runs = sys.argv[1:]
+    groups = start_processes()
+    for name, (fault, *words) in json.loads(runs).items():
+        run = f"args.run_folder={Path(folder) / name}"
+        trainer = Trainer(load_config([base], [run, *words], allow_import=["tests"]))
+        if groups.rank == groups.world_size - 1:
+            plant(trainer, fault)
+        text = ""
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            text = str(error)
+        if groups.is_main:
+            (Path(folder) / f"{name}.txt").write_text(text)
+    groups.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""LoRA's frozen base in 8 bits and in host memory: numbers, copies, checkpoints and samples."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.kernels.int8_linear import quantize_rows
+from cogfast.model.transformer import (
+    DiffusionTransformer,
+    assemble_transformer,
+    freeze,
+)
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
+from cogfast.train.distributed.parallelize import allocate
+from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.train.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
+from cogfast.train.memory.quantized_base import base_linears
+from cogfast.train.plan.activations import Policy
+from cogfast.train.plan.state import ModelSize
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import (
+    ROOT,
+    losses,
+    read_run_weights,
+    run_folder,
+)
+from tests.support.tiny_transformers import FAMILY, inputs, tiny
+from tests.train.run.test_lora_runs import write_lora_config
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 3
+CHANGES = {"lora_rank": 4, "num_layers": NUM_LAYERS}
+
+
+def build(dtype: torch.dtype, quantization: str, num_offloaded: int) -> DiffusionTransformer:
+    """The weights of one tiny transformer, whose base is frozen and held as asked."""
+    with torch.device("meta"):
+        transformer = assemble_transformer(replace(FAMILY["5b"], **CHANGES))
+    freeze(transformer, ["all"], is_lora_only=False)
+    transformer.to(dtype)
+    hold_base(transformer, quantization, num_offloaded)
+    allocate(transformer, CPU)
+    held = allocate_base(transformer, CPU)
+    source = dict(tiny("5b", **CHANGES).named_parameters())
+    targets = {**dict(transformer.named_parameters()), **held}
+    assert targets.keys() == source.keys()
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(source[name])
+    return transformer.train()
+
+
+def results(transformer: DiffusionTransformer) -> dict[str, Tensor]:
+    """Output and gradients."""
+    transformer.zero_grad()
+    out = transformer(**inputs("5b"))
+    out.float().square().mean().backward()
+    named = transformer.named_parameters()
+    return {"output": out.detach(), **{n: p.grad for n, p in named if p.grad is not None}}
+
+
+@torch.no_grad()
+def evaluate(transformer: DiffusionTransformer) -> Tensor:
+    return transformer.eval()(**inputs("5b"))
+
+
+def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys() and len(wanted) > 20
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.bfloat16)],
+    ids=["fp32", "bf16", "int8"],
+)
+def test_offloaded_blocks_give_the_same_bits(quantization: str, dtype: torch.dtype) -> None:
+    plain = build(dtype, quantization, 0)
+    wanted, evaluated = results(plain), evaluate(plain)
+    cases: list[tuple[int, Policy]] = [(1, "none"), (2, "pointwise"), (3, "full")]
+    for number, policy in cases:
+        transformer = build(dtype, quantization, number)
+        apply_policies(transformer, [policy] * NUM_LAYERS)
+        assert_same_bits(results(transformer), wanted)
+        # The slots hold other blocks than at the start.
+        assert torch.equal(evaluate(transformer), evaluated)
+        assert_same_bits(results(transformer.train()), wanted)
+
+
+def test_the_device_holds_two_blocks_and_fetches_one_ahead(monkeypatch) -> None:
+    fetched: list[int] = []
+    fetch = HostBlocks._fetch
+
+    def note(blocks: HostBlocks, number: int) -> None:
+        if blocks._slot(number).holds != number:
+            fetched.append(number)
+        fetch(blocks, number)
+
+    monkeypatch.setattr(HostBlocks, "_fetch", note)
+    transformer = build(torch.float32, "none", NUM_LAYERS)
+    memory = {linear.weight.untyped_storage().data_ptr() for _, linear in base_linears(transformer)}
+    assert len(memory) == 2
+    of_block = 4 * (12 * 128**2 + 12 * 128 * 64)
+    assert ModelSize.of(transformer).held_bytes(4) == 2 * of_block
+    assert all(slot.memory.nbytes == of_block for slot in transformer.block_source._slots)
+    results(transformer)
+    assert fetched == [0, 1, 2, 0]
+    for _ in range(2):
+        fetched.clear()
+        results(transformer)
+        assert fetched == [2, 0]  # each while another block computes
+
+
+def test_the_base_is_quantized_as_it_loads_and_is_no_parameter() -> None:
+    transformer, source = build(torch.bfloat16, "int8", 1), tiny("5b", **CHANGES)
+    stored = stored_base(transformer)
+    assert len(stored) == 5 * NUM_LAYERS
+    for path, tensors in stored.items():
+        q, scale = quantize_rows(source.get_parameter(f"{path}.weight"))
+        assert torch.equal(tensors["weight"], q) and torch.equal(tensors["scale"], scale)
+    names = {name for name, _ in transformer.named_parameters()}
+    assert not names & {f"{path}.weight" for path in stored}
+    state = {name for name in transformer.state_dict() if name.startswith("blocks.0.fc1.")}
+    assert state == {"blocks.0.fc1.bias"}
+
+
+def test_error_of_a_quantized_base() -> None:
+    """Normally distributed weights, whose entries are off by 1/100 of their root mean square."""
+    plain, rounded = (build(torch.float32, kind, 0) for kind in ("none", "int8"))
+    far = lambda found, wanted: ((found - wanted).norm() / wanted.norm()).item()
+    for (path, ours), (_, theirs) in zip(base_linears(rounded), base_linears(plain), strict=True):
+        x = torch.randn(50, theirs.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        assert far(ours(x), theirs(x)) < 0.012, path
+    assert 1e-4 < far(evaluate(rounded), evaluate(plain)) < 0.012
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of a LoRA run with EMA and checkpoints."""
+    folder = tmp_path_factory.mktemp("frozen")
+    return write_lora_config(folder, 4, train_iters=4, save_interval=2, keep_last=0)
+
+
+def train(base: Path, save: Path, *words: str) -> Path:
+    Trainer(load_config([base], [f"args.save={save}", *words])).train()
+    return run_folder(save)
+
+
+HELD = ("args.quantize_base=int8", "args.offload_blocks=1")
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> Path:
+    words = (f"args.valid_data=[{base.parent / 'data'}]", "args.eval_interval=2")
+    words += ("args.eval_num_samples=0", "args.activation_checkpointing=full")
+    return train(base, base.parent / "held", *HELD, *words)
+
+
+def test_a_run_trains_as_with_the_whole_base(base: Path, run: Path, tmp_path: Path) -> None:
+    """8 bits change the losses a little; host memory and ZeRO-3 do not."""
+    plain = losses(train(base, tmp_path / "plain"))
+    assert losses(run) != plain
+    assert losses(run) == pytest.approx(plain, rel=0.02)
+    offloaded = train(base, tmp_path / "offloaded", "args.offload_blocks=2")
+    assert losses(offloaded) == plain
+    stage3 = "deepspeed.zero_optimization.stage=3"
+    partitioned = train(base, tmp_path / "stage 3", *HELD, stage3)
+    assert losses(partitioned) == pytest.approx(losses(run), rel=1e-5)
+
+
+def test_a_run_resumes_with_the_same_bits(base: Path, run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / run.name)
+    train(base, tmp_path, *HELD, f"args.resume={copy / 'checkpoints' / '00000002'}")
+    assert losses(copy) == losses(run)
+    states = [read_run_weights(newest_checkpoint(folder)) for folder in (run, copy)]
+    assert states[0].keys() == states[1].keys() and len(states[0]) == 2 * 4 * 2
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    with pytest.raises(ValueError, match="args.quantize_base: int8 -> none; change it back, or"):
+        train(base, tmp_path / "other", f"args.resume={run}")
+
+
+def test_sampling_uses_the_weights_of_args_load(base: Path, run: Path, tmp_path: Path) -> None:
+    found = []
+    for name, words in (
+        ("held", ()),
+        ("whole", ("args.quantize_base=none", "args.offload_blocks=0")),
+    ):
+        out, words = tmp_path / name, ["args.only_save_latents=true", *words]
+        assert main(["sample", str(run), "--out", str(out), "--prompt", "a bar", *words]) == 0
+        (file,) = out.glob("*.safetensors")
+        found.append(load_file(file)["latents"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.soak
+def test_a_quantized_base_trains_as_the_whole_one_on_the_quickstart(tmp_path: Path) -> None:
+    """100 steps of LoRA after 300 of all weights; the mean loss of each ten steps differs by 2% at most."""
+    data = tmp_path / "data"
+    program = [sys.executable, str(ROOT / "scripts" / "quickstart.py"), "prepare", str(data)]
+    subprocess.run(program, cwd=ROOT, check=True)
+    wavelet = f"model.first_stage_config.params.ckpt_path={data / 'wavelet.safetensors'}"
+    words = [wavelet, f"args.train_data=[{data}]", "args.eval_interval=null", "args.log_interval=1"]
+    words += ["args.batch_size=8", "deepspeed.train_micro_batch_size_per_gpu=8"]
+    files = [ROOT / "configs" / "quickstart.yaml"]
+
+    def trained(save: Path, num_steps: int, *more: str) -> Path:
+        steps = [f"args.train_iters={num_steps}", f"args.save={save}"]
+        Trainer(load_config(files, [*words, *steps, *more])).train()
+        return run_folder(save)
+
+    whole = trained(tmp_path / "whole", 300)
+    files.append(ROOT / "configs" / "lora.yaml")
+    lora = [f"args.load={whole}", "args.mode=finetune", "deepspeed.optimizer.params.lr=1e-3"]
+    lora.append("model.network_config.params.modules.lora_config.params.r=16")
+    found = []
+    for value in ("none", "int8"):
+        folder = trained(tmp_path / value, 100, *lora, f"args.quantize_base={value}")
+        found.append(torch.tensor(losses(folder)).view(10, 10).mean(1))
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0)
+    assert not torch.equal(*found)

@@ -1,0 +1,253 @@
+"""Activations of checkpointed blocks in host memory: equal gradients and runs, reused buffers, early
+fetches, and what stays on the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.memory import offloaded_activations
+from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.train.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
+from cogfast.train.plan.activations import Policy
+from cogfast.train.plan.memory import (
+    choose_policies,
+    host_parts,
+    setup_of,
+    training_phase,
+)
+from cogfast.train.preflight.check import check_train
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import launch_ranks, losses, run_folder, write_clips, write_config
+from tests.support.tiny_transformers import inputs, tiny
+from tests.train.memory.test_activation_checkpointing import Storages, gradients
+
+LAYERS = 5
+EVERYWHERE: list[Policy] = ["full"] * LAYERS
+POLICIES: tuple[Policy, ...] = ("full", "attention_kept", "pointwise")
+CPU = torch.device("cpu")
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, rank: int = 0) -> DiffusionTransformer:
+    changes = {"lora_rank": rank} if rank else {}
+    transformer = tiny(name, num_layers=LAYERS, **changes).to(dtype).train()
+    for parameter_name, parameter in transformer.named_parameters() if rank else ():
+        parameter.requires_grad_(is_lora_parameter(parameter_name))
+    return transformer
+
+
+def plain(transformer: DiffusionTransformer, policy: Policy) -> None:
+    policies: list[Policy] = [policy] * LAYERS
+    apply_policies(transformer, policies)
+
+
+def offload(transformer: DiffusionTransformer, policy: Policy) -> OffloadedActivations:
+    offloaded = OffloadedActivations(LAYERS, CPU)
+    policies: list[Policy] = [policy] * LAYERS
+    apply_policies(transformer, policies, offload=offloaded)
+    return offloaded
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys() and len(expected) >= 16
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def sizes(offloaded: OffloadedActivations) -> list[list[int]]:
+    return [[buffer.nbytes for buffer in free] for _, free in sorted(offloaded.free.items())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "rank"), [("2b", 0), ("5b", 4)], ids=["all weights", "lora"])
+def test_gradients_are_bitwise_those_of_plain_blocks(name: str, rank: int, dtype) -> None:
+    transformer = make(name, dtype, rank)
+    transformer.use_calls(None)
+    expected = gradients(name, transformer)
+    for policy in POLICIES:
+        offloaded = offload(transformer, policy)
+        for _ in range(2):
+            assert_same(gradients(name, transformer), expected)
+            # All buffers are back, and the second step needed no others.
+            assert all(len(of_kind) == LAYERS - NUM_RESIDENT for of_kind in sizes(offloaded))
+
+
+def test_two_graphs_at_a_time_do_not_share_buffers() -> None:
+    transformer = make("5b")
+    given = [inputs("5b", seed) for seed in (1, 2)]
+
+    def both() -> dict[str, Tensor]:
+        transformer.zero_grad()
+        torch.stack([transformer(**each).square().mean() for each in given]).sum().backward()
+        named = transformer.named_parameters()
+        return {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+    apply_policies(transformer, EVERYWHERE)
+    expected = both()
+    offloaded = offload(transformer, "full")
+    assert_same(both(), expected)
+    assert sizes(offloaded) == [[2 * 106 * 128 * 4] * 2 * (LAYERS - NUM_RESIDENT)]
+    transformer(**given[0])  # a forward pass without a backward pass frees its buffers, too
+    assert_same(both(), expected)
+
+
+def test_buffers_are_allocated_once_and_grow_with_the_clips(monkeypatch) -> None:
+    transformer, made = make("5b"), []
+    allocate = offloaded_activations.host_buffer
+    monkeypatch.setattr(
+        offloaded_activations,
+        "host_buffer",
+        lambda like: (made.append(like.nbytes), allocate(like))[1],
+    )
+    offload(transformer, "attention_kept")
+    # Rows of latents -> buffers that are allocated: for inputs, attention and its log-sum-exp
+    for rows, number in ((6, 9), (6, 0), (8, 9), (6, 0), (8, 0)):
+        given = inputs("5b")
+        given["latents"] = given["latents"][:, :, :, :rows]
+        made.clear()
+        transformer(**given).square().mean().backward()
+        assert len(made) == number, rows
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_blocks_stay_on_the_device(policy: Policy, monkeypatch) -> None:
+    """Autograd holds what two blocks keep after a forward pass, host buffers aside."""
+    transformer, host = make("5b"), []
+    weights = {p.untyped_storage()._cdata for p in transformer.parameters()}
+    allocate = offloaded_activations.host_buffer
+    monkeypatch.setattr(
+        offloaded_activations,
+        "host_buffer",
+        lambda like: (host.append(like.nbytes), allocate(like))[1],
+    )
+
+    def held(is_offloaded: bool) -> int:
+        plain(transformer, policy)
+        if is_offloaded:
+            offload(transformer, policy)
+        with Storages(weights) as storages:
+            out = transformer(**inputs("5b"))
+        assert out.requires_grad
+        return storages.num_bytes()
+
+    all_blocks, offloaded = held(False), held(True)
+    assert offloaded - sum(host) == pytest.approx(all_blocks - sum(host), rel=0.01)
+    assert sum(host) > 0.3 * all_blocks
+
+
+def test_a_block_is_fetched_before_the_one_after_it_runs_again(monkeypatch) -> None:
+    transformer, events = make("5b"), []
+    offload(transformer, "full")
+    for i, block in enumerate(transformer.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: events.append(f"run {i}"))
+    fetch = offloaded_activations.HostCopy.fetch
+    monkeypatch.setattr(
+        offloaded_activations.HostCopy, "fetch", lambda copy: (events.append("fetch"), fetch(copy))
+    )
+    out = transformer(**inputs("5b"))
+    assert events == [f"run {i}" for i in range(LAYERS)]
+    events.clear()
+    out.square().mean().backward()
+    # Block 3 stays on the device; the fetch of block 2 begins when block 3 starts to run again.
+    assert events == ["run 4", "fetch", "run 3", "fetch", "run 2", "fetch", "run 1", "run 0"]
+
+
+@pytest.mark.soak  # Inductor compiles C++
+def test_compiled_blocks() -> None:
+    transformer = make("5b")
+    for block in transformer.blocks:
+        block.compile(fullgraph=True)
+    apply_policies(transformer, EVERYWHERE, is_compiled=True)
+    expected = gradients("5b", transformer)
+    apply_policies(
+        transformer, EVERYWHERE, is_compiled=True, offload=OffloadedActivations(LAYERS, CPU)
+    )
+    assert_same(gradients("5b", transformer), expected)
+
+
+DEEP = f"model.network_config.params.num_layers={LAYERS}"
+OFFLOADED = "args.offload_activations=true"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_clips(folder / "data")
+    return write_config(folder / "base.yaml", data, train_iters=3)
+
+
+def policy(name: str) -> str:
+    return f"args.activation_checkpointing={name}"
+
+
+def test_runs_have_the_same_losses(base: Path, tmp_path: Path) -> None:
+    """Two micro-batches per step. auto keeps attention's results once it has chosen."""
+    found = []
+    for words in ([policy("full")], [policy("full"), OFFLOADED], [policy("auto"), OFFLOADED]):
+        save = tmp_path / str(len(found))
+        micro = "deepspeed.train_micro_batch_size_per_gpu=2"
+        steps = "deepspeed.gradient_accumulation_steps=2"
+        given = [f"args.save={save}", DEEP, micro, steps, *words]
+        trainer = Trainer(load_config([base], given))
+        trainer.train()
+        found.append(losses(run_folder(save)))
+    assert len(found[0]) == 3 and found[1] == found[0] and found[2] == found[0]
+    assert trainer.checkpointing.policies == ("attention_kept",) * LAYERS
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_model_have_the_same_losses(base: Path, tmp_path: Path) -> None:
+    layouts = {
+        "rows": ["args.model_parallel_size=2", "args.sequence_parallel=true", policy("full")],
+        "context": ["args.context_parallel_size=2", policy("attention_kept")],
+    }
+    runs = []
+    for name, words in layouts.items():
+        for kind in ([], [OFFLOADED]):
+            save = tmp_path / f"{name}{len(kind)}"
+            runs.append([str(base), DEEP, f"args.save={save}", *words, *kind])
+    launch_ranks(2, "tests/support/layouts.py", json.dumps(runs))
+    for name in layouts:
+        plain, offloaded = (losses(run_folder(tmp_path / f"{name}{i}")) for i in range(2))
+        assert len(plain) == 3 and offloaded == plain, name
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([policy("none")], "checkpointing=none would copy every activation; use full, attention"),
+        (
+            [policy("auto"), "args.compile=true"],
+            "=auto does not support args.compile=true.* use full",
+        ),
+    ],
+    ids=["none", "compiled"],
+)
+def test_combinations_that_do_not_work(base: Path, words: Sequence[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_train(load_config([base], [OFFLOADED, *words]))
+
+
+def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(base: Path) -> None:
+    config = load_config([base], [DEEP, policy("full")])
+    args = TrainArguments.from_config(config)
+    small = setup_of(config, args, 1)
+    # Activations are the largest part.
+    plain = replace(small, layer=replace(small.layer, num_rows=10**5))
+    setup = replace(plain, offloads=True)
+    for name in POLICIES:
+        kept, policies = setup.layer.kept(name), [name] * LAYERS
+        assert host_parts(setup, policies)["activations"] == 3 * kept
+        less = training_phase(plain, policies).total - training_phase(setup, policies).total
+        assert less == pytest.approx(3 * kept, rel=0.01)
+    assert host_parts(plain, EVERYWHERE)["activations"] == 0
+    assert set(choose_policies(setup, 10**15)) == {"attention_kept"}

@@ -1,0 +1,258 @@
+"""args.ema_device=cpu and args.optimizer_moments=8bit: numbers of an update, and whole runs with
+checkpoints, evaluations and exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
+from cogfast.kernels.gpu.fused_ema_adam import launch_average
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.run_checkpoint import RunFiles
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
+from cogfast.train.optimizer import build_optimizer
+from cogfast.train.plan.memory import rules_of
+from cogfast.train.plan.state import ModelSize, lasting_state
+from cogfast.train.preflight.check import check_train
+from cogfast.train.trainer import Trainer
+from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
+from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import run as run_cogfast
+
+HOST, EIGHT = "args.ema_device=cpu", "args.optimizer_moments=8bit"
+STAGE = "deepspeed.zero_optimization.stage"
+OFFLOAD = "deepspeed.zero_optimization.offload_optimizer={device: cpu}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    data = write_clips(folder / "data", num_clips=4)
+    return write_config(folder / "base.yaml", data, train_iters=4, save_interval=2, keep_last=0)
+
+
+def train(base: Path, folder: Path, *words: str) -> Trainer:
+    trainer = Trainer(load_config([base], [f"args.save={folder}", *words]))
+    trainer.train()
+    return trainer
+
+
+def files_of(trainer: Trainer, step: int) -> dict[str, bytes]:
+    folder = trainer.folder / "checkpoints" / f"{step:08d}"
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+# --- the EMA in host memory ---
+
+
+def stepped(optimizer: FusedEmaAdam, params: list[Tensor], grads: list, has_host_ema: bool) -> list:
+    """Return p and EMA after steps, of which the third is skipped."""
+    if has_host_ema:
+        optimizer.other_ema = HostEma()
+    for t, step in enumerate(grads):
+        optimizer.found_inf = torch.tensor(float(t == 2))
+        run(optimizer, params, [step])
+    if optimizer.other_ema is not None:
+        optimizer.other_ema.wait()
+    return [x for p in params for x in (p.detach(), optimizer.state[p]["shadow"])]
+
+
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("use_num_updates", [True, False])
+def test_the_host_ema_has_the_bits_of_the_devices(use_num_updates: bool) -> None:
+    found = []
+    for has_host_ema in (True, False):
+        params, grads = random_case([(77,), (4100,), (3, 5)])
+        optimizer = FusedEmaAdam(params, **HYPER, use_num_updates=use_num_updates, ema_decay=0.97)
+        found.append(stepped(optimizer, params, grads, has_host_ema))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_host_ema_beside_every_update(build) -> None:  # noqa: F811
+    found = []
+    for has_host_ema in (True, False):
+        params, grads = random_case([(77,), (1100,)])
+        found.append(stepped(build(params, **HYPER), params, grads, has_host_ema))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_an_average_is_that_of_float64() -> None:
+    shadow, p = torch.randn(2, 5001, generator=torch.Generator().manual_seed(0)).unbind()
+    weight = torch.tensor(0.3)
+    want = shadow.double() + weight.double() * (p.double() - shadow.double())
+    for compute in (average_, launch_average):
+        got = shadow.clone()
+        compute(got, p, weight)
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=2e-7)
+
+
+def test_the_host_ema_takes_float32_parameters() -> None:
+    p = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    optimizer = FusedEmaAdam([p])
+    optimizer.other_ema = HostEma()
+    with pytest.raises(ValueError, match="must be float32 for an EMA in host memory"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_runs_with_the_ema_in_host_memory_are_the_same(
+    tmp_path: Path, base: Path, stage: int
+) -> None:
+    """Files and held-out losses equal those with the EMA on the device, also when it resumes."""
+    words = (f"{STAGE}={stage}", "args.eval_interval=3", "args.eval_num_samples=0")
+    words += ("args.split=3,1,0", EIGHT if stage == 3 else "args.optimizer_moments=fp32")
+    plain = train(base, tmp_path / "plain", *words)
+    if stage == 2:
+        words += ("args.resume=auto",)
+        cut = train(base, tmp_path / "host", *words, HOST, "args.exit_interval=2")
+        assert files_of(cut, 2) == files_of(plain, 2)
+    host = train(base, tmp_path / "host", *words, HOST)
+    assert files_of(host, 4) == files_of(plain, 4)
+    held_out = [
+        [line["valid_loss"] for line in lines if "valid_loss" in line]
+        for lines in map(metrics_of, (plain, host))
+    ]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 1
+
+
+def metrics_of(trainer: Trainer) -> list[dict]:
+    text = (trainer.folder / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# --- 8-bit moments ---
+
+
+def test_8bit_runs_resume_bit_for_bit(tmp_path: Path, base: Path) -> None:
+    whole = train(base, tmp_path / "whole", EIGHT)
+    train(base, tmp_path / "cut", EIGHT, "args.exit_interval=2")
+    cut = train(base, tmp_path / "cut", EIGHT, "args.resume=latest")
+    assert files_of(cut, 4) == files_of(whole, 4)
+    state = whole.engine.state(0)
+    assert {state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.uint8}
+    # The snapshot holds codes, and the file float32 as in every other run.
+    assert whole.writer._snapshot.partitions["exp_avg", 0].dtype == torch.uint8
+    assert all(0 < line["update_ratio"] < 1 for line in metrics_of(whole) if "loss" in line)
+
+
+def test_a_run_resumes_with_the_other_moments(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = train(base, tmp_path / "a", "args.train_iters=2")
+    before = [plain.engine.view(s, "exp_avg_sq").clone() for s in plain.engine.slices]
+    config = load_config([base], [f"args.save={tmp_path / 'a'}", EIGHT, "args.resume=latest"])
+    caplog.set_level("INFO")
+    coded = Trainer(config)
+    assert "optimizer_moments=8bit, before fp32: the moments are rounded to 8 bits" in caplog.text
+    # Half the distance of two codes, or the smallest code of a block.
+    smallest = max(x.max() for x in before) * 2**-31
+    for s, want in zip(coded.engine.slices, before, strict=True):
+        got = coded.engine.view(s, "exp_avg_sq")
+        assert ((got - want).abs() <= want / 16 + smallest).all()
+    coded.train()
+    back = Trainer(load_config([base], [f"args.save={tmp_path / 'a'}", "args.resume=latest"]))
+    assert "optimizer_moments=fp32, before 8bit: the moments are kept in float32" in caplog.text
+    for s in back.engine.slices:
+        assert torch.equal(back.engine.view(s, "exp_avg"), coded.engine.view(s, "exp_avg"))
+
+
+def test_8bit_checkpoints_load_into_another_layout(tmp_path: Path, base: Path) -> None:
+    """Two ranks save, one resumes: its blocks begin elsewhere, but decoded values keep their codes."""
+    halved = "deepspeed.train_micro_batch_size_per_gpu=2"
+    words = [EIGHT, HOST, "args.train_iters=2", f"args.save={tmp_path}"]
+    done = run_cogfast(["train", "--base", str(base), *words, halved], processes=2)
+    assert done.returncode == 0, done.stdout
+    config = load_config([base], [EIGHT, HOST, f"args.save={tmp_path}", "args.resume=latest"])
+    engine = Trainer(config).engine
+    checkpoint = newest_checkpoint(run_folder(tmp_path))
+    assert checkpoint is not None
+    files = RunFiles(checkpoint, read_manifest(checkpoint))
+    # The smallest code of a block, relative to the largest value of the run.
+    for kind, smallest in (
+        ("master", 0),
+        ("shadow", 0),
+        ("exp_avg", 2**-15),
+        ("exp_avg_sq", 2**-31),
+    ):
+        pairs = []
+        for piece in engine.slices:
+            saved = torch.empty(piece.numel)
+            files.fill(saved, piece.parameter, kind, None, piece.start)
+            pairs.append((engine.view(piece, kind), saved))
+        largest = max(saved.abs().max() for _, saved in pairs)
+        assert all(((a - b).abs() <= smallest * largest).all() for a, b in pairs), kind
+
+
+@pytest.mark.parametrize("num_steps", [8, pytest.param(100, marks=pytest.mark.soak)])
+def test_8bit_losses_stay_near_those_of_float32(tmp_path: Path, base: Path, num_steps: int) -> None:
+    words = (f"args.train_iters={num_steps}", "args.save_interval=null", "args.log_interval=1")
+    plain, coded = (
+        losses(train(base, tmp_path / name, *words, *more).folder)
+        for name, more in (("plain", ()), ("coded", (EIGHT, HOST)))
+    )
+    last = slice(-min(20, num_steps), None)
+    off = abs(torch.tensor(coded)[last].mean() / torch.tensor(plain)[last].mean() - 1)
+    assert off < 0.02 and coded != plain
+
+
+# --- checks and the plan ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            (HOST, "deepspeed.optimizer.type=AdamW"),
+            "args.ema_device=cpu is for .*FusedEmaAdam, not",
+        ),
+        (
+            (EIGHT, "deepspeed.optimizer.type=AdamW"),
+            "args.optimizer_moments=8bit is for .*use that",
+        ),
+        (
+            (HOST, OFFLOAD),
+            "args.ema_device=cpu, but .*offload_optimizer.device=cpu takes all state",
+        ),
+        ((EIGHT, OFFLOAD.replace("cpu}", "nvme}")), "8bit does not work with .*device=nvme, which"),
+    ],
+)
+def test_what_does_not_work_is_refused(base: Path, words: tuple[str, ...], message: str) -> None:
+    if "AdamW" in words[1]:
+        words += ("deepspeed.optimizer.params={lr: 0.001}",)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_train(load_config([base], list(words)))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_plan_counts_the_bytes(base: Path) -> None:
+    size = ModelSize(num_weights=10**9, blocks=(10**9,), others=0, largest=10**6)
+
+    def state_of(*words: str):
+        config = load_config([base], list(words))
+        return lasting_state(size, rules_of(config, TrainArguments.from_config(config), 2))
+
+    plain, small = state_of(), state_of(HOST, EIGHT)
+    assert (plain.moments, plain.ema) == (4 * 10**9, 2 * 10**9)
+    assert small.ema == DEVICE_BYTES == 2**27
+    blocks = -(-(10**9 // 2) // 256)
+    assert small.moments == 2 * (10**9 // 2 + 2 * blocks)
+    p = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = build_optimizer({}, [{"params": [p]}], moments="8bit", ema_device="cpu")
+    p.grad = torch.zeros(1000)
+    optimizer.step()
+    kept = sum(x.nbytes for key, x in optimizer.state[p].items() if key.startswith("exp_avg"))
+    counted = dataclasses.replace(size, num_weights=1000, blocks=(1000,))
+    config = load_config([base], [EIGHT])
+    rules = rules_of(config, TrainArguments.from_config(config), 1)
+    assert lasting_state(counted, rules).moments == kept
