@@ -49,7 +49,9 @@ def base_linears(transformer: DiffusionTransformer) -> Iterator[tuple[str, Linea
 
 def holds_base(transformer: DiffusionTransformer) -> bool:
     """Return whether weights of the blocks' linears are no parameters, but int8 or in host memory."""
-    return any(not isinstance(m.weight, nn.Parameter) for _, m in base_linears(transformer))
+    # Not m.weight: ZeRO-3 may gather a parameter that is read as an attribute.
+    linears = (dict(m.named_parameters(recurse=False)) for _, m in base_linears(transformer))
+    return any("weight" not in parameters for parameters in linears)
 
 
 def quantize_base(transformer: DiffusionTransformer) -> None:

@@ -168,11 +168,10 @@ class CheckpointWriter:
         counters: dict[str, dict[str, float]] = {}
         for report in reports:
             counters.update(report[3])
-        named = self.engine.transformer.named_parameters()
+        assert self._snapshot is not None, "save takes it before it starts this thread"
         manifest = {
             "format": FORMAT,
-            "parameters": {name: _about(p) for name, p in named if p.requires_grad},
-            "frozen": {n: _about(p) for n, p in frozen_to_keep(self.engine.transformer).items()},
+            **self._snapshot.about,
             "slices": {name: slices for name, slices, _, _ in reports},
             "bytes": {name: (draft / name).stat().st_size for name, *_ in reports},
             "checksums": {name: checksum for name, _, checksum, _ in reports},
@@ -210,9 +209,15 @@ class _Snapshot:
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
         self.kinds = ("master", *engine.state_kinds())
-        named = engine.transformer.named_parameters()
-        self.shards = {name: shard_of(parameter) for name, parameter in named}
+        named = dict(engine.transformer.named_parameters())
+        self.shards = {name: shard_of(parameter) for name, parameter in named.items()}
         self.frozen = frozen_to_keep(engine.transformer)
+        # The manifest's entries. The thread must not read modules: within a forward pass, ZeRO-3
+        # gathers a parameter that is read, which is a collective of every rank.
+        self.about = {
+            "parameters": {n: _about(p) for n, p in named.items() if p.requires_grad},
+            "frozen": {n: _about(p) for n, p in self.frozen.items()},
+        }
         self.partitions = {key: host_buffer(x) for key, x in self._live_partitions().items()}
         self.numbers = {key: host_buffer(x) for key, x in self._live_numbers().items()}
         self.frozen_values: dict[str, Tensor] = {}
