@@ -2,7 +2,7 @@
 
     python -m bench.results_table [FOLDER ...] [--into docs/benchmarks.md] [--readme README.md]
 
-A folder holds the JSON files of bench.gpu_run, bench.data or bench.step --out from one machine; the
+A folder holds the JSON files of bench.gpu_run, bench.data, bench.step or bench.steps.cpu_peers --out from one machine; the
 default is every folder under bench/results. --into writes all tables and redraws their plots,
 --readme writes one compact table. Both replace the text between two comments of the file. What has
 not been measured is listed as such. Without either option the tables are printed.
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.harness.compact_rows import COMPACT_ROWS, PEERS, Row, number
+
 Report = Mapping[str, object]
-Row = Mapping[str, object]
 Cells = Sequence[str]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ _GPU_PIECES = {
     "data_runs": "`cogfast cache`, and how long 2B training waits for H.264 decoded by DALI",
 }
 _CPU_PIECE = "a tiny model's training step against diffusers (`make bench`)"
-_FIRST_PEERS = ("eager", "compile")  # words in the names of the peers that are shown first
+_FIRSTPEERS = ("eager", "compile")  # words in the names of the peers that are shown first
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,6 @@ class Results:
     @property
     def machine(self) -> str:
         return str(next(iter(self.reports.values()))["machine"])
-
-
-@dataclass(frozen=True, slots=True)
-class CompactRow:
-    """A row of the README's table; `summarize` returns None where the rows do not answer it."""
-
-    what: str
-    is_gpu: bool
-    pieces: Sequence[str]
-    summarize: Callable[[Sequence[Row]], str | None]
 
 
 def read_results(folder: Path) -> Results:
@@ -146,10 +137,10 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     steps = results.of(*_STEP_PIECES)
     lines += [*_same_policy(steps), *_best_policy(steps), *_rates(steps)]
     renders = {"op_times": _ops, "attention": _attention, "data": _data, "data_runs": _data_runs}
+    renders |= {"cpu_peers": _cpu_peers, "sampling_peers": _sampling}
     for piece, render in renders.items():
         for report in results.of(piece):
             lines += render(report["rows"])
-    lines += _sampling([row for each in results.of("sampling_peers") for row in each["rows"]])
     for piece, render in {
         "finetune_step": _finetune_steps,
         "finetune_cache": _finetune_cache,
@@ -178,7 +169,7 @@ def _same_policy(reports: Sequence[Report]) -> list[str]:
             # A side that does not fit into memory has no times.
             spread = _EMPTY
             if "ours_p10_ms" in row:
-                spread = f"{_number(row['ours_p10_ms'])} to {_number(row['ours_p90_ms'])}"
+                spread = f"{number(row['ours_p10_ms'])} to {number(row['ours_p90_ms'])}"
             rows.append((name, _speed_up(row), *_each(row, "median_ms", _ms), spread))
     head = ("case", "speed-up", "cogfast, ms", "diffusers, ms", "cogfast, p10 to p90")
     return _question("How long does a step take with the same checkpointing?", head, rows)
@@ -192,7 +183,7 @@ def _best_policy(reports: Sequence[Report]) -> list[str]:
             _policy(row, "ours"),
             _policy(row, "diffusers"),
             _both(row, "mfu", _percent),
-            _both(row, "peak_memory_gib", _number),
+            _both(row, "peak_memory_gib", number),
         )
         for report in reports
         for row in report["numbers"].get("best", ())
@@ -210,9 +201,9 @@ def _rates(reports: Sequence[Report]) -> list[str]:
     rows = [
         (
             _case(row, report),
-            _both(row, "model_tflop_per_s", _number),
+            _both(row, "model_tflop_per_s", number),
             _both(row, "mfu", _percent),
-            _both(row, "peak_memory_gib", _number),
+            _both(row, "peak_memory_gib", number),
             _both(row, "attention_kernels", _first),
         )
         for report in reports
@@ -221,6 +212,19 @@ def _rates(reports: Sequence[Report]) -> list[str]:
     ]
     head = ("case, cogfast / diffusers", "TFLOP/s", "MFU", "peak GiB", "attention kernel")
     return _question("How well does a step use the machine?", head, rows)
+
+
+def _cpu_peers(rows: Sequence[Row]) -> list[str]:
+    body = []
+    for row in rows:
+        case = f"{row['model']}, {row['dtype']}, {_threads(row['threads'])}"
+        ratios = [f"{row[key]:.2f}x" for key in PEERS]
+        of = lambda side, row=row: _ms(row[f"{side} median_ms"])
+        theirs = f"{of('diffusers')} / {of('diffusers compiled')}"
+        body.append((case, *ratios, of("ours"), theirs, of("floor")))
+    times = ("cogfast, ms", "diffusers / compiled, ms", "matmuls and attention alone, ms")
+    head = ("case", *PEERS.values(), *times)
+    return _question("How long does a training step take on a CPU?", head, body)
 
 
 def _sampling(rows: Sequence[Row]) -> list[str]:
@@ -247,7 +251,7 @@ def _ops(rows: Sequence[Row]) -> list[str]:
             body.append((name, "wrong: not timed", *[_EMPTY] * 3))
             continue
         goal = row.get("goal_percent")
-        cells = (_number(row["median_ms"]), _number(row["gb_per_s"]))
+        cells = (number(row["median_ms"]), number(row["gb_per_s"]))
         cells += (f"{row['percent_of_copy']:.0f}%", _EMPTY if goal is None else f"{goal:.0f}%")
         body.append((name, *cells))
     head = ("operation", "ms", "GB/s", "of the copy rate", "goal")
@@ -257,7 +261,7 @@ def _ops(rows: Sequence[Row]) -> list[str]:
         of_op = [row for row in timed if row["op"] == op and row.get("status") != "FAILED"]
         peers = list(dict.fromkeys(key for row in of_op for key in row if key.startswith("vs ")))
         # Eager PyTorch and torch.compile first.
-        peers.sort(key=lambda name: not any(word in name for word in _FIRST_PEERS))
+        peers.sort(key=lambda name: not any(word in name for word in _FIRSTPEERS))
         speed_ups = lambda row: [f"{row[p]:.2f}x" if p in row else _EMPTY for p in peers]  # noqa: B023
         body = [(f"{row['way']}, {row['model']}", *speed_ups(row)) for row in of_op]
         if peers:
@@ -271,8 +275,8 @@ def _attention(rows: Sequence[Row]) -> list[str]:
         (
             str(row["shape_bshd"]),
             str(row["backend"]),
-            _number(row["forward_tflop_per_s"]),
-            _number(row["backward_tflop_per_s"]),
+            number(row["forward_tflop_per_s"]),
+            number(row["backward_tflop_per_s"]),
             _first([row["forward_kernel"]]),
         )
         for row in rows
@@ -303,7 +307,7 @@ def _data(rows: Sequence[Row]) -> list[str]:
             extra["a reader of cogfast, MiB"] = lambda clip: _memory(of.get((clip, "ours", 1)))
         body = []
         for clip in clips:
-            rates = [_number(of[clip, side, count]["clips_per_s"]) for side in sides]
+            rates = [number(of[clip, side, count]["clips_per_s"]) for side in sides]
             body.append([str(clip), *rates, *(show(clip) for show in extra.values())])
         head = ["clips of 17 frames, 240x360", *map(shown_side, sides), *extra]
         who = f"do {count} readers" if count > 1 else f"does one {'reader' if count else 'process'}"
@@ -321,7 +325,7 @@ def _quotient(above: Row | None, below: Row | None, key: str) -> str:
 
 
 def _memory(row: Row | None) -> str:
-    return _EMPTY if row is None else _number(row["resident_mib"])
+    return _EMPTY if row is None else number(row["resident_mib"])
 
 
 def _data_runs(rows: Sequence[Row]) -> list[str]:
@@ -365,8 +369,8 @@ def _finetune_cache(report: Report) -> list[str]:
         (
             f"{row['side']}, {row['clips']} clips of 9x{row['size'][0]}x{row['size'][1]}, {_threads(report['threads'])}",
             f"{row['ratio']:.2f}" if "ratio" in row else _EMPTY,
-            _number(row["clips_per_s"]),
-            f"{_number(row['p10_s'])} to {_number(row['p90_s'])}",
+            number(row["clips_per_s"]),
+            f"{number(row['p10_s'])} to {number(row['p90_s'])}",
             f"{row['bytes_per_clip'] / 2**20:.2f}",
         )
         for row in report["rows"]
@@ -434,11 +438,7 @@ def _both(row: Row, key: str, show: Callable[[object], str]) -> str:
 
 
 def _ms(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else _number(value)
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else number(value)
 
 
 def _percent(value: float) -> str:
@@ -453,73 +453,12 @@ def _first(names: Sequence[str]) -> str:
 
 _SHOWN_OF_RUN: dict[str, Callable[[object], str]] = {
     "clips": str,
-    "clips_per_s": _number,
+    "clips_per_s": number,
     "step_median_ms": _ms,
     "data_wait_percent": lambda value: f"{value:.2f}%",
-    "seconds": _number,
-    "mib": _number,
+    "seconds": number,
+    "mib": number,
 }
-
-
-def _range(values: Sequence[float], unit: str) -> str | None:
-    """The smallest and the largest value, as `1.01x to 1.02x`; None of no values."""
-    shown = list(dict.fromkeys(f"{value:.2f}{unit}" for value in sorted(values)))
-    return f"{shown[0]} to {shown[-1]}" if len(shown) > 1 else next(iter(shown), None)
-
-
-def _step_speed_up(rows: Sequence[Row]) -> str | None:
-    return _range([1 / r["ratio"] for r in rows if r["what"] == "step" and "ratio" in r], "x")
-
-
-def _reading_speed_up(above: tuple[str, int], below: tuple[str, int], key: str) -> Callable:
-    def summarize(rows: Sequence[Row]) -> str | None:
-        of = {(row["clip"], row["side"], row["readers"]): row[key] for row in rows}
-        clips = [clip for clip, *side in of if tuple(side) == above and (clip, *below) in of]
-        return _range([of[clip, *above] / of[clip, *below] for clip in clips], "x")
-
-    return summarize
-
-
-def _data_wait(rows: Sequence[Row]) -> str | None:
-    waits = [
-        f"{row['data_wait_percent']:.1f}% ({row['run'].removeprefix('training from ')})"
-        for row in rows
-        if "data_wait_percent" in row and "," not in row["run"]
-    ]
-    return ", ".join(waits) or None
-
-
-def _attention_rate(rows: Sequence[Row]) -> str | None:
-    rates = [row["forward_tflop_per_s"] for row in rows if "forward_tflop_per_s" in row]
-    return f"{_number(max(rates))} TFLOP/s forward" if rates else None
-
-
-_COMPILED = "vs torch.compile"
-COMPACT_ROWS = (
-    CompactRow("2B training step, speed-up over diffusers", True, ("2b",), _step_speed_up),
-    CompactRow("5B training step, speed-up over diffusers", True, ("5b",), _step_speed_up),
-    CompactRow(
-        "fused operations, speed-up over torch.compile",
-        True,
-        ("op_times",),
-        lambda rows: _range([row[_COMPILED] for row in rows if _COMPILED in row], "x"),
-    ),
-    CompactRow("attention at 17,776 tokens, best backend", True, ("attention",), _attention_rate),
-    CompactRow(
-        "clips decoded by DALI, speed-up over 8 CPU readers",
-        True,
-        ("data",),
-        _reading_speed_up(("DALI", 8), ("ours", 8), "clips_per_s"),
-    ),
-    CompactRow("tiny training step, speed-up over diffusers", False, ("step",), _step_speed_up),
-    CompactRow(
-        "clips read per CPU second, speed-up over decord",
-        False,
-        ("data",),
-        _reading_speed_up(("ours", 0), ("decord", 0), "clips_per_cpu_s"),
-    ),
-    CompactRow("share of a step that waits for data", False, ("data_runs",), _data_wait),
-)
 
 
 def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
