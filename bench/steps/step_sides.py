@@ -28,7 +28,10 @@ from cogfast.train.memory.activation_checkpointing import (
     ActivationCheckpointing,
     apply_policies,
 )
-from cogfast.train.plan.activations import LADDER, Policy
+from cogfast.train.plan.activations import LADDER, LayerShape, Policy
+from cogfast.train.plan.encoders import Encoders
+from cogfast.train.plan.memory import Setup
+from cogfast.train.plan.state import ModelSize, ZeroRules
 
 
 class Side(Protocol):
@@ -86,7 +89,22 @@ class Ours:
 
     def use_checkpointing(self, policy: PolicyChoice) -> None:
         alone = ProcessGroups(0, 1, 0, self.variant.device, control=None, is_owner=False)
-        self.checkpointing = ActivationCheckpointing(self.network, policy, alone)
+        self.checkpointing = ActivationCheckpointing(self.network, policy, alone, self._setup())
+
+    def _setup(self) -> Setup:
+        """Return the setup of a step without ZeRO: every gradient stays where autograd put it."""
+        variant, number = self.variant, self.variant.dtype.itemsize
+        return Setup(
+            model=ModelSize.of(self.network),
+            rules=ZeroRules(
+                stage=1, data_size=1, weight_bytes=number, sum_bytes=0, is_fused=False, bucket=0
+            ),
+            layer=LayerShape.of(self.network, variant.batch_size * variant.num_tokens, number),
+            choice="auto",
+            encoders=Encoders(shape=(0, 0, 0, 0)),
+            eval_rows=0,
+            batch_bytes=0,
+        )
 
     def after_backward(self) -> None:
         self.checkpointing.after_backward()

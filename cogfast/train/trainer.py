@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -223,9 +222,10 @@ class Trainer:
             transformer,
             args.activation_checkpointing,
             self.groups,
-            args.compile,
-            args.batch_size * self._most_rows(transformer, sizes),
-            args.offload_activations,
+            self.memory.setup,
+            is_compiled=args.compile,
+            has_buckets=bool(sizes),
+            is_offloaded=args.offload_activations,
         )
         hints = LearningHints(args, self.learning_rate, self.num_steps, self.num_trained)
         self.learning = Learning(args, self.diffusion.loss, self.engine, self.groups, hints)
@@ -445,11 +445,6 @@ class Trainer:
         """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""
         is_last = self.step >= self.num_steps and not self._is_due(self.args.eval_interval)
         return self.args.eval_at_end and is_last
-
-    def _most_rows(self, transformer: DiffusionTransformer, sizes: Sequence[LatentSize]) -> int:
-        """Return the rows of the largest sample that a rank has in the blocks; 0 if it is unknown."""
-        most = max((size.num_tokens(transformer.config) for size in sizes), default=0)
-        return -(-most // self.groups.context_size)
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.step % interval == 0

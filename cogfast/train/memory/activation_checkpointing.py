@@ -7,17 +7,17 @@
 
 All policies give the same gradients, bit for bit where the kernels are deterministic. `auto` starts
 with full and measures the second step (the first one allocates gradients and optimizer state). Then
-each block gets the policy that recomputes least and still fits (plan/activations.py). With args.compile,
-pointwise and attention_kept run inside the compiled graph and guide the compiler's partitioner.
+each block gets the policy that recomputes least and still fits by the plan (plan/memory.py), corrected
+by the measurement. With args.compile, pointwise and attention_kept run inside the compiled graph and
+guide the compiler's partitioner.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,25 +30,23 @@ from torch.utils.checkpoint import (
 import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op that _ATTENTION names
 import cogfast.kernels.int8_linear  # noqa: F401  registers _FROZEN
 from cogfast.model.block import Block
-from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
+from cogfast.schema.arguments import PolicyChoice
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
-from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
 from cogfast.train.memory.offloaded_activations import (
     Keeps,
     OffloadedActivations,
     selective_contexts,
 )
-from cogfast.train.plan.activations import (
-    LADDER,
-    MARGIN,
-    LayerShape,
-    Policy,
-    describe,
-    free_memory,
-    kept_by_all,
-    plan_layers,
+from cogfast.train.plan.activations import LADDER, Policy, describe, free_memory
+from cogfast.train.plan.memory import (
+    GIB,
+    Setup,
+    base_bytes,
+    choose_policies,
+    training_phase,
+    usable,
+    with_rows,
 )
 
 logger = logging.getLogger(__name__)
@@ -167,32 +165,32 @@ class ActivationCheckpointing:
     def __init__(
         self,
         transformer: DiffusionTransformer,
-        choice: Policy | Literal["auto"],
+        choice: PolicyChoice,
         groups: ProcessGroups,
+        setup: Setup | None,
         is_compiled: bool = False,
-        most_rows: int = 0,
+        has_buckets: bool = False,
         is_offloaded: bool = False,
     ) -> None:
         """Apply the policies of `choice`.
 
-        is_compiled: args.compile. most_rows: B S of the run's largest micro-batch; 0 if unknown, in
-        which case `auto` plans for the last micro-batch. is_offloaded: args.offload_activations.
+        setup: of the run; None if it cannot be predicted, in which case `auto` stays at full.
+        is_compiled: args.compile. has_buckets: data.params.buckets is set, so that `auto` plans for the
+        micro-batch of the setup, the largest one; otherwise for the largest one that has run.
+        is_offloaded: args.offload_activations.
         """
         self.transformer, self.choice, self.groups = transformer, choice, groups
-        self.is_compiled, self.most_rows = is_compiled, most_rows
+        self.setup, self.is_compiled = setup, is_compiled
         self.offload = (
             OffloadedActivations(len(transformer.blocks), groups.device) if is_offloaded else None
         )
         self.is_settled = choice != "auto"
-        self.layer: LayerShape | None = None  # shape of the last micro-batch
+        # Rows (B S) of the last micro-batch, and of the one to plan for.
+        self.num_rows = 0
+        self.most_rows = setup.layer.num_rows if has_buckets and setup is not None else 0
         self.num_steps = 0  # completed optimizer steps
-        self.is_inside_step = False
-        # Bytes allocated before the first block of a step runs.
-        self.bytes_before = 0
-        # Peak bytes that a step adds, without the activations that blocks keep. Measured on a GPU.
-        self.bytes_on_top: int | None = None
-        trained = (p for p in transformer.parameters() if p.requires_grad)
-        self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        # Measured peak of a step minus the planned one, in bytes. Measured on a GPU.
+        self.excess: int | None = None
         first: Policy = "full" if choice == "auto" else choice
         policies: list[Policy] = [first] * len(transformer.blocks)
         self._use(policies)
@@ -204,72 +202,62 @@ class ActivationCheckpointing:
         )
 
     def _before_blocks(self, hidden: Tensor) -> None:
-        """Record the blocks' input [B, S, M] and the memory in use before any activation is kept."""
-        device = self.groups.device
-        if self.layer is None or hidden.shape[:2].numel() != self.layer.num_rows:
-            self.layer = layer_shape(
-                self.transformer, hidden.shape[:2].numel(), hidden.element_size()
-            )
-        if device.type == "cuda":
-            # The first micro-batch of a step: later ones would count its gradients.
-            if not self.is_inside_step:
-                self.bytes_before = torch.cuda.memory_allocated(device)
-            if not self.is_settled:
-                # From here on the peak is that of this micro-batch alone.
-                torch.cuda.reset_peak_memory_stats(device)
-        self.is_inside_step = True
+        """Record the rows of the blocks' input [B, S, M]."""
+        self.num_rows = hidden.shape[:2].numel()
+        self.most_rows = max(self.most_rows, self.num_rows)
+        if not self.is_settled and self.groups.device.type == "cuda":
+            # From here on the peak is that of this micro-batch alone.
+            torch.cuda.reset_peak_memory_stats(self.groups.device)
 
     def after_backward(self) -> None:
         """Measure the step's peak memory. Call it after each micro-batch's backward pass."""
         device = self.groups.device
-        if not self.is_settled and self.layer is not None and device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device) - self.bytes_before
-            on_top = peak - kept_by_all(self.layer, self.policies)
-            self.bytes_on_top = max(self.bytes_on_top or 0, on_top)
+        if self.is_settled or device.type != "cuda" or self.setup is None or not self.num_rows:
+            return
+        planned = training_phase(with_rows(self.setup, self.num_rows), self.policies).total
+        excess = torch.cuda.max_memory_allocated(device) - planned
+        self.excess = excess if self.excess is None else max(self.excess, excess)
 
     def after_step(self) -> None:
         """Let `auto` choose after the second step, the same on all ranks. Call it after each
         optimizer step."""
-        self.is_inside_step = False
         self.num_steps += 1
-        if self.is_settled or self.layer is None:
+        if self.is_settled or not self.num_rows:
             return
         if self.num_steps < _STEPS_BEFORE_AUTO:
             # The first step also allocates gradients and optimizer state: drop its measurement.
-            self.bytes_on_top = None
+            self.excess = None
             return
         self.is_settled = True
-        free, total = free_memory(self.groups.device)
-        layer = self.layer = self._look_ahead(self.layer)
-        here = free - int(MARGIN * total) - self._on_top(layer)
+        policies, setup = self.policies, None
+        if self.setup is not None:
+            setup = with_rows(self.setup, self.most_rows)
+            policies = choose_policies(setup, self._budget(setup))
         # The rank with the least memory decides, so that every rank uses the same policies.
-        ladder = LADDER if self.offload is None else LADDER[:2]
-        self._use(plan_layers(layer, len(self.policies), min(self.groups.gather(here)), ladder))
-        peak = total - free + self._need(layer, self.policies)
+        self._use(min(self.groups.gather(policies), key=_rungs))
+        if setup is None:
+            logger.warning(
+                "activation checkpointing: %s, because the memory of the run cannot be predicted; "
+                "args.activation_checkpointing=attention_kept, pointwise or none keeps more",
+                describe(self.policies),
+            )
+            return
+        total = free_memory(self.groups.device)[1]
+        left = self._budget(setup) - training_phase(setup, self.policies).total
         logger.info(
             "activation checkpointing: %s; predicted peak %.1f of %.1f GiB",
             describe(self.policies),
-            peak / 2**30,
-            total / 2**30,
+            (usable(total) - left) / GIB,
+            total / GIB,
         )
 
-    def _look_ahead(self, measured: LayerShape) -> LayerShape:
-        """Scale the measurement to the run's largest micro-batch, and return its shape."""
-        layer = replace(measured, num_rows=max(measured.num_rows, self.most_rows))
-        if self.bytes_on_top is not None:
-            # Temporary activations grow with the number of rows; gradients do not.
-            of_rows = max(0, self.bytes_on_top - self.gradient_bytes)
-            self.bytes_on_top += of_rows * layer.num_rows // measured.num_rows - of_rows
-        return layer
-
-    def _on_top(self, layer: LayerShape) -> int:
-        if self.bytes_on_top is not None:
-            return self.bytes_on_top
-        return layer.live + self.gradient_bytes
-
-    def _need(self, layer: LayerShape, policies: Sequence[Policy]) -> int:
-        """Return the bytes that a step adds to those in use before it."""
-        return self._on_top(layer) + kept_by_all(layer, policies)
+    def _budget(self, setup: Setup) -> int:
+        """Return the bytes that the plan of a step may have so that the step fits."""
+        device = self.groups.device
+        free, total = free_memory(device)
+        # The plan has what is allocated, too. No allocator counts on a CPU.
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else base_bytes(setup)
+        return free - total + usable(total) + held - (self.excess or 0)
 
     def advice(self) -> str:
         """Name the policy that would fit after an out-of-memory error, or say that none would."""
@@ -277,49 +265,34 @@ class ActivationCheckpointing:
             "a smaller deepspeed.train_micro_batch_size_per_gpu, fewer frames or a smaller size, or "
             "more GPUs to share the optimizer's state"
         )
-        if self.layer is None:
+        if not self.num_rows:
             return f"no block has run yet, so activation checkpointing cannot help; use {smaller}"
-        free, total = free_memory(self.groups.device)
-        if self.groups.device.type == "cuda":
-            # bytes_before, which is subtracted below, is part of what is allocated now.
-            free += torch.cuda.memory_allocated(self.groups.device)
-        free -= int(MARGIN * total) + self.bytes_before
         used = f"args.activation_checkpointing={self.choice} ({describe(self.policies)})"
-        kept = kept_by_all(self.layer, self.policies)
+        if set(self.policies) == {"full"}:
+            return f"{used} keeps the least of all policies; use {smaller}"
+        if self.setup is None:
+            return f"{used}; full keeps the least of all policies: set it, and use {smaller}"
+        setup = with_rows(self.setup, self.most_rows)
+        kept, budget = _kept(setup, self.policies), self._budget(setup)
         # From the policy that keeps most: recommend the fastest one that fits.
         for policy in reversed(LADDER):
             policies: list[Policy] = [policy] * len(self.policies)
-            less = kept_by_all(self.layer, policies)
-            if less < kept and self._need(self.layer, policies) <= free:
+            less = _kept(setup, policies)
+            if less < kept and training_phase(setup, policies).total <= budget:
                 return (
-                    f"{used} keeps {kept / 2**30:.1f} GiB of activations; {policy} keeps "
-                    f"{less / 2**30:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
+                    f"{used} keeps {kept / GIB:.1f} GiB of activations; {policy} keeps "
+                    f"{less / GIB:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
                 )
-        if set(self.policies) == {"full"}:
-            return f"{used} keeps the least of all policies; use {smaller}"
         return (
-            f"{used} keeps {kept / 2**30:.1f} GiB of activations; not even full, which keeps the "
+            f"{used} keeps {kept / GIB:.1f} GiB of activations; not even full, which keeps the "
             f"least, would fit; set it, and use {smaller}"
         )
 
 
-def layer_shape(
-    transformer: DiffusionTransformer, num_rows: int, bytes_per_number: int
-) -> LayerShape:
-    """Return the shape of a block for num_rows (B S) rows of activations. Weights may be on meta."""
-    config, block = transformer.config, transformer.blocks[0]
-    fc1 = block.get_submodule("fc1")
-    named = transformer.blocks.named_parameters()
-    return LayerShape(
-        num_rows=num_rows,
-        width=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        bytes_per_number=bytes_per_number,
-        num_parts=fc1.group.size if isinstance(fc1, ParallelLinear | ParallelLora) else 1,
-        splits_rows=isinstance(block, SequenceParallelBlock),
-        adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
-        adapts_fc1="ff.net.0.proj" in config.lora_targets,
-        adapts_fc2="ff.net.2" in config.lora_targets,
-        is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
-        dequantizes=any(b.dtype == torch.int8 for b in block.buffers()),
-    )
+def _rungs(policies: Sequence[Policy]) -> int:
+    """Return how far blocks have climbed LADDER in all; what choose_policies returns has an order."""
+    return sum(map(LADDER.index, policies))
+
+
+def _kept(setup: Setup, policies: Sequence[Policy]) -> int:
+    return sum(map(setup.layer.kept, policies))

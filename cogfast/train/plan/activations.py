@@ -1,4 +1,4 @@
-"""Memory of activation checkpointing: the bytes that policies keep, the free ones, and a plan that fits.
+"""Memory of activation checkpointing: the bytes that policies keep, and the free ones.
 
 In units U of one activation [B, S, M]; tensor-parallel ranks share what is in brackets:
 
@@ -23,6 +23,11 @@ from typing import Literal
 
 import psutil
 import torch
+
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
+from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
@@ -58,6 +63,28 @@ class LayerShape:
     adapts_fc2: bool = False
     is_frozen: bool = False
     dequantizes: bool = False
+
+    @classmethod
+    def of(
+        cls, transformer: DiffusionTransformer, num_rows: int, bytes_per_number: int
+    ) -> LayerShape:
+        """Return the shape of a block for num_rows (B S) rows. Weights may be on meta."""
+        config, block = transformer.config, transformer.blocks[0]
+        fc1 = block.get_submodule("fc1")
+        named = transformer.blocks.named_parameters()
+        return cls(
+            num_rows=num_rows,
+            width=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            bytes_per_number=bytes_per_number,
+            num_parts=fc1.group.size if isinstance(fc1, ParallelLinear | ParallelLora) else 1,
+            splits_rows=isinstance(block, SequenceParallelBlock),
+            adapter_columns=len(config.lora_targets) * (config.lora_rank or 0),
+            adapts_fc1="ff.net.0.proj" in config.lora_targets,
+            adapts_fc2="ff.net.2" in config.lora_targets,
+            is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
+            dequantizes=any(b.dtype == torch.int8 for b in block.buffers()),
+        )
 
     @property
     def unit(self) -> int:
@@ -106,30 +133,6 @@ class LayerShape:
         return 6 * row + 6 * part + wide + statistics
 
 
-def plan_layers(
-    layer: LayerShape, num_layers: int, num_bytes: int, ladder: Sequence[Policy] = LADDER
-) -> tuple[Policy, ...]:
-    """Return the policies that recompute least while keeping at most `num_bytes` in all layers.
-
-    If nothing fits, all layers get `full`. All layers climb one rung of LADDER before any climbs the
-    next. The last layers climb first: their activations are released first, before the
-    recomputations of the early layers need memory.
-    """
-    policies: list[Policy] = [LADDER[0]] * num_layers
-    left = num_bytes - num_layers * layer.kept(LADDER[0])
-    for before, rung in zip(ladder, ladder[1:], strict=False):
-        price = layer.kept(rung) - layer.kept(before)
-        num_risen = num_layers
-        if price > 0:  # LoRA with sequence parallelism: none can keep less than pointwise
-            num_risen = min(num_layers, max(0, left // price))
-        left -= num_risen * price
-        risen: list[Policy] = [rung] * num_risen
-        policies[num_layers - num_risen :] = risen
-        if num_risen < num_layers:
-            break
-    return tuple(policies)
-
-
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes that this process may still allocate on a device, and the device's total.
 
@@ -142,10 +145,6 @@ def free_memory(device: torch.device) -> tuple[int, int]:
         return free + held, total
     memory = psutil.virtual_memory()
     return memory.available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory.total
-
-
-def kept_by_all(layer: LayerShape, policies: Sequence[Policy]) -> int:
-    return sum(map(layer.kept, policies))
 
 
 def describe(policies: Sequence[Policy]) -> str:

@@ -27,7 +27,6 @@ from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.assembly import DTYPES, build_on_meta
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.distributed.zero_engine import MOST_BF16_SUMMANDS
-from cogfast.train.memory.activation_checkpointing import layer_shape
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.optimizer import build_optimizer
 from cogfast.train.plan.activations import LADDER, MARGIN, LayerShape, Policy
@@ -160,8 +159,8 @@ def as_policy(name: str) -> Policy:
 def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     """Return the policies that recompute least and fit into `budget` bytes; full if nothing fits.
 
-    The order of the candidates is that of plan_layers: all layers climb a rung before any climbs the
-    next, the last layers first.
+    All layers climb one rung of LADDER before any climbs the next. The last layers climb first: their
+    activations are released first, before the recomputations of the early layers need memory.
     """
     number, ladder = setup.num_layers, ladder_of(setup)
     if budget is None:
@@ -180,6 +179,16 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
         if low < number:
             break
     return chosen
+
+
+def with_rows(setup: Setup, num_rows: int) -> Setup:
+    """Return the setup for micro-batches of num_rows (B S) rows in the blocks."""
+    return dataclasses.replace(setup, layer=dataclasses.replace(setup.layer, num_rows=num_rows))
+
+
+def base_bytes(setup: Setup) -> int:
+    """Return the bytes that last from step to step."""
+    return sum(_base_parts(setup).values())
 
 
 def _base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
@@ -323,7 +332,7 @@ def setup_of(
     return Setup(
         model=ModelSize.of(transformer),
         rules=rules_of(config, args, world_size // model_size),
-        layer=layer_shape(transformer, args.batch_size * rows, number),
+        layer=LayerShape.of(transformer, args.batch_size * rows, number),
         choice=str(args.activation_checkpointing),
         encoders=encoders,
         eval_rows=eval_rows,

@@ -18,8 +18,7 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import DTYPES
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.memory.activation_checkpointing import layer_shape
-from cogfast.train.plan.activations import LADDER
+from cogfast.train.plan.activations import LADDER, LayerShape
 from cogfast.train.plan.encoders import T5_XXL, t5_numel
 from cogfast.train.plan.fixes import find_fixes
 from cogfast.train.plan.gpus import parse_gpu
@@ -91,7 +90,7 @@ def test_a_block_takes_what_its_ops_take(
         group: Any = Group()
         parallelize(transformer, ParallelGroup(0, size, group))
     video = largest_size(config, transformer.config)
-    layer = layer_shape(
+    layer = LayerShape.of(
         transformer, video.num_tokens(transformer.config), DTYPES[args.precision].itemsize
     )
     for policy in LADDER:
