@@ -39,8 +39,10 @@ size_t bytes_of(ncclDataType_t type) {
 
 // Check and count a collective that sends and receives this many elements.
 ncclResult_t run(const char* name, const void* sent, size_t num_sent, void* received,
-                 size_t num_received, ncclDataType_t type) {
-  count_launch(name);
+                 size_t num_received, ncclDataType_t type, cudaStream_t stream) {
+  const Work work = begin_work(stream, name);
+  if (work == Work::refused) return ncclUnhandledCudaError;
+  if (work == Work::now) count_launch(name);
   check_range(name, sent, num_sent * bytes_of(type));
   check_range(name, received, num_received * bytes_of(type));
   return ncclSuccess;
@@ -95,41 +97,41 @@ API const char* ncclGetErrorString(ncclResult_t) { return "error of the null NCC
 API const char* ncclGetLastError(ncclComm_t) { return "error of the null NCCL"; }
 
 API ncclResult_t ncclAllReduce(const void* sent, void* received, size_t n, ncclDataType_t type,
-                               ncclRedOp_t, ncclComm_t, cudaStream_t) {
-  return run("ncclAllReduce", sent, n, received, n, type);
+                               ncclRedOp_t, ncclComm_t, cudaStream_t stream) {
+  return run("ncclAllReduce", sent, n, received, n, type, stream);
 }
 
 API ncclResult_t ncclAllGather(const void* sent, void* received, size_t n, ncclDataType_t type,
-                               ncclComm_t comm, cudaStream_t) {
-  return run("ncclAllGather", sent, n, received, n * of(comm)->size, type);
+                               ncclComm_t comm, cudaStream_t stream) {
+  return run("ncclAllGather", sent, n, received, n * of(comm)->size, type, stream);
 }
 
 API ncclResult_t ncclReduceScatter(const void* sent, void* received, size_t n, ncclDataType_t type,
-                                   ncclRedOp_t, ncclComm_t comm, cudaStream_t) {
-  return run("ncclReduceScatter", sent, n * of(comm)->size, received, n, type);
+                                   ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
+  return run("ncclReduceScatter", sent, n * of(comm)->size, received, n, type, stream);
 }
 
 API ncclResult_t ncclBroadcast(const void* sent, void* received, size_t n, ncclDataType_t type, int,
-                               ncclComm_t, cudaStream_t) {
-  return run("ncclBroadcast", sent, n, received, n, type);
+                               ncclComm_t, cudaStream_t stream) {
+  return run("ncclBroadcast", sent, n, received, n, type, stream);
 }
 
 API ncclResult_t ncclBcast(void* received, size_t n, ncclDataType_t type, int, ncclComm_t,
-                           cudaStream_t) {
-  return run("ncclBroadcast", received, n, received, n, type);
+                           cudaStream_t stream) {
+  return run("ncclBroadcast", received, n, received, n, type, stream);
 }
 
 API ncclResult_t ncclReduce(const void* sent, void* received, size_t n, ncclDataType_t type,
-                            ncclRedOp_t, int, ncclComm_t, cudaStream_t) {
-  return run("ncclReduce", sent, n, received, n, type);
+                            ncclRedOp_t, int, ncclComm_t, cudaStream_t stream) {
+  return run("ncclReduce", sent, n, received, n, type, stream);
 }
 
 API ncclResult_t ncclSend(const void* sent, size_t n, ncclDataType_t type, int, ncclComm_t,
-                          cudaStream_t) {
-  return run("ncclSend", sent, n, nullptr, 0, type);
+                          cudaStream_t stream) {
+  return run("ncclSend", sent, n, nullptr, 0, type, stream);
 }
 
 API ncclResult_t ncclRecv(void* received, size_t n, ncclDataType_t type, int, ncclComm_t,
-                          cudaStream_t) {
-  return run("ncclRecv", nullptr, 0, received, n, type);
+                          cudaStream_t stream) {
+  return run("ncclRecv", nullptr, 0, received, n, type, stream);
 }

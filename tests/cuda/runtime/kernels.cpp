@@ -38,40 +38,49 @@ std::string text_of(dim3 size) {
   return std::to_string(size.x) + "x" + std::to_string(size.y) + "x" + std::to_string(size.z);
 }
 
-// Count a launch. Return false, and count a fault, if a device would refuse it.
-bool launch(const std::string& name, const void* function, dim3 grid, dim3 block, size_t shared) {
+// Count a launch, or keep it in a graph. One that a device would refuse is a fault.
+cudaError_t launch(const std::string& name, const void* function, dim3 grid, dim3 block, size_t shared,
+            cudaStream_t stream) {
   Lock lock(mutex);
-  count_launch(name);
+  const Work work = begin_work(stream, name);
+  if (work == Work::refused) return cudaErrorStreamCaptureInvalidated;
+  if (work == Work::now) count_launch(name);
   const auto asked = shared_allowed.find(function);
   const size_t allowed = asked == shared_allowed.end() ? kSharedByDefault : asked->second;
   const size_t threads = static_cast<size_t>(block.x) * block.y * block.z;
   const bool is_grid_well = grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.x <= kMostGridX &&
                             grid.y <= kMostGrid && grid.z <= kMostGrid;
   const bool is_block_well = threads > 0 && threads <= kMostThreads && block.z <= kMostBlockDepth;
-  if (is_grid_well && is_block_well && shared <= std::min(allowed, kMostShared)) return true;
+  if (is_grid_well && is_block_well && shared <= std::min(allowed, kMostShared))
+    return cudaSuccess;
   count_fault("launch of " + name + ": grid " + text_of(grid) + ", block " + text_of(block) + ", " +
               std::to_string(shared) + " bytes of shared memory");
-  return false;
+  return cudaErrorInvalidConfiguration;
 }
 
-cudaError_t launch_runtime(const void* function, dim3 grid, dim3 block, size_t shared) {
+cudaError_t launch_runtime(const void* function, dim3 grid, dim3 block, size_t shared,
+                           cudaStream_t stream) {
   std::string name = "unknown kernel";
   {
     Lock lock(mutex);
     const auto found = names().find(function);
     if (found != names().end()) name = found->second;
   }
-  const bool is_well = launch(name, function, grid, block, shared);
-  return is_well ? cudaSuccess : fail(cudaErrorInvalidConfiguration);
+  const cudaError_t error = launch(name, function, grid, block, shared, stream);
+  return error == cudaSuccess ? error : fail(error);
 }
 
-CUresult launch_driver(CUfunction function, dim3 grid, dim3 block, size_t shared) {
+CUresult launch_driver(CUfunction function, dim3 grid, dim3 block, size_t shared, CUstream stream) {
   const std::string& name = reinterpret_cast<DriverFunction*>(function)->name;
-  const bool is_well = launch("triton " + name, function, grid, block, shared);
-  return is_well ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  const cudaError_t error = launch("triton " + name, function, grid, block, shared, stream);
+  if (error == cudaErrorInvalidConfiguration) return CUDA_ERROR_INVALID_VALUE;
+  return static_cast<CUresult>(error);  // the driver has the same numbers
 }
 
-CUmodule new_module() { return reinterpret_cast<CUmodule>(0x2000); }
+CUmodule new_module() {
+  note_load();
+  return reinterpret_cast<CUmodule>(0x2000);
+}
 
 }  // namespace
 
@@ -98,18 +107,19 @@ API cudaError_t __cudaGetKernel(cudaKernel_t* out, const void* function) {
 }
 
 API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**,
-                                   size_t shared, cudaStream_t) {
-  return launch_runtime(kernel, grid, block, shared);
+                                   size_t shared, cudaStream_t stream) {
+  return launch_runtime(kernel, grid, block, shared, stream);
 }
 
 API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**,
-                                 size_t shared, cudaStream_t) {
-  return launch_runtime(function, grid, block, shared);
+                                 size_t shared, cudaStream_t stream) {
+  return launch_runtime(function, grid, block, shared, stream);
 }
 
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
                                     void**) {
-  return launch_runtime(function, config->gridDim, config->blockDim, config->dynamicSmemBytes);
+  return launch_runtime(function, config->gridDim, config->blockDim, config->dynamicSmemBytes,
+                        config->stream);
 }
 
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
@@ -207,21 +217,21 @@ API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* out, CUfunction, i
 API CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void**, void**) {
   const dim3 grid(config->gridDimX, config->gridDimY, config->gridDimZ);
   const dim3 block(config->blockDimX, config->blockDimY, config->blockDimZ);
-  return launch_driver(function, grid, block, config->sharedMemBytes);
+  return launch_driver(function, grid, block, config->sharedMemBytes, config->hStream);
 }
 
 API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                             unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
-                            CUstream, void**, void**) {
+                            CUstream stream, void**, void**) {
   const dim3 grid(grid_x, grid_y, grid_z), block(block_x, block_y, block_z);
-  return launch_driver(function, grid, block, shared);
+  return launch_driver(function, grid, block, shared, stream);
 }
 
 API CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
                                        unsigned grid_z, unsigned block_x, unsigned block_y,
-                                       unsigned block_z, unsigned shared, CUstream, void**) {
+                                       unsigned block_z, unsigned shared, CUstream stream, void**) {
   const dim3 grid(grid_x, grid_y, grid_z), block(block_x, block_y, block_z);
-  return launch_driver(function, grid, block, shared);
+  return launch_driver(function, grid, block, shared, stream);
 }
 
 API CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
