@@ -56,6 +56,10 @@ class Case:
         return "-".join(parts)
 
     @property
+    def has_graphs(self) -> bool:
+        return "args.cuda_graphs=true" in self.more
+
+    @property
     def words(self) -> list[str]:
         """Return the command-line words that make this run."""
         return [
@@ -73,5 +77,21 @@ CASES = (
     Case(model="5b", mode="lora", policy="pointwise", launches=3034),
     Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=3286),
     Case(model="1.5_5b", mode="lora", launches=3370),
+    Case(model="2b", mode="sft", more="args.cuda_graphs=true", launches=286),
+    Case(
+        model="2b",
+        mode="sft",
+        precision="fp16",
+        stage=1,
+        more="args.cuda_graphs=true",
+        launches=314,
+    ),
+    Case(model="5b", mode="lora", policy="pointwise", more="args.cuda_graphs=true", launches=266),
+    Case(
+        model="5b",
+        mode="lora",
+        more="args.attention_backend=cudnn args.cuda_graphs=true",
+        launches=266,
+    ),
     Case(model="2b", mode="sft", stage=3, waits=_ZERO_3_WAITS, launches=2856),
 )

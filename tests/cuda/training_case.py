@@ -25,8 +25,11 @@ from cogfast.train import assembly, trainer
 from cogfast.train.plan.memory import GIB, plan_memory, setup_of
 from tests.cuda.null_device import ROOT, Counters
 
-# Steps 1 and 2 allocate; step 4 logs. 3 and 5 are steady.
+# Steps 1 and 2 allocate, and graphs are captured after step 2; step 4 logs. 3 and 5 are steady.
 NUM_STEPS, LOG_INTERVAL = 6, 4
+# Counters of what must not happen. A graph would read the host's memory again in each replay.
+_FAULTS = ("fault ", "beside a capture", "capture ended", "first in a capture")
+_HOST_COPIES = ("node copy pinned", "node copy device to pinned", "node host function")
 
 
 class Observer:
@@ -48,7 +51,9 @@ class Observer:
                 "pinned_allocations": counts.get("cudaHostAlloc", 0)
                 + counts.get("cudaHostRegister", 0),
                 "waits": self.waits,
-                "faults": [name for name in counts if name.startswith("fault ")],
+                "faults": [n for n in counts if n.startswith((*_FAULTS, *_HOST_COPIES))],
+                "graphs": counts.get("launch cudaGraphLaunch", 0),
+                "graph_nodes": counts.get("graph nodes", 0),
                 "kernels": {
                     name.removeprefix("launch "): number
                     for name, number in counts.items()
