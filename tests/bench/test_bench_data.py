@@ -65,6 +65,7 @@ def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:
     assert "ours_over_decord_per_cpu_s" in outcome.numbers
 
 
+@pytest.mark.soak
 def test_start_on_a_manifest(tmp_path: Path) -> None:
     """Both starts list all videos; the second opens none."""
     (clip,) = generated_clips(tmp_path, TINY_SIZES).values()

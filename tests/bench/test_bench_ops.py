@@ -373,7 +373,7 @@ def test_swapped_names_are_looked_up_at_every_launch() -> None:
     assert [vars(module)[name] for module, name, _ in swaps] == before
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(
     tuple(map(int, version("pytest-benchmark").split(".")[:3])) < (5, 3, 1),
     reason="pytest-benchmark before 5.3.1 does not run with pytest 9.2",

@@ -63,7 +63,7 @@ def mesh(
     return launch(tmp_path_factory.mktemp("mesh"), 4, *["soak"] * has_soaks)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in RUNS if "reduce" not in name])
 def test_traffic_of_a_training_step(launched, name: str) -> None:
     sent, config = launched
@@ -85,7 +85,7 @@ def test_traffic_of_a_training_step(launched, name: str) -> None:
         assert set(found) <= {"all_reduce", "scatter"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_reducing_to_the_owners_halves_the_gradients(launched) -> None:
     sent, config = launched
     layout = Layout(data_size=2, accumulation=2, bytes_per_number=4)
@@ -94,7 +94,7 @@ def test_reducing_to_the_owners_halves_the_gradients(launched) -> None:
         assert rank["zero-2, reduce"]["reduce"] == pytest.approx(gradients / 2, TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", CONTEXT_RUNS)
 def test_traffic_of_ranks_that_share_samples(launched, name: str) -> None:
     """ZeRO's copies are the same ranks; it uses the group of all of them."""
@@ -118,7 +118,7 @@ def test_traffic_of_ranks_that_share_samples(launched, name: str) -> None:
         assert sum(inside) == pytest.approx(expected.rows, TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SHARED)
 def test_traffic_of_a_tensor_parallel_model(launched, name: str) -> None:
     case, policy, splits_rows = SHARED[name]
