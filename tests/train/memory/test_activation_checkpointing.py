@@ -473,6 +473,25 @@ def test_auto_counts_the_largest_of_a_steps_micro_batches(monkeypatch) -> None:
     assert checkpointing.policies == CANDIDATES[9]
 
 
+def test_auto_leaves_memory_for_the_gap_of_a_sum_of_gradients(monkeypatch) -> None:
+    peaks = peaks_of("2b", 1)
+    transformer = big("2b")
+    gap = sum(2 * p.numel() for p in transformer.parameters() if p.requires_grad)
+    rules = replace(setup_of(transformer, 1).rules, sum_bytes=2)
+
+    def choice(num_bytes: int, accumulation: int) -> tuple[Policy, ...]:
+        gpu = Gpu(monkeypatch, int(num_bytes / (1 - MARGIN)))
+        setup = replace(setup_of(transformer, 1), rules=replace(rules, accumulation=accumulation))
+        checkpointing = ActivationCheckpointing(transformer, "auto", gpu, setup)
+        for _ in range(2):
+            run_step(transformer, gpu.ops, 1, after_backward=checkpointing.after_backward)
+            checkpointing.after_step()
+        return checkpointing.policies
+
+    size = (peaks[-3] + peaks[-2]) // 2 - gap
+    assert choice(size + gap, 2) == choice(size, 1) != choice(size + gap, 1)
+
+
 def test_without_a_plan_auto_stays_at_full(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger("cogfast"), "propagate", True)
     name, transformer = make("5b")
