@@ -23,6 +23,7 @@ from cogfast.train.plan.measured import predict_step
 from cogfast.train.plan.memory import (
     GIB,
     MemoryPlan,
+    gap_bytes,
     host_parts,
     network_of,
     plan_memory,
@@ -125,7 +126,7 @@ def to_text(
         lines.append(
             f"{where}: {', '.join(host)} (their copies are not in the predicted step time)"
         )
-    lines += ["", *_table(plan), "", _verdict(plan, card_name)]
+    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
     lines += [f"args.fit=auto: {line}" for line in changes]
     if fixes:
         lines += ["", "These changes make it fit, the cheapest first:"]
@@ -216,6 +217,19 @@ def _verdict(plan: MemoryPlan, card_name: str) -> str:
         return f"peak: {peak}. There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
     has = f"{card_name} has {_gib(plan.card)} GiB, of which a run may use {_gib(usable(plan.card))}"
     return f"peak: {peak}; {has}: it {'fits' if plan.fits else 'does not fit'}."
+
+
+def _gap_lines(plan: MemoryPlan) -> list[str]:
+    """Return a warning if gaps in the allocator's memory may break a plan that fits."""
+    step, gap = plan.phases[0], gap_bytes(plan.setup)
+    if plan.setup.is_sampling or plan.card is None or not plan.fits:
+        return []
+    if step.total + gap <= usable(plan.card):
+        return []
+    return [
+        f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
+        "step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets PyTorch's allocator use them."
+    ]
 
 
 def _gib(num_bytes: int) -> str:

@@ -44,6 +44,7 @@ from cogfast.train.plan.memory import (
     Setup,
     base_bytes,
     choose_policies,
+    gap_bytes,
     training_phase,
     usable,
     with_rows,
@@ -257,10 +258,7 @@ class ActivationCheckpointing:
         free, total = free_memory(device)
         # The plan has what is allocated, too. No allocator counts on a CPU.
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else base_bytes(setup)
-        # The allocator reserves more by up to the sum of gradients, which come to lie between activations:
-        # 3.4 GiB for 2B's 3.2, 12.4 for 5B's 10.4, on a CUDA runtime that computes nothing.
-        gap = setup.rules.partition(setup.model.num_trained) * setup.rules.sum_bytes
-        return free - total + usable(total) + held - gap - (self.excess or 0)
+        return free - total + usable(total) + held - gap_bytes(setup) - (self.excess or 0)
 
     def advice(self) -> str:
         """Name the policy that would fit after an out-of-memory error, or say that none would."""

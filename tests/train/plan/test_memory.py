@@ -260,6 +260,17 @@ def test_wrong_words(words: tuple[str, ...], text: str, capsys: pytest.CaptureFi
     assert re.search(text, capsys.readouterr().err)
 
 
+def test_a_tight_card_is_named(capsys: pytest.CaptureFixture) -> None:
+    """5B keeps a bf16 gradient of each of its 5,570.3 M trained numbers: 10.4 GiB."""
+    step = plan_of("_5b", *CACHED).step_peak / GIB
+    shown = {}
+    for free in (1, 9, 12):  # GiB beside the peak
+        assert plan_command("--gpu", str((step + free) / 0.96), *CACHED) == 0
+        shown[free] = "It is tight: gaps" in (text := capsys.readouterr().out)
+        assert not shown[free] or "up to 10.4 GiB more" in text
+    assert shown == {1: True, 9: True, 12: False}
+
+
 def test_without_a_gpu_the_peak_stands_alone(capsys: pytest.CaptureFixture) -> None:
     assert plan_command() == 0
     assert "There is no GPU here to compare with; --gpu NAME" in capsys.readouterr().out
