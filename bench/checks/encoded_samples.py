@@ -13,7 +13,8 @@ class EncodedSamples(Dataset):
     """Latents of about unit variance: a pattern shared by all samples plus a small random part.
 
     data_dir: ignored; the trainer passes it to every data set. latent_shape: [C, T, h, w].
-    text_shape: [L, E]. Draws happen on the CPU, so that every device sees the same numbers.
+    text_shape: [L, E]. has_images: image-to-video; the image's latents are the first of the video's.
+    Draws happen on the CPU, so that every device sees the same numbers.
     """
 
     def __init__(
@@ -22,7 +23,9 @@ class EncodedSamples(Dataset):
         num_samples: int,
         latent_shape: Sequence[int],
         text_shape: Sequence[int],
+        has_images: bool = False,
     ) -> None:
+        self.has_images = has_images
         self.num_samples = num_samples
         self.latent_shape, self.text_shape = tuple(latent_shape), tuple(text_shape)
         channels = self.latent_shape[0]
@@ -36,10 +39,15 @@ class EncodedSamples(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         # Seed 0 is the shared pattern, odd seeds are latents, even seeds are prompts.
         own = _draw(2 * index + 1, self.latent_shape)
-        return {
+        sample = {
             "encoded_video": self._shared + 0.3 * own,
             "prompt_embedding": _draw(2 * index + 2, self.text_shape),
         }
+        return (
+            sample | {"image_latents": sample["encoded_video"][:, :1]}
+            if self.has_images
+            else sample
+        )
 
 
 def _draw(seed: int, shape: Sequence[int]) -> Tensor:

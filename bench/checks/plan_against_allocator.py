@@ -1,6 +1,6 @@
 """Compare the predicted peak of a training step with that of PyTorch's allocator, at full size.
 
-    python -m bench.checks.plan_against_allocator {2b,5b,1.5_5b} {sft,lora} [key=value ...]
+    python -m bench.checks.plan_against_allocator {2b,5b,1.5_5b,5b_i2v,1.5_5b_i2v} {sft,lora} [key=value ...]
 
 Two steps run on latents and embeddings without a VAE; weights are left as they lie, and nothing is
 saved. It needs a GPU with room for the model, or a CUDA runtime that only counts memory. Prints a JSON
@@ -30,6 +30,7 @@ SHAPES = {
     "5b": ((49, 480, 720), [16, 13, 60, 90], [226, 4096]),
     "1.5_5b": ((81, 768, 1360), [16, 22, 96, 170], [224, 4096]),
 }
+SHAPES |= {f"{name}_i2v": SHAPES[name] for name in ("5b", "1.5_5b")}
 _NUM_STEPS = 2
 
 
@@ -44,7 +45,12 @@ def load(model: str, mode: str, words: list[str], folder: Path) -> tuple[Config,
     OmegaConf.save(content, planned)
     content["data"] = {
         "target": "bench.checks.encoded_samples.EncodedSamples",
-        "params": {"num_samples": 8, "latent_shape": latents, "text_shape": text},
+        "params": {
+            "num_samples": 8,
+            "latent_shape": latents,
+            "text_shape": text,
+            "has_images": model.endswith("_i2v"),
+        },
     }
     OmegaConf.save(content, folder / "model.yaml")
     files = [*(["configs/lora.yaml"] if mode == "lora" else []), "configs/sft.yaml"]
