@@ -293,7 +293,8 @@ class BlockGraphs:
         if self.device.type != "cuda":
             return 0
         gc.collect()  # a graph that Python frees during a capture would end it
-        torch.cuda.synchronize(self.device)  # sync: before and after a capture
+        # sync: both, before and after the capture of a shape
+        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 

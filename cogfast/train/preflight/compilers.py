@@ -84,7 +84,7 @@ def check_cuda_graphs(config: Config, args: TrainArguments, model: TransformerCo
         (
             args.fit == "auto",
             "args.fit=auto",
-            "follows the memory plan, which does not count what graphs keep",
+            "may set keys that graphs do not support",
             "args.fit=none",
         ),
         (

@@ -413,7 +413,7 @@ REFUSED = {
     "args.offload_activations=true": "args.offload_activations=true, which moves",
     "args.offload_blocks=1": "args.offload_blocks=1, which moves .* use args.offload_blocks=0,",
     "args.activation_checkpointing=auto": ".*=auto, which fills memory .* use full, attention_kept,",
-    "args.fit=auto": "args.fit=auto, which follows the memory plan",
+    "args.fit=auto": "args.fit=auto, which may set keys that graphs do not support",
     "args.profiling_blocks=true": "args.profiling_blocks=true, which records ranges of blocks",
     "lora_config.params.lora_dropout=0.1": "lora_dropout=0.1, which draws other numbers",
     "args.model_parallel_size=2": "args.model_parallel_size=2, which exchanges data .*size=1, or",
