@@ -3,7 +3,7 @@
 PART is a piece or a set of pieces, each set under 9 minutes on one H100 or H200:
     first   facts, rates, matmul, goldens, train, attention
     ops     kernel_tests, tensor_parallel, op_times, attention, launches
-    2b, 5b  one block and one training step against the model of diffusers
+    2b, 5b, 1.5-5b, 1.5-5b-i2v  blocks and training steps against the model of diffusers
     videos  data, data_runs
 Each piece prints a table and writes DIR/<piece>.json after every row. Pieces that --minutes leaves no
 time for are skipped. The exit status is 1 if a piece fails; the others still run.
@@ -54,6 +54,8 @@ PIECES = {
     "launches": "bench.ops:sweep_launches",
     "2b": "bench.steps.step_on_device:measure_2b",
     "5b": "bench.steps.step_on_device:measure_5b",
+    "1.5-5b": "bench.steps.step_on_device:measure_15_5b",
+    "1.5-5b-i2v": "bench.steps.step_on_device:measure_15_5b_i2v",
     "data": "bench.data:measure_data",
     "data_runs": "bench.clips.data_runs:measure_data_runs",
 }

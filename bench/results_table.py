@@ -28,7 +28,7 @@ RESULTS = ROOT / "bench" / "results"
 START = "<!-- benchmarks: start. Written by python -m bench.results_table; edits are lost. -->"
 END = "<!-- benchmarks: end -->"
 NOT_MEASURED = "not measured"
-_STEP_PIECES = ("step", "2b", "5b")
+_STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
 _EMPTY = "–"
 # Names of the two sides in JSON keys, and as they are shown.
 _SIDES = {"ours": "cogfast", "diffusers": "diffusers"}
@@ -38,6 +38,8 @@ _GPU_PIECES = {
     "attention": "attention backends at 17,776 tokens",
     "2b": "2B: block and training step against diffusers",
     "5b": "5B: block and training step against diffusers",
+    "1.5-5b": "1.5-5B: block and training step against diffusers",
+    "1.5-5b-i2v": "1.5-5B-I2V: training step against diffusers",
     "data": "H.264 decoded by DALI against the CPU readers",
     "data_runs": "`cogfast cache`, and how long 2B training waits for H.264 decoded by DALI",
 }
@@ -409,7 +411,7 @@ def _model(row: Row) -> str:
     layers, whole = row["num_layers"], row["num_layers_of_model"]
     fewer = f" with {layers} of {whole} layers" if layers != whole and row["what"] == "step" else ""
     name = str(row["model"])
-    name = name.upper() if name in ("2b", "5b") else name
+    name = name.upper() if name in _GPU_PIECES else name
     trained = "all weights" if row["mode"] == "sft" else "LoRA"
     return f"{name}{fewer} {row['what']}, {trained}, {row['dtype']}"
 

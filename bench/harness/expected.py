@@ -1,7 +1,7 @@
 """The step times that are expected of a GPU: python -m bench.harness.expected writes bench/expected.json.
 
-They are those of cogfast/train/plan/step_time.py for the training steps that the pieces 2b and 5b of
-bench.gpu_run measure, with the rates of a data sheet times the shares that are assumed to be reached.
+They are those of cogfast/train/plan/step_time.py for the training steps that bench.gpu_run measures of
+2B, 5B, 1.5-5B and 1.5-5B-I2V, with the rates of a data sheet times the shares that are assumed to be reached.
 bench.gpu_run prints what it measured beside them. They are estimates, so that a slower step is a
 question and no failure.
 """
@@ -34,11 +34,12 @@ def expected_steps(gpu: Gpu) -> list[dict[str, Any]]:
     """Return the expected times of all steps that bench.gpu_run measures on a GPU, in milliseconds."""
     # bench.gpu_run imports this file, and may lack packages that the cases need.
     from bench.steps.step_cases import Plan
-    from bench.steps.step_on_device import cases_2b, cases_5b
+    from bench.steps.step_on_device import cases_2b, cases_5b, cases_15_5b, cases_15_5b_i2v
 
     rows: dict[tuple, dict[str, Any]] = {}
     plan = Plan(torch.device("cpu"), torch.bfloat16)
-    for case in (*cases_2b(gpu.memory_gib), *cases_5b(gpu.memory_gib)):
+    cases = [*cases_2b(gpu.memory_gib), *cases_5b(gpu.memory_gib)]
+    for case in (*cases, *cases_15_5b(), *cases_15_5b_i2v()):
         # `auto` chooses on the GPU; compiled blocks do the same work.
         if case.what == "step" and case.checkpointing in LADDER:
             key = (case.model, case.layers, case.mode, case.checkpointing)

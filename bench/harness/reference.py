@@ -28,7 +28,7 @@ from cogfast.train.plan.measured import (
 )
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
-_STEP_PIECES = ("step", "2b", "5b")
+_STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
 
 
 def collect(results: Sequence[Results]) -> Measured:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cogfast.core.shapes import PatchSize, TokenGrid
+from cogfast.core.shapes import PatchSize, TokenGrid, num_latent_frames
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.model.config import TransformerConfig
 
@@ -67,6 +67,16 @@ CONFIG_5B = TransformerConfig(
     latent_width=90,
     position="rotary",
 )
+# 81 x 768 x 1360: 11 x 48 x 85 video tokens, each of two latent frames, and 224 of text
+CONFIG_15_5B = replace(
+    CONFIG_5B,
+    patch_size=PatchSize(2, 2, 2),
+    text_length=224,
+    num_frames=81,
+    latent_height=96,
+    latent_width=170,
+)
+CONFIG_15_5B_I2V = replace(CONFIG_15_5B, in_channels=32, ofs_embed_dim=512)
 CONFIG_2B = replace(
     CONFIG_5B,
     num_layers=30,
@@ -88,6 +98,7 @@ _SMALLEST = {
     "latent_height": 6,
     "latent_width": 8,
 }
+_SMALLEST_15 = {**_SMALLEST, "num_frames": 9}  # three latent frames, and a repeated one
 MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch size
     "tiny": (TINY, 1),
     "quickstart": (QUICKSTART, 16),
@@ -95,7 +106,11 @@ MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch 
     "2b": (CONFIG_2B, 1),
     "5b": (CONFIG_5B, 1),
     "2b-smallest": (replace(CONFIG_2B, **_SMALLEST), 2),
+    "1.5-5b": (CONFIG_15_5B, 1),
+    "1.5-5b-i2v": (CONFIG_15_5B_I2V, 1),
     "5b-smallest": (replace(CONFIG_5B, **_SMALLEST), 2),
+    "1.5-5b-smallest": (replace(CONFIG_15_5B, **_SMALLEST_15), 2),
+    "1.5-5b-i2v-smallest": (replace(CONFIG_15_5B_I2V, **_SMALLEST_15, ofs_embed_dim=64), 2),
 }
 
 
@@ -112,7 +127,9 @@ class Variant:
 
     @property
     def grid(self) -> TokenGrid:
-        return self.config.grid
+        """The tokens of the largest video. CogVideoX 1.5 repeats a frame where two make a token."""
+        frames, patch = num_latent_frames(self.config.num_frames), self.config.patch_size.t
+        return replace(self.config.grid, t=-(-frames // patch))
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +139,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs of a step: latents and target [B, C, T, h, w], timesteps [B], text [B, L, E]."""
+    """Inputs of a step: latents and target [B, C, T, h, w], timesteps [B], text [B, L, E].
+
+    The latents of an I2V model include those of the image.
+    """
 
     latents: Tensor
     timesteps: Tensor
@@ -146,11 +166,13 @@ def draw_batch(variant: Variant, seed: int = 1) -> Batch:
     draw = lambda *shape: torch.randn(
         shape, generator=generator, device=variant.device, dtype=torch.float32
     ).to(variant.dtype)
-    video = (b, config.in_channels, variant.grid.t, config.latent_height, config.latent_width)
+    frames = variant.grid.t * config.patch_size.t
+    video = (frames, config.latent_height, config.latent_width)
     # Spread over the range, so that samples differ in their modulation.
     timesteps = torch.linspace(17, 863, b, device=variant.device).long()
     text = draw(b, config.text_length, config.text_hidden_size)
-    return Batch(draw(*video), timesteps, text, draw(*video))
+    latents = draw(b, config.in_channels, *video)
+    return Batch(latents, timesteps, text, draw(b, config.out_channels, *video))
 
 
 def draw_block_input(variant: Variant, seed: int = 2) -> BlockInput:

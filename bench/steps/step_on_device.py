@@ -1,8 +1,9 @@
-"""The cases of bench.step for 2B and 5B on one GPU, the most important first.
+"""The cases of bench.step for 2B, 5B and 1.5-5B on one GPU, the most important first.
 
 With float32 masters, moments and EMA, neither side of a whole 5B fits into 78 GiB, nor does the 2B of
 diffusers without checkpointing (both computed, not measured). These cases use fewer layers, and their
-rows have the number.
+rows have the number. At the 45,104 tokens of 1.5-5B a step of the whole model takes ten seconds or
+more (computed, not measured), so that only one policy of ours is measured on it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _LARGE_GIB = 120.0  # an H200 has more
 _PAIRS, _SECONDS = 20, 6.0
 # Policies that the model of diffusers lacks.
 _OURS = ("attention_kept", "pointwise", "auto")
+_NUM_LAYERS_15 = 4  # of 1.5-5B, for cases that would not fit into memory or time
 
 
 def measure_2b(settings: Settings) -> Outcome:
@@ -29,6 +31,16 @@ def measure_2b(settings: Settings) -> Outcome:
 def measure_5b(settings: Settings) -> Outcome:
     """Run the piece 5b of bench.gpu_run."""
     return _measure("5b", cases_5b(_memory_gib(settings.device)), settings)
+
+
+def measure_15_5b(settings: Settings) -> Outcome:
+    """Run the piece 1.5-5b of bench.gpu_run."""
+    return _measure("1.5-5b", cases_15_5b(), settings)
+
+
+def measure_15_5b_i2v(settings: Settings) -> Outcome:
+    """Run the piece 1.5-5b-i2v of bench.gpu_run."""
+    return _measure("1.5-5b-i2v", cases_15_5b_i2v(), settings)
 
 
 def cases_2b(memory_gib: float) -> list[Case]:
@@ -54,6 +66,27 @@ def cases_5b(memory_gib: float) -> list[Case]:
     cases = [*whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora]
     cases += [_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)]
     return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
+
+
+def cases_15_5b() -> list[Case]:
+    """Return LoRA on the whole 1.5-5B by the policy that keeps attention, then cases of fewer layers."""
+    block = Case("1.5-5b", what="block")
+    whole, full, lora_full, none, lora = steps = _steps_15("1.5-5b")
+    cases = [whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora]
+    cases += [_compiled(case) for case in steps[2:]]
+    return cases + [replace(lora, checkpointing=policy) for policy in _OURS]
+
+
+def cases_15_5b_i2v() -> list[Case]:
+    """Return the steps of 1.5-5B-I2V, whose blocks are those of 1.5-5B."""
+    return _steps_15("1.5-5b-i2v")
+
+
+def _steps_15(model: str) -> list[Case]:
+    whole = Case(model, mode="lora", checkpointing="attention_kept")
+    none = Case(model, num_layers=_NUM_LAYERS_15)
+    both = [none, replace(none, mode="lora")]
+    return [whole, *(replace(case, checkpointing="full") for case in both), *both]
 
 
 def _compiled(case: Case) -> Case:

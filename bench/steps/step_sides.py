@@ -156,7 +156,7 @@ class Theirs:
 
         config, grid = variant.config, variant.grid
         self.variant = variant
-        is_rotary = config.position == "rotary"
+        is_rotary, patch = config.position == "rotary", config.patch_size
         # No memory and no initialization: all weights are copied from cogfast.
         with torch.device("meta"):
             network = CogVideoXTransformer3DModel(
@@ -170,6 +170,10 @@ class Theirs:
                 sample_width=config.latent_width,
                 sample_height=config.latent_height,
                 sample_frames=config.num_frames,
+                patch_size=patch.h,
+                patch_size_t=patch.t if patch.joins_frames else None,
+                patch_bias=not patch.joins_frames,
+                ofs_embed_dim=config.ofs_embed_dim,
                 max_text_seq_length=config.text_length,
                 spatial_interpolation_scale=config.height_interpolation,
                 use_rotary_positional_embeddings=is_rotary,
@@ -206,9 +210,17 @@ class Theirs:
 
     def forward(self, batch: Batch) -> Tensor:
         # diffusers has frames before channels: [B, T, C, h, w].
-        latents = batch.latents.transpose(1, 2)
+        config, latents = self.variant.config, batch.latents.transpose(1, 2)
+        ofs = None
+        if config.ofs_embed_dim is not None:
+            ofs = latents.new_full((1,), config.default_ofs)
         output = self.network(
-            latents, batch.text, batch.timesteps, image_rotary_emb=self.rotary, return_dict=False
+            latents,
+            batch.text,
+            batch.timesteps,
+            ofs=ofs,
+            image_rotary_emb=self.rotary,
+            return_dict=False,
         )
         return output[0].transpose(1, 2)
 

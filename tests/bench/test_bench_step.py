@@ -17,7 +17,7 @@ from bench.steps import agreement, step_cases
 from bench.steps.agreement import compare_sides
 from bench.steps.step_cases import Case, Plan, best_rows, measure_case
 from bench.steps.step_models import MODELS, Variant, draw_batch, draw_block_input
-from bench.steps.step_on_device import cases_2b, cases_5b
+from bench.steps.step_on_device import cases_2b, cases_5b, cases_15_5b, cases_15_5b_i2v
 from bench.steps.step_optimizers import UPDATES, OurUpdate, PeerUpdate
 from bench.steps.step_sides import SIDES, Ours, Theirs, as_diffusers
 from cogfast.model.weights.formats.diffusers import from_diffusers
@@ -33,7 +33,9 @@ def variant(model: str, lora_rank: int | None = None, dtype=torch.float32) -> Va
     return Variant(config, batch_size, dtype, CPU)
 
 
-@pytest.mark.parametrize("model", ["2b-smallest", "5b-smallest"])
+@pytest.mark.parametrize(
+    "model", ["2b-smallest", "5b-smallest", "1.5-5b-smallest", "1.5-5b-i2v-smallest"]
+)
 @pytest.mark.parametrize("lora_rank", [None, 4], ids=["sft", "lora"])
 def test_the_sides_agree(model: str, lora_rank: int | None) -> None:
     """Outputs and the gradients of all trained parameters agree, by the same names."""
@@ -41,8 +43,19 @@ def test_the_sides_agree(model: str, lora_rank: int | None) -> None:
     assert problems == []
     assert 0 < figures["ours_output_relative_error"] < 1e-6  # same function, different arithmetic
     assert 0 < figures["ours_worst_gradient_relative_error"] < 1e-5
-    # In diffusers: 24 trained tensors in each of 2 blocks and 16 outside; with LoRA, 8 adapters in each block.
-    assert figures["num_gradients_compared"] == (2 * 24 + 16 if lora_rank is None else 2 * 8)
+    # In diffusers: 24 trained tensors in each of 2 blocks, 16 outside and 4 of ofs; with LoRA, 8 adapters in
+    # each block.
+    outside = 16 + 4 * ("i2v" in model)
+    assert figures["num_gradients_compared"] == (2 * 24 + outside if lora_rank is None else 2 * 8)
+
+
+def test_the_tokens_of_15() -> None:
+    """81 frames are 21 latent ones, and 22 with a repeated one: 11 x 48 x 85 tokens, and 224 of text."""
+    for model, channels in (("1.5-5b", 16), ("1.5-5b-i2v", 32)):
+        assert MODELS[model][0].in_channels == channels
+        assert variant(model).num_tokens == 11 * 48 * 85 + 224 == 45_104
+    drawn = draw_batch(variant("1.5-5b-i2v-smallest"))
+    assert drawn.latents.shape == (2, 32, 4, 6, 8) and drawn.target.shape == (2, 16, 4, 6, 8)
 
 
 def test_bfloat16_is_compared_with_float32() -> None:
@@ -263,6 +276,26 @@ def test_time_that_runs_out_is_noted(monkeypatch) -> None:
     assert [len(each.rows) for each in kept] == [1, 1, 1, 1]
 
 
+def test_the_time_of_a_case_is_guessed_from_its_layers(monkeypatch) -> None:
+    now, seconds = 0.0, {"eager": 2.0, "compiled": 50.0}
+
+    def measure(case: Case, plan: Plan):
+        nonlocal now
+        now += seconds[case.engine] * (case.layers if case.engine == "eager" else 1)
+        return {"model": case.model, **timed(case)}, []
+
+    monkeypatch.setattr(step, "measure_case", measure)
+    monkeypatch.setattr(step, "_FIRST_GUESS_SECONDS", {"eager": 0.0, "compiled": 0.0})
+    whole, few = Case("5b"), Case("5b", num_layers=4)
+    compiled = [replace(case, engine="compiled") for case in (few, whole)]
+    # 8 and 84 seconds, then 50: 58 are left for 84, and 58 for 50.
+    cases = [few, whole, compiled[0], whole, compiled[1]]
+    outcome = step.measure_cases(cases, PLAN, deadline=200.0, clock=lambda: now)
+    assert [row["num_layers"] for row in outcome.rows] == [4, 42, 4, 42] and now == 192.0
+    (note,) = outcome.numbers["skipped"]
+    assert note.endswith("eager: needs about 84 s, 58 s left")
+
+
 def timed(case: Case, ours: float | None = 2.0, theirs: float | None = 3.0) -> dict[str, object]:
     row = {
         **{key: getattr(case, key) for key in ("model", "what", "mode", "checkpointing", "engine")},
@@ -302,6 +335,13 @@ def test_cases_for_a_gpu() -> None:
             assert {(what, mode, "eager") for what, mode in whats} <= kinds
             assert {("block", "sft", "compiled"), ("step", "lora", "compiled")} <= kinds
         assert listed[0].layers == layers  # on an H200
+    for listed in (cases_15_5b(), cases_15_5b_i2v()):
+        assert len(set(listed)) == len(listed)
+        assert [
+            (c.layers, c.mode) for c in listed if c.num_layers is None and c.what == "step"
+        ] == [(42, "lora")]
+        assert listed[0].checkpointing not in Theirs.policies  # it has no time for both sides
+        assert {("sft", "full"), ("lora", "none")} <= {(c.mode, c.checkpointing) for c in listed}
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
