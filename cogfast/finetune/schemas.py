@@ -24,7 +24,7 @@ from cogfast.schema.values import cut, describe_type, fits, printable, show
 
 Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]
-Fraction = Annotated[float, Range(0, 1)]
+Decay = Annotated[float, Range(0, 0.999999)]  # of a moment: 1 would divide by 0
 # Value that both train_ddp scripts of CogVideo pass as shipped.
 PLACEHOLDER = "/absolute/path/to/checkpoint_dir"
 _REQUIRED_IN_SHELL = ("training_type", "output_dir")  # as upstream's parser has it
@@ -97,12 +97,12 @@ class Args:
     )
     learning_rate: Positive = _train("peak learning rate", 2e-5)
     optimizer: str = _train("adamw or adam", "adamw")
-    beta1: Fraction = _train("decay of the first moment", 0.9)
-    beta2: Fraction = _train("decay of the second moment", 0.95)
-    beta3: Fraction = _train("no effect: adamw and adam have two betas", 0.98)
+    beta1: Decay = _train("decay of the first moment", 0.9)
+    beta2: Decay = _train("decay of the second moment", 0.95)
+    beta3: Decay = _train("no effect: adamw and adam have two betas", 0.98)
     epsilon: Positive = _train("Adam's epsilon, added to the denominator", 1e-8)
     weight_decay: Positive = _train("weight decay, without norms and biases", 1e-4)
-    max_grad_norm: Positive = _train("largest norm of a step's gradients", 1.0)
+    max_grad_norm: Positive = _train("largest norm of a step's gradients; 0: not clipped", 1.0)
     lr_scheduler: DiffusersSchedule = _train(
         "constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial",
         "constant_with_warmup",
@@ -126,7 +126,7 @@ class Args:
     resume_from_checkpoint: Path | None = _save("latest, a checkpoint or a run's folder", None)
 
     rank: Annotated[int, Range(1, 2**15)] = _lora("rank of the adapters", 128)
-    lora_alpha: Annotated[int, Range(1, 2**20)] = _lora("adapters are scaled by alpha / rank", 64)
+    lora_alpha: Annotated[int, Range(1, 10**6)] = _lora("adapters are scaled by alpha / rank", 64)
     target_modules: list[str] = _lora(
         "linear layers that get adapters", factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"]
     )

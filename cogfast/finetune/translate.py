@@ -30,9 +30,11 @@ TRAINER = "CogVideo's trainer"  # origin of values that it does not let users ch
 _SAMPLING = "sgm.modules.diffusionmodules"
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
 _OPTIMIZERS = {"adamw": "sat.ops.FusedEmaAdam", "adam": "torch.optim.Adam"}
-_ONE_RATE = {
-    "prodigy": "it estimates one step size over all weights, and ZeRO's shards would get different ones",
-    "came": "it needs whole matrices, and ZeRO splits them",
+# Optimizers of upstream that are refused -> the reason, and what to use
+_NOT_SHARDED = {
+    "prodigy": "it estimates one step size over all weights, and ZeRO's shards would get different "
+    "ones; use adamw, whose --learning_rate is a step size, such as 1e-4 for lora, and not near 1",
+    "came": "it needs whole matrices, and ZeRO splits them; use adamw",
 }
 # Elements per reduction: adapters have about 0.1 billion weights, a 5B model 5.6 billion.
 _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
@@ -197,7 +199,7 @@ def _data_settings(args: Args) -> Settings:
 def _training_settings(args: Args) -> Settings:
     name = args.optimizer.lower()
     if name not in _OPTIMIZERS:
-        why = _ONE_RATE.get(name)
+        why = _NOT_SHARDED.get(name)
         raise ValueError(
             f"--optimizer {cut(args.optimizer)}: must be adamw or adam"
             + (f"; {why}" if why else nearest(name, _OPTIMIZERS))

@@ -169,7 +169,8 @@ def test_words_with_an_equals_sign_are_overrides():
 
 REFUSED = {
     "--rank 0": "--rank 0: must be a whole number from 1 to 32768",
-    "--lora_alpha 0": "--lora_alpha 0: must be a whole number from 1 to",
+    "--lora_alpha 0": "--lora_alpha 0: must be a whole number from 1 to 1e\\+06",
+    "--beta1 1": "--beta1 1: must be a number from 0 to 0.999999",
     "--pin_memory maybe": "--pin_memory maybe: must be true or false",
     "--seed 1.5": "--seed 1.5: must be a whole number",
     "--learning_rate nan": "--learning_rate nan: must be a number from 0",

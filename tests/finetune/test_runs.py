@@ -463,6 +463,8 @@ def test_a_script_of_upstream_trains(
         assert "--resume_from_checkpoint: args.resume=" in line
         assert "the configuration differs from the checkpoint's: " in line
         assert re.search(message, line) and len(line) < 1000, line
+        # `cogfast train` has an option for this key, `cogfast finetune` has not.
+        assert line.endswith("resume anyway with args.accept_changes=true")
 
 
 @pytest.mark.soak

@@ -379,7 +379,14 @@ WRONG = {
     "prodigy": (
         "5b",
         {"optimizer": "prodigy"},
-        "--optimizer prodigy: must be adamw or adam; it estimates one step size over all weights",
+        "--optimizer prodigy: must be adamw or adam; it estimates one step size over all weights.*; "
+        "use adamw, whose --learning_rate is a step size, such as 1e-4 for lora, and not near 1$",
+    ),
+    "came": (
+        "5b",
+        {"optimizer": "CAME"},
+        "--optimizer CAME: must be adamw or adam; it needs whole matrices, and ZeRO splits them; "
+        "use adamw$",
     ),
     "an optimizer that is none": (
         "5b",

@@ -281,7 +281,7 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
     if changes and not config.args.get("accept_changes"):
         raise ValueError(
             f"args.resume={checkpoint}: the configuration differs from the checkpoint's: "
-            f"{'; '.join(changes)}; change it back, or resume anyway with --accept-changes"
+            f"{'; '.join(changes)}; change it back, or resume anyway with args.accept_changes=true"
         )
 
 
