@@ -16,6 +16,7 @@ from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.schema.arguments import EmaDevice, Moments, Schedule, TrainArguments
 from cogfast.schema.merged_config import to_dict
+from cogfast.train.distributed.parallelize import find_shards
 from cogfast.train.memory.host_ema import HostEma
 
 logger = logging.getLogger(__name__)
@@ -23,12 +24,15 @@ logger = logging.getLogger(__name__)
 _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py NO_WD_MODULES
 
 
-def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> list[dict]:
+def parameter_groups(
+    module: nn.Module, weight_decay: float | None = None, moments: Moments = "fp32"
+) -> list[dict]:
     """Split the trainable parameters into a group with weight decay and one without, as SAT does.
 
     LayerNorms and parameters named `bias` do not decay; LoRA matrices and learned position tables
     do. An empty group is left out. The order is that of module.modules().
-    weight_decay: for the group with decay; None: the optimizer's default.
+    weight_decay: for the group with decay; None: the optimizer's default. moments: with 8bit, shards
+    of tensor-parallel ranks and replicated parameters are in groups of their own.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -44,6 +48,15 @@ def parameter_groups(module: nn.Module, weight_decay: float | None = None) -> li
     # An absent key lets the optimizer's own default apply.
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups = [{"params": decayed, **decay}, {"params": undecayed, "weight_decay": 0.0}]
+    if moments == "8bit":
+        # Ranks must give replicated parameters the same bits. ZeRO makes a flat tensor of a group, and
+        # a block of codes with elements of a shard would have another scale on each rank.
+        cut = {module.get_parameter(name) for name in find_shards(module)}
+        groups = [
+            {**group, "params": [p for p in group["params"] if (p in cut) is is_cut]}
+            for group in groups
+            for is_cut in (False, True)
+        ]
     return [group for group in groups if group["params"]]
 
 

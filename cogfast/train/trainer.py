@@ -192,7 +192,7 @@ class Trainer:
         )
         optimizer = build_optimizer(
             config.deepspeed.get("optimizer") or {},
-            parameter_groups(transformer, args.weight_decay),
+            parameter_groups(transformer, args.weight_decay, args.optimizer_moments),
             args.kernels,
             config.allow_import,
             args.optimizer_moments,

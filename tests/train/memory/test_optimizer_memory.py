@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
 from cogfast.kernels.gpu.fused_ema_adam import launch_average
+from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.schema.arguments import TrainArguments
+from cogfast.train.distributed.parallelize import find_shards, parallelize
+from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
-from cogfast.train.optimizer import build_optimizer
+from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.plan.memory import rules_of
 from cogfast.train.plan.state import ModelSize, lasting_state
 from cogfast.train.preflight.check import check_train
@@ -27,6 +32,7 @@ from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # 
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 from tests.support.tiny_run import run as run_cogfast
+from tests.support.tiny_transformers import FAMILY
 
 HOST, EIGHT = "args.ema_device=cpu", "args.optimizer_moments=8bit"
 STAGE = "deepspeed.zero_optimization.stage"
@@ -204,6 +210,20 @@ def test_8bit_losses_stay_near_those_of_float32(tmp_path: Path, base: Path, num_
     last = slice(-min(20, num_steps), None)
     off = abs(torch.tensor(coded)[last].mean() / torch.tensor(plain)[last].mean() - 1)
     assert off < 0.02 and coded != plain
+
+
+def test_no_block_of_codes_has_shards_and_replicated_parameters() -> None:
+    """A flat tensor of a group with both would have other scales on each tensor-parallel rank."""
+    with torch.device("meta"):
+        transformer = assemble_transformer(replace(FAMILY["5b"], lora_rank=4))
+        no_group: Any = None  # no rank computes
+        parallelize(transformer, ParallelGroup(0, 2, no_group))
+    shards = {transformer.get_parameter(name) for name in find_shards(transformer)}
+    groups = parameter_groups(transformer, 0.1, "8bit")
+    assert [len(shards & set(g["params"])) in (0, len(g["params"])) for g in groups] == [True] * 4
+    plain = parameter_groups(transformer, 0.1)
+    decays = lambda found: {p: g["weight_decay"] for g in found for p in g["params"]}
+    assert len(plain) == 2 and decays(groups) == decays(plain)
 
 
 # --- checks and the plan ---

@@ -1,0 +1,268 @@
+"""The memory keys of small cards on ranks that share a model: a run equals that of one process with the
+same keys, and resumes from another layout. Keys that only move memory do not change a bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
+from tests.model.test_lora import save_as_sat
+from tests.support.layouts import train
+from tests.support.tiny_run import (
+    launch_ranks,
+    losses,
+    model_section,
+    read_run_weights,
+    run_folder,
+    write_clips,
+    write_config,
+)
+from tests.support.tiny_transformers import randomize
+
+STEPS, SAVED_AT, NUM_LAYERS = 5, 3, 4
+DEEP = {"num_layers": NUM_LAYERS, "hidden_size": 64, "num_attention_heads": 4}
+CLIP = "deepspeed.gradient_clipping=0.28"  # below the norm of the steps
+POLICY = "args.activation_checkpointing"
+STAGE = "deepspeed.zero_optimization.stage"
+WHOLE = "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
+MICRO = "deepspeed.train_micro_batch_size_per_gpu"
+
+CONTEXT, TENSOR = "args.context_parallel_size=2", "args.model_parallel_size=2"
+ROWS = "args.sequence_parallel=true"
+ZERO_3 = (f"{STAGE}=3", WHOLE)
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks and words
+    "one process": (1, ()),
+    "dp 2": (2, (f"{MICRO}=2",)),
+    "dp 2, zero-3": (2, (f"{MICRO}=2", *ZERO_3)),
+    "cp 2": (2, (CONTEXT,)),
+    "cp 2, zero-1": (2, (CONTEXT, f"{STAGE}=1")),
+    "cp 2, zero-3": (2, (CONTEXT, *ZERO_3)),
+    "tp 2": (2, (TENSOR,)),
+    "tp 2, zero-1": (2, (TENSOR, f"{STAGE}=1")),
+    "tp 2, zero-3": (2, (TENSOR, *ZERO_3)),
+    "tp 2, rows split": (2, (TENSOR, ROWS)),
+    "dp 2 x cp 2": (4, (f"{MICRO}=2", CONTEXT)),
+    "dp 2 x tp 2": (4, (f"{MICRO}=2", TENSOR)),
+    "dp 2 x tp 2, zero-3": (4, (f"{MICRO}=2", TENSOR, *ZERO_3)),
+    "cp 2 x tp 2": (4, (CONTEXT, TENSOR)),
+}
+
+INT8, BLOCKS = "args.quantize_base=int8", "args.offload_blocks=3"
+COPIES = ("args.offload_activations=true", f"{POLICY}=full")
+EIGHT, HOST = "args.optimizer_moments=8bit", "args.ema_device=cpu"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of a run that trains adapters or all weights. same_bits: other keys with these results."""
+
+    words: tuple[str, ...]
+    is_lora: bool = False
+    same_bits: str | None = None
+
+
+KEYS = {
+    "lora": Keys((), is_lora=True),
+    "int8": Keys((INT8,), is_lora=True),
+    "int8, blocks, activations": Keys((INT8, BLOCKS, *COPIES), True, same_bits="int8"),
+    "blocks": Keys((BLOCKS,), True, same_bits="lora"),
+    "all": Keys(()),
+    "activations": Keys(
+        ("args.offload_activations=true", f"{POLICY}=attention_kept"), False, "all"
+    ),
+    "encoders": Keys(("args.offload_encoders=true",), same_bits="all"),
+    "ema, activations": Keys((HOST, *COPIES), same_bits="all"),
+    "8bit": Keys((EIGHT,)),
+    "8bit, ema, activations": Keys((EIGHT, HOST, *COPIES), same_bits="8bit"),
+    "lora, 8bit, ema": Keys((EIGHT, HOST), is_lora=True),
+}
+ROUNDED = [name for name, keys in KEYS.items() if EIGHT in keys.words]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Keys at a layout. resumed_from: the layout with whose checkpoint it begins."""
+
+    keys: str
+    layout: str
+    resumed_from: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.keys}: {self.layout}"
+        return text if self.resumed_from is None else f"{text}, resumed from {self.resumed_from}"
+
+
+QUICK = [
+    Run("int8, blocks, activations", "cp 2"),
+    Run("8bit, ema, activations", "cp 2"),
+    Run("8bit", "tp 2"),
+    Run("8bit", "cp 2", resumed_from="tp 2"),
+]
+SOAKED = [
+    Run(keys, layout)
+    for keys in KEYS
+    for layout in LAYOUTS
+    # Keys without those that move memory run beside them.
+    if layout != "one process" and keys not in ("lora", "int8", "all", "8bit")
+]
+SOAKED += [
+    Run("int8, blocks, activations", "cp 2, zero-3", resumed_from="one process"),
+    Run("lora, 8bit, ema", "one process", resumed_from="dp 2 x tp 2, zero-3"),
+]
+# The scales of a shard of columns are of its own part of each row.
+RUNS = [*QUICK, *(run for run in SOAKED if run not in QUICK)]
+RUNS = [run for run in RUNS if not ("int8" in run.keys and "tp 2" in run.layout)]
+
+
+def marked(runs: list[Run]) -> list:
+    marks = lambda run: [] if run in QUICK else pytest.mark.soak
+    return [pytest.param(run, marks=marks(run), id=str(run)) for run in runs]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Return the config of a run of adapters (True) and of all weights."""
+    folder = tmp_path_factory.mktemp("keys")
+    data = write_clips(folder / "data")
+    section = model_section("5b", data)
+    section["network_config"]["params"] |= DEEP
+    plain = build_transformer(section)
+    randomize(plain, seed=1)
+    save_as_sat(plain, folder / "base")
+    found = {}
+    for is_lora in (False, True):
+        found[is_lora] = write_config(
+            folder / f"{is_lora}.yaml",
+            data,
+            lora_rank=4 if is_lora else None,
+            train_iters=STEPS,
+            save_interval=SAVED_AT,
+            keep_last=0,
+            replica_check_interval=1,
+            load=str(folder / "base"),
+        )
+        config = OmegaConf.load(found[is_lora])
+        config.model.network_config.params |= DEEP
+        OmegaConf.save(config, found[is_lora])
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, Path]:
+    """Return the folders of all runs that the selected tests need."""
+    mine = [item for item in request.session.items if item.module is request.module]
+    wanted = {item.callspec.params["run"] for item in mine if "run" in item.callspec.params}
+    for run in list(wanted):
+        same = KEYS[run.keys].same_bits
+        wanted |= {Run(run.keys, "one process")} | ({Run(same, run.layout)} if same else set())
+        if run.keys in ROUNDED:
+            wanted |= {Run("lora" if KEYS[run.keys].is_lora else "all", "one process")}
+        if run.resumed_from:
+            wanted.add(Run(run.keys, run.resumed_from))
+    folder, found = bases[True].parent, {}
+    order = sorted(wanted, key=lambda run: (run.resumed_from is not None, str(run)))
+    for is_resumed in (False, True):
+        for ranks in (1, 2, 4):
+            steps = []
+            for run in order:
+                number, words = LAYOUTS[run.layout]
+                if number != ranks or (run.resumed_from is not None) != is_resumed:
+                    continue
+                save, keys = folder / str(run), KEYS[run.keys]
+                found[run] = save
+                more = [*words, *keys.words, CLIP]
+                if run.resumed_from:
+                    source = folder / str(Run(run.keys, run.resumed_from))
+                    steps.append(["copy", str(source), f"{SAVED_AT:08d}", str(save / "run")])
+                    more.append(f"args.resume={save / 'run'}")
+                steps.append([str(bases[keys.is_lora]), f"args.save={save}", *more])
+            if not steps:
+                continue
+            if ranks == 1:
+                train(steps)
+            else:
+                launch_ranks(ranks, "tests/support/layouts.py", json.dumps(steps))
+    return {run: run_folder(save) for run, save in found.items()}
+
+
+def numbers(folder: Path, key: str) -> Tensor:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([line[key] for line in lines if key in line], dtype=torch.float64)
+
+
+def weights(folder: Path, ema: bool) -> dict[str, Tensor]:
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    return read_run_weights(checkpoint, ema)
+
+
+EXACT = [run for run in RUNS if run.keys not in ROUNDED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", marked(EXACT))
+def test_a_run_equals_one_process(runs: dict[Run, Path], run: Run) -> None:
+    """The tolerances are those of tests/train/distributed/test_layouts.py."""
+    one, other = runs[Run(run.keys, "one process")], runs[run]
+    first = SAVED_AT if run.resumed_from else 0
+    assert len(losses(one)) == STEPS
+    close = torch.testing.assert_close
+    close(numbers(other, "loss"), numbers(one, "loss")[first:], rtol=1e-5, atol=0)
+    close(numbers(other, "grad_norm"), numbers(one, "grad_norm")[first:], rtol=1e-4, atol=0)
+    for ema in (False, True):
+        wanted, found = weights(one, ema), weights(other, ema)
+        assert wanted.keys() == found.keys()
+        for name, value in wanted.items():
+            assert (found[name] - value).norm() <= 1e-4 * value.norm().clamp(min=1e-2), name
+
+
+MOVED = [run for run in RUNS if KEYS[run.keys].same_bits and not run.resumed_from]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", marked(MOVED))
+def test_moved_memory_changes_no_bit(runs: dict[Run, Path], run: Run) -> None:
+    plain, other = runs[Run(KEYS[run.keys].same_bits or "", run.layout)], runs[run]
+    for key in ("loss", "grad_norm"):
+        assert torch.equal(numbers(plain, key), numbers(other, key))
+    for ema in (False, True):
+        wanted, found = weights(plain, ema), weights(other, ema)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", marked([run for run in RUNS if run.keys in ROUNDED]))
+def test_rounded_moments_are_as_good_as_those_of_one_process(
+    runs: dict[Run, Path], run: Run
+) -> None:
+    """Ranks round in other blocks: they are as far from float32 moments as one process is.
+
+    Replicated parameters stay equal (args.replica_check_interval=1).
+    """
+    exact = runs[Run("lora" if KEYS[run.keys].is_lora else "all", "one process")]
+    one, other = runs[Run(run.keys, "one process")], runs[run]
+    first = SAVED_AT if run.resumed_from else 0
+    for key in ("loss", "grad_norm"):
+        wanted = numbers(exact, key)[first:]
+        least = 1e-4  # five numbers, which may be close by chance
+        limit = 3 * off(numbers(one, key)[first:], wanted) + least
+        assert off(numbers(other, key), wanted) <= limit, key
+    for ema in (False, True):
+        whole, rounded, found = (
+            torch.cat([value.flatten() for _, value in sorted(weights(folder, ema).items())])
+            for folder in (exact, one, other)
+        )
+        assert 0 < off(found, whole) <= 1.5 * off(rounded, whole)
