@@ -30,6 +30,8 @@ def time_lines(step: StepTime | None) -> list[str]:
         return ["step time: not predicted for sampling and offload"]
     parts = {"matmul": step.matmul, "attention": step.attention}
     parts |= {"memory-bound": step.memory_bound, "communication": step.communication}
+    if step.transfers + step.hidden_transfers > 0:
+        parts["host transfers"] = step.transfers
     shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items())
     rate = f"{step.samples_per_second:.3g} samples/s"
     mfu = "" if step.mfu is None else f", MFU {step.mfu:.1%}"

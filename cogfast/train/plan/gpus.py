@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Gpu:
     """copy_tb_per_s: of the memory; matmul_tflop_per_s: of bf16 matrix products with float32 sums;
     link_gb_per_s: to the other GPUs of a machine, in one direction (NVLink, or PCIe for cards without
-    it); words: all of them are in torch's name of the device."""
+    it); words: all of them are in torch's name of the device; host_gb_per_s: to the host's memory, in one
+    direction (PCIe: 64 for its fifth generation, 32 for the fourth)."""
 
     name: str
     copy_tb_per_s: float
@@ -19,6 +20,7 @@ class Gpu:
     words: tuple[str, ...]
     least_gib: float = 0.0  # distinguishes cards of one name
     memory_gib: float = 0.0  # that torch reports, a little less than what is sold
+    host_gb_per_s: float = 64
 
     @property
     def memory(self) -> int:
@@ -35,11 +37,11 @@ GPUS = (
     Gpu("h100-80", 3.35, 989, 450, ("h100",), memory_gib=79.1),
     Gpu("h800", 3.35, 989, 200, ("h800",), memory_gib=79.1),
     Gpu("h20", 4.0, 148, 450, ("h20",), memory_gib=95.0),
-    Gpu("a100-80", 2.04, 312, 300, ("a100",), least_gib=60, memory_gib=79.2),
-    Gpu("a100-40", 1.55, 312, 300, ("a100",), memory_gib=39.4),
-    Gpu("a800", 2.04, 312, 200, ("a800",), memory_gib=79.2),
-    Gpu("l40s", 0.864, 362, 32, ("l40s",), memory_gib=44.4),
-    Gpu("4090", 1.008, 165, 32, ("4090",), memory_gib=23.6),
+    Gpu("a100-80", 2.04, 312, 300, ("a100",), least_gib=60, memory_gib=79.2, host_gb_per_s=32),
+    Gpu("a100-40", 1.55, 312, 300, ("a100",), memory_gib=39.4, host_gb_per_s=32),
+    Gpu("a800", 2.04, 312, 200, ("a800",), memory_gib=79.2, host_gb_per_s=32),
+    Gpu("l40s", 0.864, 362, 32, ("l40s",), memory_gib=44.4, host_gb_per_s=32),
+    Gpu("4090", 1.008, 165, 32, ("4090",), memory_gib=23.6, host_gb_per_s=32),
 )
 
 

@@ -27,6 +27,7 @@ from cogfast.train.plan.step_time import (
     LINK_BETWEEN,
     LINK_SHARE,
     Rates,
+    Saving,
     StepTime,
     estimate,
     stated_rates,
@@ -174,6 +175,7 @@ def predict_step(
         plan.policies,
         overlaps_gradients=rules.overlaps,
         bucket_numel=rules.bucket,
+        saving=Saving.of(plan),
     )
 
 
@@ -209,8 +211,8 @@ def rates_of(
                 attention_backward=found.attention_backward_tflop_per_s * 1e12,
                 copy=found.copy_gb_per_s * 1e9,
                 is_measured=True,
-                source=f"rates measured on {gpu.name} ({found.source}); its links: "
-                f"{LINK_SHARE:.0%} of the data sheet",
+                source=f"rates measured on {gpu.name} ({found.source}); its links and "
+                f"PCIe: {LINK_SHARE:.0%} of the data sheet",
             )
     return stated
 

@@ -5,22 +5,28 @@
     memory-bound   bytes that norms, rotation, gelu, residuals and the optimizer read and write
                    (docs/kernels.md), over the rate of a copy
     communication  bytes between GPUs (traffic.py) over the links, without what overlaps computation
+    transfers      bytes between host and GPU that computation does not hide, of offloaded blocks and
+                   activations; int8 weights of a frozen base are dequantized in memory-bound time
 
 What activation checkpointing recomputes counts. Batches of latents and embeddings are assumed: the
-time of the VAE and the text encoder is not in it.
+time of the VAE and the text encoder is not in it, nor is an EMA in host memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import NUM_PARTS, TARGETS
+from cogfast.train.memory.host_blocks import NUM_SLOTS
+from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.plan.activations import Policy
 from cogfast.train.plan.flops import train_flops
 from cogfast.train.plan.gpus import Gpu
+from cogfast.train.plan.memory import MemoryPlan
 from cogfast.train.plan.traffic import Layout, Traffic, count_traffic, gradient_reaches, held_model
 
 LINK_BETWEEN = 45e9  # bytes/s of a GPU to other machines: a 400 Gbit/s card for each, at 90%
@@ -46,7 +52,8 @@ _MODULATION = 12  # vectors of a block
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """Rates of a GPU. matmul, attention_*, peak: FLOP/s; copy: bytes read and written per second;
-    link, link_between: bytes/s sent to GPUs of the same machine and of others.
+    link, link_between: bytes/s sent to GPUs of the same machine and of others. host: bytes/s from or to
+    host memory, in both directions at once; unlimited where the device computes in host memory.
 
     peak: of the data sheet, for MFU; None if it is unknown. source: shown beside the prediction.
     """
@@ -57,6 +64,7 @@ class Rates:
     copy: float
     link: float
     link_between: float = LINK_BETWEEN
+    host: float = math.inf
     peak: float | None = None
     is_measured: bool = False
     source: str = ""
@@ -72,6 +80,7 @@ def stated_rates(gpu: Gpu, link_between: float = LINK_BETWEEN) -> Rates:
         copy=COPY_SHARE * gpu.copy_tb_per_s * 1e12,
         link=LINK_SHARE * gpu.link_gb_per_s * 1e9,
         link_between=link_between,
+        host=LINK_SHARE * gpu.host_gb_per_s * 1e9,
         peak=peak,
         source=f"an estimate from the data sheet of {gpu.name}",
     )
@@ -92,10 +101,41 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
-    """Predicted seconds of an optimizer step. communication: what computation does not hide.
+class Saving:
+    """The keys of a run that save memory of its GPU, in exchange for time.
 
-    hidden: communication beside computation. mfu: model FLOPs over the peak; None if it is unknown.
+    is_quantized: args.quantize_base=int8. num_offloaded: args.offload_blocks; block_bytes: of one such
+    block in host memory. kept_bytes: that each block keeps in host memory for a micro-batch; empty
+    without args.offload_activations.
+    """
+
+    is_quantized: bool = False
+    num_offloaded: int = 0
+    block_bytes: int = 0
+    kept_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> Saving:
+        setup, model = plan.setup, plan.setup.model
+        kept = [setup.layer.kept(p) for p in plan.policies[:-NUM_RESIDENT] if setup.offloads]
+        number = model.num_offloaded
+        return cls(
+            is_quantized=model.is_quantized,
+            num_offloaded=number,
+            block_bytes=model.host_bytes(setup.rules.weight_bytes) // max(number, 1),
+            kept_bytes=tuple(kept),
+        )
+
+    def num_held(self, num_layers: int) -> int:
+        """Return the number of last blocks whose linears' weights are no parameters."""
+        return num_layers if self.is_quantized else self.num_offloaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted seconds of an optimizer step. communication, transfers: what computation does not hide.
+
+    hidden, hidden_transfers: what is sent or copied beside computation. mfu: model FLOPs over the peak; None if it is unknown.
     samples_per_second: of all GPUs.
     """
 
@@ -104,6 +144,8 @@ class StepTime:
     memory_bound: float
     communication: float
     hidden: float
+    transfers: float
+    hidden_transfers: float
     mfu: float | None
     samples_per_second: float
     is_measured: bool
@@ -111,7 +153,8 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return self.matmul + self.attention + self.memory_bound + self.communication
+        computed = self.matmul + self.attention + self.memory_bound
+        return computed + self.communication + self.transfers
 
 
 def estimate(
@@ -123,20 +166,19 @@ def estimate(
     *,
     overlaps_gradients: bool = True,
     bucket_numel: int = BUCKET_NUMEL,
+    saving: Saving = Saving(),
 ) -> StepTime:
     """Predict the time of an optimizer step.
 
     num_tokens: S of one sample, text included. policies: of activation checkpointing, one or one for
     each block; `layout.is_recomputed` follows from them. overlaps_gradients: DeepSpeed's
-    overlap_comm. bucket_numel: its reduce_bucket_size.
+    overlap_comm. bucket_numel: its reduce_bucket_size. saving: `layout.num_held` follows from it.
     """
     every = _of_layers(config, policies)
-    layout = replace(layout, is_recomputed=set(every) != {"none"})
-    work = count_work(config, num_tokens, layout, every)
-    matmul = work.matmul_flops / rates.matmul
-    forward = work.attention_forward_flops / rates.attention_forward
-    attention = forward + work.attention_backward_flops / rates.attention_backward
-    memory_bound = work.num_bytes / rates.copy
+    num_held = saving.num_held(config.num_layers)
+    layout = replace(layout, is_recomputed=set(every) != {"none"}, num_held=num_held)
+    work = count_work(config, num_tokens, layout, every, saving.is_quantized)
+    matmul, attention, memory_bound = _seconds(work, rates)
     computed = matmul + attention + memory_bound
     traffic = _traffic(config, num_tokens, layout)
     is_inside = layout.model_size * layout.context_size <= GPUS_PER_MACHINE
@@ -156,7 +198,8 @@ def estimate(
             # Gathers run ahead of the blocks that need them.
             weights = max(0.0, weights - (1 - _BACKWARD_PART) * computed)
         exposed += gradients + weights
-    seconds = computed + exposed
+    transfers, hidden_transfers = _transfers(config, num_tokens, layout, rates, every, saving)
+    seconds = computed + exposed + transfers
     samples = layout.batch_size * layout.accumulation * layout.data_size
     flops = samples * train_flops(config, num_tokens) / layout.world_size
     return StepTime(
@@ -165,6 +208,8 @@ def estimate(
         memory_bound=memory_bound,
         communication=exposed,
         hidden=sent - exposed,
+        transfers=transfers,
+        hidden_transfers=hidden_transfers,
         mfu=None if rates.peak is None else flops / seconds / rates.peak,
         samples_per_second=samples / seconds,
         is_measured=rates.is_measured,
@@ -182,6 +227,75 @@ def _of_layers(
         return (policies,) * config.num_layers
     assert len(policies) == config.num_layers, f"{len(policies)} policies"
     return tuple(policies)
+
+
+def _seconds(work: Work, rates: Rates) -> tuple[float, float, float]:
+    """Return the seconds of matrix products, attention and memory-bound kernels."""
+    forward = work.attention_forward_flops / rates.attention_forward
+    attention = forward + work.attention_backward_flops / rates.attention_backward
+    return work.matmul_flops / rates.matmul, attention, work.num_bytes / rates.copy
+
+
+def _transfers(
+    config: TransformerConfig,
+    num_tokens: int,
+    layout: Layout,
+    rates: Rates,
+    policies: Sequence[Policy],
+    saving: Saving,
+) -> tuple[float, float]:
+    """Return the seconds of copies between host and GPU that computation does not hide, and those that
+    it hides.
+
+    While one block computes, what the one before it keeps is copied to the host, and what the next one
+    needs is copied from there.
+    """
+    if not saving.num_offloaded and not saving.kept_bytes:
+        return 0.0, 0.0
+    num_layers, reaches = config.num_layers, gradient_reaches(held_model(config, layout.model_size))
+    num_reached = sum(reached for _, reached in reaches)
+    given = (config, num_tokens, layout, policies)
+    whole = _count_blocks(*given, reaches, saving.is_quantized)
+    forward = _count_blocks(*given, [(False, False)] * num_layers, saving.is_quantized)
+    forward_seconds = sum(_seconds(forward, rates))
+    backward_seconds = sum(_seconds(whole, rates)) - forward_seconds
+    beside = forward_seconds / num_layers, backward_seconds / max(num_reached, 1)
+    fetches = _fetches(num_layers, saving.num_offloaded, num_reached)
+    kept = [*saving.kept_bytes, *[0] * (num_layers - len(saving.kept_bytes))]
+    fetched = [[saving.block_bytes * (i in each) for i in range(num_layers)] for each in fetches]
+    first = num_layers - num_reached
+    back = [size + kept[i] * (i >= first) for i, size in enumerate(fetched[1])]
+    # In forward the two directions are used at once: the slower one counts.
+    copies = [(fetched[0], beside[0]), (kept, beside[0]), (back, beside[1])]
+    total = [sum(sizes) / rates.host for sizes, _ in copies]
+    over = [sum(max(0.0, size / rates.host - most) for size in sizes) for sizes, most in copies]
+    exposed = max(over[:2]) + over[2]
+    copied = max(total[:2]) + total[2]
+    hidden = max(0.0, copied - exposed)
+    return layout.accumulation * exposed, layout.accumulation * hidden
+
+
+def _fetches(num_layers: int, num_offloaded: int, num_reached: int) -> tuple[set[int], set[int]]:
+    """Return the blocks that host_blocks.py fetches in a forward and in a backward pass.
+
+    num_reached: last blocks that have a backward pass.
+    """
+    first, size = num_layers - num_offloaded, min(NUM_SLOTS, num_offloaded)
+    slots: dict[int, int] = {}
+
+    def run(order: range) -> set[int]:
+        fetched = set()
+        for number in order:
+            for wanted in (number, number + order.step):
+                if first <= wanted < num_layers and slots.get(wanted % size) != wanted:
+                    slots[wanted % size] = wanted
+                    fetched.add(wanted)
+        return fetched
+
+    passes = range(num_layers), range(num_layers - 1, num_layers - num_reached - 1, -1)
+    for order in passes:  # the first micro-batch begins with empty slots
+        run(order)
+    return run(passes[0]), run(passes[1])
 
 
 def _traffic(config: TransformerConfig, num_tokens: int, layout: Layout) -> Traffic:
@@ -213,29 +327,67 @@ def _num_trained(config: TransformerConfig, layout: Layout) -> int:
 
 
 def count_work(
-    config: TransformerConfig, num_tokens: int, layout: Layout, policies: Sequence[Policy]
+    config: TransformerConfig,
+    num_tokens: int,
+    layout: Layout,
+    policies: Sequence[Policy],
+    is_quantized: bool = False,
 ) -> Work:
     """Count what one GPU computes in an optimizer step, with recomputation."""
+    reaches = gradient_reaches(held_model(config, layout.model_size))
+    blocks = _count_blocks(config, num_tokens, layout, policies, reaches, is_quantized)
+    matmul, weight, num_bytes = _edges(config, num_tokens, layout)
+    times, trained = layout.accumulation, _num_trained(config, layout)
+    number, copies = layout.bytes_per_number, layout.num_replicas
+    # Each gradient is read and written once on its way to its partition, and twice more where
+    # DeepSpeed averages it in a bucket; those of later micro-batches are added.
+    transfers = 2 + (2 + 2 / copies if copies > 1 else 0) + 3 / copies * (times > 1)
+    num_bytes = times * (blocks.num_bytes + num_bytes + transfers * trained * number)
+    return Work(
+        matmul_flops=times * (blocks.matmul_flops + matmul + weight),
+        weight_flops=times * (blocks.weight_flops + weight),
+        attention_forward_flops=times * blocks.attention_forward_flops,
+        attention_backward_flops=times * blocks.attention_backward_flops,
+        num_bytes=num_bytes + trained / copies * _OPTIMIZER_BYTES[number],
+    )
+
+
+def _count_blocks(
+    config: TransformerConfig,
+    num_tokens: int,
+    layout: Layout,
+    policies: Sequence[Policy],
+    reaches: Sequence[tuple[bool, bool]],
+    is_quantized: bool,
+) -> Work:
+    """Count what the blocks compute for one micro-batch, without the products of their modulation.
+
+    reaches: of gradients, as in `gradient_reaches`.
+    """
     width, parts = config.hidden_size, layout.model_size
     rows = layout.batch_size * num_tokens / layout.context_size
     square, low = rows * width**2 / parts, 2 * rows * (config.lora_rank or 0) * width / parts
     unit = rows * width * layout.bytes_per_number
     is_trained = config.lora_rank is None
-    matmul, weight, num_bytes = _edges(config, num_tokens, layout)
     modulation = 2 * layout.batch_size * config.time_embed_dim * width * _MODULATION / parts
-    forwards, backwards = 0, 0
-    reaches = gradient_reaches(held_model(config, parts))
+    # An int8 weight is read and written in the training dtype before each of its products.
+    dequantized = (1 + layout.bytes_per_number) / parts * is_quantized
+    vectors = _MODULATION * width * config.time_embed_dim * dequantized
+    matmul, weight, num_bytes, forwards, backwards = 0.0, 0.0, 0.0, 0, 0
     for i, (policy, (has_gradient, is_reached)) in enumerate(zip(policies, reaches, strict=True)):
         linears = _linears(config, i)
         forward = sum(each.size * square + each.num_columns * low for each in linears)
+        base = sum(each.num_weights for each in linears) * width**2 * dequantized + vectors
         moved = sum(each.forward_units for each in linears) / parts
         moved += _units_of_pass(layout, is_trained, is_backward=False)
-        matmul, num_bytes, forwards = matmul + forward, num_bytes + moved * unit, forwards + 1
+        matmul, num_bytes = matmul + forward, num_bytes + moved * unit + base
+        forwards += 1
         if not is_reached:  # a block before the first adapters
             continue
         for each in linears:
             if has_gradient:
                 matmul += each.size * square + each.columns_in * low
+                num_bytes += each.num_weights * width**2 * dequantized
             own = each.num_columns * low
             matmul += each.columns_out * low
             weight += each.size * square if is_trained else own
@@ -252,20 +404,15 @@ def count_work(
             matmul += sum(each.columns_out for each in linears) * low
             continue
         matmul += forward + modulation
+        num_bytes += base
         forwards += policy == "full"
-    times, trained = layout.accumulation, _num_trained(config, layout)
-    number, copies = layout.bytes_per_number, layout.num_replicas
-    # Each gradient is read and written once on its way to its partition, and twice more where
-    # DeepSpeed averages it in a bucket; those of later micro-batches are added.
-    transfers = 2 + (2 + 2 / copies if copies > 1 else 0) + 3 / copies * (times > 1)
-    num_bytes = times * (num_bytes + transfers * trained * number)
-    quadratic = times * rows * num_tokens * width / parts
+    quadratic = rows * num_tokens * width / parts
     return Work(
-        matmul_flops=times * (matmul + weight),
-        weight_flops=times * weight,
+        matmul_flops=matmul + weight,
+        weight_flops=weight,
         attention_forward_flops=forwards * 4 * quadratic,
         attention_backward_flops=backwards * 10 * quadratic,
-        num_bytes=num_bytes + trained / copies * _OPTIMIZER_BYTES[number],
+        num_bytes=num_bytes,
     )
 
 
@@ -315,6 +462,11 @@ class _Linear:
     @property
     def num_columns(self) -> int:
         return self.columns_in + self.columns_out
+
+    @property
+    def num_weights(self) -> int:
+        """Return the number of weights, in units of M^2."""
+        return self.size // 2
 
 
 def _linears(config: TransformerConfig, layer: int) -> list[_Linear]:

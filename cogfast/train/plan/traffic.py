@@ -26,6 +26,7 @@ from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.memory.quantized_base import base_linears
 
 PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's default
 _FLOAT32 = 4
@@ -43,6 +44,8 @@ class Layout:
     is_recomputed: activation checkpointing; every policy repeats the sums over the group.
     splits_rows: sequence parallelism.
     persistent_numel: stage3_param_persistence_threshold.
+    num_held: last blocks whose linears' weights are no parameters, since they are int8 or in host memory.
+    ZeRO-3 neither partitions nor gathers them.
     """
 
     data_size: int
@@ -55,6 +58,7 @@ class Layout:
     is_recomputed: bool = False
     splits_rows: bool = False
     persistent_numel: int = PERSISTENT_NUMEL
+    num_held: int = 0
 
     @property
     def num_replicas(self) -> int:
@@ -161,7 +165,10 @@ def _among_copies(transformer: DiffusionTransformer, layout: Layout) -> tuple[fl
         return gradients, scatter_or_gather(trained * number, size)
     # ZeRO-3 keeps small parameters whole and gathers the rest in forward and in backward. This assumes
     # stage3_max_reuse_distance 0, and does not count gathers for recomputation.
-    numels = [p.numel() for p in transformer.parameters()]
+    first = len(transformer.blocks) - layout.num_held
+    linears = base_linears(transformer)
+    held = {f"{path}.weight" for path, _ in linears if int(path.split(".")[1]) >= first}
+    numels = [p.numel() for name, p in transformer.named_parameters() if name not in held]
     small = sum(numel for numel in numels if numel <= layout.persistent_numel)
     large = sum(numels) - small
     gradients = times * scatter_or_gather(trained * number, size)

@@ -10,16 +10,25 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.checks.plan_step_time import Probe, measure, predict, rates_of
 from bench.steps.step_cases import Case, Plan
+from cogfast.diagnostics.plan_times import time_lines
+from cogfast.kernels import int8_linear
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
+from cogfast.train.distributed.parallelize import allocate
 from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.train.memory.host_blocks import HostBlocks, allocate_base, hold_base
+from cogfast.train.memory.offloaded_activations import OffloadedActivations
 from cogfast.train.plan.activations import LADDER, Policy
 from cogfast.train.plan.flops import train_flops
 from cogfast.train.plan.gpus import GPUS
-from cogfast.train.plan.step_time import Rates, count_work, estimate, stated_rates
+from cogfast.train.plan.measured import predict_step
+from cogfast.train.plan.memory import plan_memory, setup_of
+from cogfast.train.plan.step_time import Rates, Saving, count_work, estimate, stated_rates
 from cogfast.train.plan.traffic import Layout, count_traffic
 from tests.support.tiny_transformers import FAMILY, inputs, tiny
+from tests.train.plan.test_memory import CACHED, config_of
 
 NUM_TOKENS = 10 + 4 * 24  # of `inputs`: text, and video in patches
 ALONE = Layout(data_size=1, batch_size=2, bytes_per_number=4)
@@ -185,3 +194,177 @@ def test_the_bench_predicts_from_rates_alone() -> None:
     fast = [Probe(p.name, 2 * p.work, p.call, p.times) for p in probes]
     seconds = [predict(variant, case, rates_of(made)).seconds for made in (probes, fast)]
     assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+# --- what saves memory ---
+
+CPU = torch.device("cpu")
+BLOCK = 12 * 128**2 + 12 * 128 * 64  # weights of a tiny block's linears
+
+
+def held(quantization: str, num_offloaded: int, **changes: object) -> DiffusionTransformer:
+    """A tiny transformer whose base is frozen and held as asked."""
+    with torch.device("meta"):
+        transformer = assemble_transformer(large(**changes))
+    freeze(transformer, ["all"], is_lora_only=False)
+    hold_base(transformer, quantization, num_offloaded)
+    allocate(transformer, CPU)
+    targets = {**dict(transformer.named_parameters()), **allocate_base(transformer, CPU)}
+    source = dict(tiny("5b", **changes).named_parameters())
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(source[name])
+    return transformer.train()
+
+
+@pytest.mark.parametrize("policy", LADDER)
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "all weights"])
+def test_int8_weights_are_those_that_are_dequantized(
+    name: str, policy: Policy, monkeypatch
+) -> None:
+    """In fp32 each weight is read as one byte and written as four, before each of its products."""
+    numels = []
+    dequantize = int8_linear.dequantize_rows
+    monkeypatch.setattr(
+        int8_linear,
+        "dequantize_rows",
+        lambda q, scale, dtype: numels.append(q.numel()) or dequantize(q, scale, dtype),
+    )
+    model = held("int8", 0, **ADAPTERS[name])
+    apply_policies(model, [policy] * 2)
+    model(**inputs("5b")).square().mean().backward()
+    plain, quantized = (
+        count_work(model.config, NUM_TOKENS, replace(ALONE, accumulation=3), [policy] * 2, is_int8)
+        for is_int8 in (False, True)
+    )
+    assert quantized.num_bytes - plain.num_bytes == pytest.approx(3 * 5 * sum(numels))
+    assert replace(quantized, num_bytes=plain.num_bytes) == plain
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("adapted", [None, (2, 3, 4, 5), (3, 5), (5,)])
+def test_fetched_blocks_are_those_that_are_copied(number: int, adapted, monkeypatch) -> None:
+    """Six blocks, the last of them offloaded; those below the first adapters have no backward pass."""
+    model = held("none", number, num_layers=6, lora_rank=4, lora_layers=adapted)
+    apply_policies(model, ["full"] * 6)
+    fetched: list[int] = []
+    fetch = HostBlocks._fetch
+
+    def note(blocks: HostBlocks, block: int) -> None:
+        fetched.extend([block] * (blocks._slot(block).holds != block))
+        fetch(blocks, block)
+
+    monkeypatch.setattr(HostBlocks, "_fetch", note)
+    for _ in range(3):
+        fetched.clear()
+        model(**inputs("5b")).square().mean().backward()
+    free = replace(RATES, matmul=1e30, attention_forward=1e30, attention_backward=1e30, copy=1e30)
+    saving = Saving(num_offloaded=number, block_bytes=4 * BLOCK)
+    layout = replace(ALONE, accumulation=2)
+    step = estimate(
+        model.config, NUM_TOKENS, layout, replace(free, host=1e9), "full", saving=saving
+    )
+    assert step.transfers == pytest.approx(2 * len(fetched) * 4 * BLOCK / 1e9)
+    assert step.seconds == pytest.approx(step.transfers)
+
+
+def test_copied_activations_are_those_that_are_kept(monkeypatch) -> None:
+    """Each block but the last two copies its input to the host and back."""
+    model = tiny("5b", num_layers=5).train()
+    copied = []
+    copy = OffloadedActivations.copy
+    monkeypatch.setattr(
+        OffloadedActivations,
+        "copy",
+        lambda owner, target, source: copied.append(source.nbytes) or copy(owner, target, source),
+    )
+    apply_policies(model, ["full"] * 5, offload=OffloadedActivations(5, CPU))
+    model(**inputs("5b")).square().mean().backward()
+    unit = 2 * NUM_TOKENS * 128 * 4
+    assert copied == 6 * [unit]
+    free = replace(RATES, matmul=1e30, attention_forward=1e30, attention_backward=1e30, copy=1e30)
+    saving = Saving(kept_bytes=(unit,) * 3)
+    given = (model.config, NUM_TOKENS, ALONE, replace(free, host=1e9), "full")
+    step = estimate(*given, saving=saving)
+    assert step.transfers == pytest.approx(sum(copied) / 1e9)
+    assert step.hidden_transfers == pytest.approx(0)
+
+
+def test_copies_hide_behind_the_block_at_work() -> None:
+    """Products of 24 B S M^2 forward; twice that, the recomputed ones and the modulation backward."""
+    rate, unit = 1e12, 2 * NUM_TOKENS * 128**2
+    free = replace(RATES, attention_forward=1e30, attention_backward=1e30, copy=1e30, matmul=rate)
+    forward = 24 * unit / rate
+    backward = (3 * 24 * unit + 2 * 2 * 64 * 128 * 12) / rate
+    saving = Saving(kept_bytes=(10_000,) * 3)
+
+    def predicted(seconds: float) -> tuple[float, float]:
+        given = (large(num_layers=5), NUM_TOKENS, replace(ALONE, accumulation=2))
+        rates = replace(free, host=10_000 / seconds)
+        step = estimate(*given, rates, "full", saving=saving)
+        assert step.communication == step.hidden == 0
+        assert step.seconds == pytest.approx(step.matmul + step.transfers)
+        return step.transfers, step.hidden_transfers
+
+    assert predicted(0.9 * forward) == pytest.approx((0, 2 * 6 * 0.9 * forward))
+    between = (forward + backward) / 2
+    exposed = 2 * 3 * (between - forward)
+    assert predicted(between) == pytest.approx((exposed, 2 * 6 * between - exposed))
+    long = 2 * backward
+    exposed = 2 * 3 * (long - forward + long - backward)
+    assert predicted(long) == pytest.approx((exposed, 2 * 6 * long - exposed))
+
+
+def test_blocks_and_activations_share_a_direction_in_backward_alone() -> None:
+    free = replace(RATES, matmul=1e30, attention_forward=1e30, attention_backward=1e30, copy=1e30)
+    config, rates = large(num_layers=5, lora_rank=4), replace(free, host=1.0)
+    saving = Saving(num_offloaded=4, block_bytes=7, kept_bytes=(10, 10, 10))
+    step = estimate(config, NUM_TOKENS, ALONE, rates, "full", saving=saving)
+    # Forward: 2 x 7 to the device beside 3 x 10 from it. Backward: 2 x 7 and 3 x 10.
+    assert step.transfers == pytest.approx(30 + 14 + 30)
+
+
+@pytest.mark.parametrize(
+    ("saving", "num_held"),
+    [(Saving(is_quantized=True), 2), (Saving(num_offloaded=1, block_bytes=4 * BLOCK), 1)],
+    ids=["int8", "host"],
+)
+def test_stage_3_gathers_no_weights_that_are_no_parameters(saving: Saving, num_held: int) -> None:
+    """The linears of a held block leave both gathers of each of three micro-batches."""
+    layout = Layout(data_size=4, zero_stage=3, accumulation=3, persistent_numel=0)
+    plain, less = (
+        estimate(large(lora_rank=4), NUM_TOKENS, layout, RATES, saving=each)
+        for each in (Saving(), saving)
+    )
+    sent = [step.communication + step.hidden for step in (plain, less)]
+    gathered = 3 * 2 * num_held * BLOCK * 2 * 3 / 4
+    assert sent[0] - sent[1] == pytest.approx(gathered / RATES.link)
+
+
+def test_the_plan_says_what_is_held_and_copied() -> None:
+    """LoRA of 5B with all three keys: int8 rows with a scale each, and 40 inputs of blocks in bf16."""
+    words = ["args.quantize_base=int8", "args.offload_blocks=10", "args.offload_activations=true"]
+    config, args = config_of("_5b", *CACHED, *words, lora=True)
+    plan = plan_memory(setup_of(config, args, 1), None)
+    saving = Saving.of(plan)
+    width, unit = 3072, 17_776 * 3072 * 2
+    assert saving == Saving(
+        is_quantized=True,
+        num_offloaded=10,
+        block_bytes=12 * width**2 + 12 * width * 512 + 4 * (3 + 1 + 4 + 1 + 12) * width,
+        kept_bytes=(unit,) * 40,
+    )
+    assert saving.num_held(42) == 42 and replace(saving, is_quantized=False).num_held(42) == 10
+    h100 = next(gpu for gpu in GPUS if gpu.name == "h100-80")
+    step = predict_step(config, args, plan, h100)
+    # 40 units out, then in together with 8 of the 10 blocks; the first two wait in their slots.
+    moved = 2 * 40 * unit + 8 * saving.block_bytes
+    assert step is not None
+    assert step.transfers + step.hidden_transfers == pytest.approx(moved / (0.8 * 64e9))
+    assert "host transfers 0.000)" in time_lines(step)[0]
+    assert "host transfers" not in time_lines(replace(step, hidden_transfers=0.0))[0]
+
+
+def test_host_memory_is_as_fast_as_its_data_sheet_says() -> None:
+    rates = {gpu.name: stated_rates(gpu).host for gpu in GPUS}
+    assert rates["h100-80"] == 0.8 * 64e9 and rates["4090"] == rates["a100-80"] == 0.8 * 32e9
