@@ -11,6 +11,8 @@ for an H100. No GPU has run it yet.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,19 @@ from cogfast.kernels.torch_library import register_op
 _MOST = 127  # -128 is not used: q is symmetric
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def row_maxima(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, [N] float32; infinite if the row is not finite."""
+    return weight.float().abs().amax(dim=1).nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def quantize_rows(weight: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return q [N, K] int8 and the scales [N] float32 of a weight [N, K].
 
-    A row that is not finite gets a scale that is not finite.
+    maxima: [N] of `row_maxima`; None: of this weight. A row that is not finite gets a scale that is not
+    finite.
     """
     values = weight.float()
-    scale = values.abs().amax(dim=1) / _MOST
+    scale = (row_maxima(values) if maxima is None else maxima) / _MOST
     # A row of zeros has scale 0.
     q = values / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     return q.nan_to_num_(0.0).round_().clamp_(-_MOST, _MOST).to(torch.int8), scale

@@ -152,11 +152,9 @@ def materialize(transformer: DiffusionTransformer, seed: int) -> dict[str, Targe
     return held
 
 
-def round_base(transformer: DiffusionTransformer, size: int) -> None:
-    """Round the base's weights as `size` ranks quantize their shards of them."""
-    for path, linear in base_linears(transformer):
-        # Shards by inputs have scales of their own; those by outputs have whole rows.
-        is_cut = path.removesuffix(".original").endswith(("attention.out", "fc2"))
-        pieces = linear.weight.data.chunk(size if is_cut else 1, dim=1)
-        rounded = [dequantize_rows(*quantize_rows(piece), torch.float32) for piece in pieces]
-        linear.weight.data.copy_(torch.cat(rounded, dim=1))
+def round_base(transformer: DiffusionTransformer) -> None:
+    """Round the base's weights to 8 bits."""
+    for _, linear in base_linears(transformer):
+        linear.weight.data.copy_(
+            dequantize_rows(*quantize_rows(linear.weight.detach()), torch.float32)
+        )

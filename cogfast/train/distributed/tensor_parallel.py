@@ -128,6 +128,11 @@ def sum_over_group(x: Tensor, group: ParallelGroup) -> Tensor:
     return _SumOverGroup.apply(x, group.name)
 
 
+def largest_of_group(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Return the largest of the ranks' numbers in each place, without a gradient."""
+    return wait_for(_ops.all_reduce(x, "max", group.name))
+
+
 def gather_columns(x: Tensor, group: ParallelGroup, sums_gradient: bool = False) -> Tensor:
     """All-gather columns [B, N / size] -> [B, N].
 

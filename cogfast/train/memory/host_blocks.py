@@ -28,7 +28,12 @@ from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.model.weights.source import Target
 from cogfast.train.memory.host_memory import host_buffer
-from cogfast.train.memory.quantized_base import QuantizedWeight, base_linears, quantize_base
+from cogfast.train.memory.quantized_base import (
+    QuantizedWeight,
+    base_linears,
+    quantize_base,
+    row_group,
+)
 
 NUM_SLOTS = 2
 _ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns
@@ -172,9 +177,12 @@ def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> di
     if isinstance(transformer.block_source, HostBlocks):
         transformer.block_source.allocate(device)
     held: dict[str, Target] = {}
+    linears = dict(base_linears(transformer))
     for path, stored in stored_base(transformer).items():
-        weight, scale = stored["weight"], stored.get("scale")
-        target = weight if scale is None else QuantizedWeight(weight, scale, device)
+        target = stored["weight"]
+        if "scale" in stored:
+            group = row_group(linears[path])
+            target = QuantizedWeight(target, stored["scale"], device, group)
         held[f"{path}.weight"] = target
     return held
 

@@ -2,7 +2,8 @@
 
 A block's qkv, attention output, fc1, fc2 and modulation hold 1 byte per weight in place of 2, and 4
 bytes per row, as buffers: ZeRO neither partitions them nor keeps state for them. They are quantized
-while they load, one tensor at a time, after tensor parallelism has cut them. Checkpoints and exports
+while they load, one tensor at a time, after tensor parallelism has cut them; a shard of columns has the
+scales of the whole rows, so that the base does not depend on the number of ranks. Checkpoints and exports
 have adapters alone, so that merges use the weights of args.load as they are.
 """
 
@@ -14,10 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cogfast.kernels.int8_linear import int8_linear, quantize_rows
+from cogfast.kernels.int8_linear import int8_linear, quantize_rows, row_maxima
 from cogfast.model.attention import DeferredBiasLinear
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.distributed.tensor_parallel import ParallelLinear
+from cogfast.train.distributed.tensor_parallel import (
+    ParallelGroup,
+    ParallelLinear,
+    largest_of_group,
+)
 
 
 class QuantizedLinear(nn.Module):
@@ -76,19 +81,34 @@ def _quantize(module: nn.Module, weight: Tensor) -> None:
     module.register_buffer("scale", make(len(weight), dtype=torch.float32), persistent=False)
 
 
+def row_group(linear: Linear) -> ParallelGroup | None:
+    """Return the ranks that have the other columns of a linear's weight; None if it has whole rows."""
+    if isinstance(linear, ParallelLinear) and linear.shards["weight"].dim == 1:
+        return linear.group
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Takes the values of a weight and stores them in 8 bits. device: of the computation."""
+    """Takes the values of a weight and stores them in 8 bits. device: of the computation.
+
+    row_group: the ranks that have the other columns of the weight. `copy_` is collective for them.
+    """
 
     q: Tensor
     scale: Tensor
     device: torch.device
+    row_group: ParallelGroup | None = None
 
     @property
     def shape(self) -> torch.Size:
         return self.q.shape
 
     def copy_(self, values: Tensor) -> None:
-        q, scale = quantize_rows(values.to(self.device))
+        values = values.to(self.device)
+        maxima = row_maxima(values)
+        if self.row_group is not None:
+            maxima = largest_of_group(maxima, self.row_group)
+        q, scale = quantize_rows(values, maxima)
         self.q.copy_(q)
         self.scale.copy_(scale)

@@ -34,11 +34,11 @@ from tests.support.tiny_transformers import FAMILY, randomize
 EVERY_CASE = [name for name in CASES if "compiled" not in name]
 
 
-def whole_model(name: str, size: int = 2) -> DiffusionTransformer:
+def whole_model(name: str) -> DiffusionTransformer:
     transformer = assemble_transformer(CASES[name].config)
     randomize(transformer, seed=0)
     if CASES[name].quantization == "int8":
-        round_base(transformer, size)
+        round_base(transformer)
     return transformer
 
 
@@ -47,7 +47,7 @@ def launch(folder: Path, num_processes: int, size: int, cases: list[str]) -> Non
     for name in cases:
         (folder / name.partition("=")[0]).mkdir()
         if name in CASES:
-            state = {k: v.clone() for k, v in to_sat_state_dict(whole_model(name, size)).items()}
+            state = {k: v.clone() for k, v in to_sat_state_dict(whole_model(name)).items()}
             torch.save({"module": state}, folder / name / "mp_rank_00_model_states.pt")
     launch_ranks(
         num_processes,
@@ -72,7 +72,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
 
 
 def check_case(name: str, ranks: list[dict], number: int = 0) -> None:
-    case, transformer = CASES[name], whole_model(name, len(ranks))
+    case, transformer = CASES[name], whole_model(name)
     case.freeze(transformer)
     transformer.to(case.dtype)
     one = loss_and_gradients(transformer, case_inputs(name, number))
