@@ -266,3 +266,31 @@ def test_rounded_moments_are_as_good_as_those_of_one_process(
             for folder in (exact, one, other)
         )
         assert 0 < off(found, whole) <= 1.5 * off(rounded, whole)
+
+
+PLANNED = {2: ("cp 2", "tp 2"), 4: ("dp 2 x cp 2", "dp 2 x tp 2, zero-3", "cp 2 x tp 2")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_the_plan_counts_what_ranks_keep(
+    bases: dict[bool, Path], tmp_path: Path, ranks: int
+) -> None:
+    """Weights, state of the optimizer and host memory; tiny models are rounded up by some percent."""
+    cases = [
+        (name, layout)
+        for name in ("int8, blocks, activations", "8bit, ema, activations")
+        for layout in PLANNED[ranks]
+    ]
+    steps = []
+    for name, layout in cases:
+        words = [f"args.save={tmp_path / name}-{layout}", "args.train_iters=2", *KEYS[name].words]
+        steps.append([str(bases[KEYS[name].is_lora]), *words, *LAYOUTS[layout][1]])
+    file, program = tmp_path / "found.json", "tests/support/ranks/held_memory_ranks.py"
+    launch_ranks(ranks, program, str(file), json.dumps(steps))
+    for (name, layout), found in zip(cases, json.loads(file.read_text()), strict=True):
+        assert len(found) == ranks
+        for part, (kept, planned) in (item for rank in found for item in rank.items()):
+            assert kept == pytest.approx(planned, rel=0.05), f"{name}, {layout}: {part}"
+        assert (found[0]["blocks on the host"][0] > 0) is KEYS[name].is_lora
+        assert found[0]["activations on the host"][0] > 0
