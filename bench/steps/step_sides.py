@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from bench.steps.step_models import Batch, BlockInput, Variant
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.config import TransformerConfig
+from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.diffusers import diffusers_names
 from cogfast.schema.arguments import PolicyChoice
+from cogfast.train.distributed.parallelize import allocate
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.memory.activation_checkpointing import (
     ActivationCheckpointing,
@@ -70,8 +72,13 @@ class Ours:
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        with torch.device(variant.device):
+        # `initialize` would draw every number on the CPU first.
+        with torch.device("meta"):
             network = assemble_transformer(variant.config)
+        allocate(network, variant.device)
+        for module in network.modules():
+            if isinstance(module, PositionTable):
+                module.reset()
         randomize(network, seed=0)
         self.network = network.to(variant.dtype).train()
         # The kernels of a block are chosen as in training.

@@ -20,6 +20,8 @@ from bench.steps.step_models import MODELS, Variant, draw_batch, draw_block_inpu
 from bench.steps.step_on_device import cases_2b, cases_5b, cases_15_5b, cases_15_5b_i2v
 from bench.steps.step_optimizers import UPDATES, OurUpdate, PeerUpdate
 from bench.steps.step_sides import SIDES, Ours, Theirs, as_diffusers
+from cogfast.model import initialization
+from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.formats.diffusers import from_diffusers
 
 CPU = torch.device("cpu")
@@ -56,6 +58,23 @@ def test_the_tokens_of_15() -> None:
         assert variant(model).num_tokens == 11 * 48 * 85 + 224 == 45_104
     drawn = draw_batch(variant("1.5-5b-i2v-smallest"))
     assert drawn.latents.shape == (2, 32, 4, 6, 8) and drawn.target.shape == (2, 16, 4, 6, 8)
+
+
+@pytest.mark.parametrize("model", ["2b-smallest", "5b-smallest"])
+def test_weights_are_drawn_once(model: str, monkeypatch) -> None:
+    """The numbers of a training run's start, which the CPU draws, would be overwritten."""
+    draw = lambda *given: pytest.fail("drawn on the CPU")
+    given = variant(model, lora_rank=4)
+    wanted = {
+        n: p for n, p in assemble_transformer(given.config).named_parameters() if "table" in n
+    }
+    monkeypatch.setattr(initialization, "_draw", draw)
+    network = Ours(given).network
+    assert (model == "2b-smallest") == bool(wanted)
+    for name, parameter in network.named_parameters():
+        assert parameter.isfinite().all(), name
+        if name in wanted:
+            assert torch.equal(parameter, wanted[name])
 
 
 def test_bfloat16_is_compared_with_float32() -> None:
