@@ -492,7 +492,7 @@ class Trainer:
                 "trained": f"{self.num_trained / 1e6:.2f} M parameters",
             }
         )
-        self.memory.log()
+        self.memory.start()
 
     def _save(self, metrics: Metrics, is_stopping: bool = False) -> None:
         """Start writing a checkpoint. If that fails, training continues without it. is_stopping: a

@@ -47,8 +47,8 @@ GIB = 2**30
 # output layer and the loss; a block's forward pass without gradients, (by rows, shared by ranks).
 _EMBEDDED, _HEAD = 0.08, 3
 _FORWARD_ONLY = (6, 6)
-# cuBLAS and cuDNN workspaces and small tensors that last.
-_WORKSPACE = 2**27
+# cuBLAS and cuDNN workspaces and small tensors that last. On a CPU: what libraries keep, as measured.
+_WORKSPACE, _CPU_WORKSPACE = 2**27, 48 * 2**20
 _STEP = ("training", "optimizer step")
 _UNKNOWN = 2**62  # free bytes of a card that is not known
 
@@ -69,6 +69,7 @@ class Setup:
     is_sampling: bool = False  # args.mode=inference: nothing is trained
     offloads: bool = False  # args.offload_activations
     has_graphs: bool = False  # args.cuda_graphs
+    is_cpu: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -189,7 +190,7 @@ def with_rows(setup: Setup, num_rows: int) -> Setup:
 
 def base_bytes(setup: Setup) -> int:
     """Return the bytes that last from step to step."""
-    return sum(_base_parts(setup).values())
+    return sum(base_parts(setup).values())
 
 
 def gap_bytes(setup: Setup) -> int:
@@ -201,19 +202,27 @@ def gap_bytes(setup: Setup) -> int:
     return setup.rules.partition(setup.model.num_trained) * setup.rules.sum_bytes
 
 
-def _base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
+def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
     state = lasting_state(setup.model, setup.rules)
     if setup.is_sampling:
         encoders = setup.encoders.resident(is_evaluated=True)
-        return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
-    return {
+        return {"weights": state.weights, "encoders": encoders, "workspaces": _workspace(setup)}
+    parts = {
         "weights": state.weights,
         "master weights": state.master,
         "moments": state.moments,
         "EMA": state.ema,
         "encoders": setup.encoders.resident(is_evaluated),
-        "batches, workspaces": setup.batch_bytes + _WORKSPACE,
+        "batches, workspaces": setup.batch_bytes + _workspace(setup),
     }
+    if setup.is_cpu:
+        # The checkpoint's writer keeps its copies, which are host memory on a GPU's machine.
+        parts["copy for checkpoints"] = state.master + state.moments + state.ema
+    return {**parts, "gradients": state.gradients} if state.gradients else parts
+
+
+def _workspace(setup: Setup) -> int:
+    return _CPU_WORKSPACE if setup.is_cpu else _WORKSPACE
 
 
 def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
@@ -248,13 +257,14 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
         }
         if sum(found.values()) > sum(best.values()):
             best = found
+    base = base_parts(setup)
     head = {
+        "gradients": base.get("gradients", 0),
+        "ZeRO's buffers": 0,
         "activations": embedded + held(len(policies), NUM_RESIDENT),
         "block at work": _HEAD * layer.unit,
     }
-    if sum(head.values()) > sum(best.values()):
-        best = {"gradients": 0, "ZeRO's buffers": 0, **head}
-    return Phase("training", {**_base_parts(setup), **best})
+    return Phase("training", {**base, **max(best, head, key=lambda parts: sum(parts.values()))})
 
 
 def host_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
@@ -281,10 +291,10 @@ def _graph_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
 
 def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[Phase]:
     if setup.is_sampling:
-        return _evaluation_phases(setup, _base_parts(setup, is_evaluated=True), card, "sampling")
+        return _evaluation_phases(setup, base_parts(setup, is_evaluated=True), card, "sampling")
     phases = [training_phase(setup, policies)]
     graphs = _graph_parts(setup, policies)
-    base = {**_base_parts(setup), **graphs}
+    base = {**base_parts(setup), **graphs}
     phases.append(
         Phase("optimizer step", {**base, "gradients": step_bytes(setup.model, setup.rules)})
     )
@@ -305,7 +315,7 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
         parts = {**base, **setup.encoders.fetched(setup.encoders.text_bytes)}
         phases.append(Phase("encoding captions", {**parts, "T5": setup.encoders.text_peak}))
     if setup.eval_rows:
-        base = {**_base_parts(setup, is_evaluated=True), **graphs}
+        base = {**base_parts(setup, is_evaluated=True), **graphs}
         phases += _evaluation_phases(setup, base, card, "evaluation")
     return phases
 
@@ -330,11 +340,13 @@ def setup_of(
     args: TrainArguments,
     world_size: int,
     transformer: DiffusionTransformer | None = None,
+    device_type: str = "cuda",
 ) -> Setup:
     """Collect what decides the memory of a configuration on `world_size` ranks.
 
     transformer: of the run, with its shards; None builds it on the meta device.
     """
+    is_cpu = device_type == "cpu"
     model_size = args.model_parallel_size
     if transformer is None:
         transformer = meta_transformer(config, args)
@@ -356,7 +368,7 @@ def setup_of(
     eval_rows = 2 * eval_batch * rows if args.has_evaluation or is_sampling else 0
     return Setup(
         model=ModelSize.of(transformer),
-        rules=rules_of(config, args, world_size // model_size),
+        rules=rules_of(config, args, world_size // model_size, is_cpu),
         layer=LayerShape.of(transformer, args.batch_size * rows, number),
         choice=str(args.activation_checkpointing),
         encoders=encoders,
@@ -367,6 +379,7 @@ def setup_of(
         is_sampling=is_sampling,
         offloads=args.offload_activations,
         has_graphs=args.cuda_graphs,
+        is_cpu=is_cpu,
     )
 
 
@@ -390,7 +403,9 @@ def meta_transformer(config: Config, args: TrainArguments) -> DiffusionTransform
     return build_on_meta(config, args, ParallelGroup(0, size, no_group) if size > 1 else None)
 
 
-def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
+def rules_of(
+    config: Config, args: TrainArguments, data_size: int, is_cpu: bool = False
+) -> ZeroRules:
     """Return where DeepSpeed and the optimizer keep the state of this configuration."""
     section = to_dict(config.deepspeed)
     zero = section.get("zero_optimization") or {}
@@ -423,6 +438,7 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         accumulation=args.gradient_accumulation_steps,
         bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
         copies_gradients=not is_fused_adam or args.kernels == "torch",
+        shares_memory=is_cpu and args.shared_memory and args.precision != "fp16",
     )
 
 
