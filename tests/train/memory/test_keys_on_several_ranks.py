@@ -168,7 +168,8 @@ def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, P
         if run.resumed_from:
             wanted.add(Run(run.keys, run.resumed_from))
     folder, found = bases[True].parent, {}
-    order = sorted(wanted, key=lambda run: (run.resumed_from is not None, str(run)))
+    # Last, since DeepSpeed's stage 3 replaces F.linear in its process, whose results round differently.
+    order = sorted(wanted, key=lambda run: ("zero-3" in run.layout, str(run)))
     for is_resumed in (False, True):
         for ranks in (1, 2, 4):
             steps = []
