@@ -12,7 +12,7 @@ from tests.support.kills import assert_same_run, draw_kills, run_with_kills
 from tests.support.tiny_run import run
 from tests.train.sampling.test_sample_sources import pipelines  # noqa: F401
 
-STEPS = 60
+STEPS = 150
 NUM_KILLS = 20
 
 
@@ -31,8 +31,9 @@ def test_many_kills_of_a_finetune_change_nothing(options: Callable[..., dict], t
 
     done = run(words(whole), 2, timeout=1200)
     assert done.returncode == 0, done.stdout
-    # Ranks continue for some steps without their torchrun: the second half leaves steps for that.
-    kills = draw_kills(seed=2, count=NUM_KILLS, last_step=STEPS // 2)
+    # Ranks continue for some steps without their torchrun, for more on a busy machine: the rest of the
+    # run leaves steps for that.
+    kills = draw_kills(seed=2, count=NUM_KILLS, last_step=STEPS // 5)
     was_in_save = run_with_kills(words(cut), cut, kills, ["--resume_from_checkpoint", "auto"])
     assert sum(was_in_save) >= 3, "hardly any kill met a save"
     assert_same_run(whole, cut, STEPS)
