@@ -2,9 +2,9 @@
 
     python -m bench.checks.plan_against_rss WIDTH LAYERS BATCH_SIZE {sft,lora} POLICY [--keep] [key=value ...]
 
-The run of training_on_device.yaml, in float32, on latents [16, 3, 32, 48] (1,152 tokens and 32 of text). Growth
-is that of the process's anonymous memory between the start, when all libraries are loaded, and the
-peak of a step, sampled every 2 ms. --keep: freed memory stays with the process, as in a run that has
+The run of training_on_device.yaml, in float32, on latents [16, 3, 32, 48] (1,152 tokens and 32 of
+text). Growth is that of the process's anonymous memory between the start, when all libraries are
+loaded, and the peak of a step, sampled every 2 ms. --keep: freed memory stays with the process, as in a run that has
 enough of it. Prints a JSON line.
 """
 

@@ -19,28 +19,28 @@ def keep_freed_memory() -> None:
     fit into: docs/diagnostics.md says how much more a process takes. Other C libraries are left as
     they are.
     """
-    _set(_LARGEST_KEPT, _MOST_KEPT, 2**20)
+    libc = _glibc()
+    if libc is not None:
+        _set(libc, _LARGEST_KEPT, _MOST_KEPT, 2**20)
 
 
 def return_freed_memory() -> None:
     """Let malloc return freed tensors above 128 KiB to the system at once, which leaves no gaps."""
-    _set(_AT_ONCE, _AT_ONCE, _AT_ONCE)
     libc = _glibc()
     if libc is not None:
+        _set(libc, _AT_ONCE, _AT_ONCE, _AT_ONCE)
         libc.malloc_trim(0)  # what was freed before
 
 
 def _glibc() -> ctypes.CDLL | None:
+    """Return the C library if it is glibc."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "gnu_get_libc_version") else None
 
 
-def _set(mmap_threshold: int, trim_threshold: int, top_pad: int) -> None:
-    libc = _glibc()
-    if libc is None:
-        return
+def _set(libc: ctypes.CDLL, mmap_threshold: int, trim_threshold: int, top_pad: int) -> None:
     for parameter, value in (
         (_M_MMAP_THRESHOLD, mmap_threshold),
         (_M_TRIM_THRESHOLD, trim_threshold),

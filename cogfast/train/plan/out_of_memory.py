@@ -115,8 +115,8 @@ class MemoryWatch:
         if _MOST_WITH_GAPS * plan.peak > free_memory(device)[0] + held:
             return_freed_memory()
             logger.info(
-                "freed memory goes back to the system at once, because it is scarce; memory planned for "
-                "each process: %s",
+                "freed memory goes back to the system at once, because it is scarce; steps take longer; "
+                "memory planned for each process: %s",
                 plan.summary(),
             )
 

@@ -135,8 +135,8 @@ class Saving:
 class StepTime:
     """Predicted seconds of an optimizer step. communication, transfers: what computation does not hide.
 
-    hidden, hidden_transfers: what is sent or copied beside computation. mfu: model FLOPs over the peak; None if it is unknown.
-    samples_per_second: of all GPUs.
+    hidden, hidden_transfers: what is sent or copied beside computation. mfu: model FLOPs over the peak;
+    None if it is unknown. samples_per_second: of all GPUs.
     """
 
     matmul: float

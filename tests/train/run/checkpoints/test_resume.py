@@ -235,7 +235,8 @@ def test_a_change_of_what_is_trained_is_refused(
     """The refusal comes before anything is written to the run's folder."""
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
-    wanted = re.escape(f"{DECISIVE[override]}; change it back, or resume anyway with args.accept_")
+    advice = "change it back, or resume anyway with args.accept_changes=true"
+    wanted = re.escape(f"{DECISIVE[override]}; {advice}")
     with pytest.raises(ValueError, match=wanted):
         resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
     assert {path.name for path in copy.iterdir()} == {path.name for path in short_run.iterdir()}
