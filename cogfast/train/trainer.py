@@ -61,6 +61,7 @@ from cogfast.train.run.export import Exporter
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
+    create_folder,
     describe_run,
     open_run_folder,
     plain_sections,
@@ -118,6 +119,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         if args.encode_first:
+            # Encoding may take hours: the folder that the run needs then is created before.
+            self.groups.on_main(lambda: create_folder(args))
             encode_first(config, args, self.groups, overrides)
         self.accumulation = args.gradient_accumulation_steps
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size

@@ -90,11 +90,7 @@ def open_run_folder(args: TrainArguments, groups: ProcessGroups) -> tuple[Path, 
 def _open(args: TrainArguments) -> tuple[Path, Path | None]:
     if args.run_folder is not None:
         run, checkpoint = Path(args.run_folder), resumed_in_run_folder(args)
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"cannot be created ({error.strerror}); set it to another folder"
-            raise ValueError(f"args.run_folder={run}: {reason}") from None
+        create_folder(args)
     else:
         save, name = Path(args.save or "runs"), args.experiment_name
         run, checkpoint = _find(save, name, args.resume)
@@ -147,7 +143,7 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
 
 def check_creatable(args: TrainArguments) -> None:
     """Raise ValueError if the folder that the run writes into cannot be created. Creates nothing."""
-    folder = Path(args.run_folder or args.save or "runs").absolute()
+    key, folder = _given_folder(args)
     above = folder
     while not os.path.exists(above):
         above = above.parent
@@ -159,11 +155,28 @@ def check_creatable(args: TrainArguments) -> None:
     elif any(len(os.fsencode(part)) > _MOST_NAME_BYTES for part in folder.parts):
         reason = f"a name in it has more than {_MOST_NAME_BYTES} bytes"
     if reason is not None:
-        key = "run_folder" if args.run_folder is not None else "save"
-        shown = cut(str(getattr(args, key)))
-        raise ValueError(
-            f"args.{key}={shown}: cannot be created ({reason}); set it to another folder"
-        )
+        raise _not_creatable(args, key, reason)
+
+
+def create_folder(args: TrainArguments) -> None:
+    """Create args.run_folder, or args.save, in which the run's folder will be."""
+    key, folder = _given_folder(args)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_creatable(args, key, str(error.strerror)) from None
+
+
+def _given_folder(args: TrainArguments) -> tuple[str, Path]:
+    """Return the key that sets where the run is written, and its absolute path."""
+    key = "run_folder" if args.run_folder is not None else "save"
+    return key, Path(getattr(args, key) or "runs").absolute()
+
+
+def _not_creatable(args: TrainArguments, key: str, reason: str) -> ValueError:
+    shown = cut(str(getattr(args, key) or "runs"))
+    text = f"args.{key}={shown}: cannot be created ({reason}); set it to another folder"
+    return ValueError(text)
 
 
 def adapters_to_resume(checkpoint: Path) -> Path | None:

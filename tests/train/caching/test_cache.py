@@ -251,6 +251,19 @@ def test_encoding_first_trains_as_from_a_cache_that_was_there(
         Trainer(load_config([base], ["args.encode_first=true"]))
 
 
+def test_a_folder_that_cannot_be_created_is_refused_before_clips_are_encoded(
+    few: Path, tmp_path: Path
+) -> None:
+    """In /proc, root may write by its permissions, and only mkdir shows that nobody can."""
+    base = write_config(tmp_path / "base.yaml", few, train_iters=1)
+    first = [f"args.latent_cache={tmp_path / 'first'}", "args.encode_first=true"]
+    for key in ("run_folder", "save"):
+        text = f"args.{key}=/proc/none/out: cannot be created .*; set it to another folder"
+        with pytest.raises(ValueError, match=text):
+            Trainer(load_config([base], [*first, f"args.{key}=/proc/none/out"]))
+    assert not (tmp_path / "first").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["model_parallel_size", "context_parallel_size"])
 def test_ranks_that_share_samples_encode_first(few: Path, tmp_path: Path, layout: str) -> None:
