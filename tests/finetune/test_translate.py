@@ -21,6 +21,7 @@ from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.schema.merged_config import find_origin, to_dict
 from cogfast.train.optimizer import build_optimizer
+from cogfast.train.run.terminal import log_commands
 from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 KINDS = {
@@ -130,6 +131,14 @@ def test_the_printed_configuration_is_the_one_of_cogfast_train(options, capsys, 
     expected = translate(Args(**options(train_steps=7)))
     assert load_config([file]).to_yaml() == expected.to_yaml()
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_that_continues_a_run_has_the_options_of_this_command(options, caplog):
+    caplog.set_level("INFO", logger="cogfast")
+    for given, words in (({"train_steps": 7}, "--train_steps 14"), ({}, "--train_epochs 20")):
+        caplog.clear()
+        log_commands(translate(Args(**options(**given))), Path("a run"), 7, is_lora=True)
+        assert caplog.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {words}")
 
 
 def test_steps_come_before_epochs_and_clips_by_time(options):

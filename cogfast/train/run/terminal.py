@@ -60,7 +60,10 @@ def log_commands(config: Config, folder: Path, num_steps: int, is_lora: bool) ->
     num_steps: of the run; the command that resumes names twice as many.
     """
     run, epochs = shlex.quote(str(folder)), config.args.get("epochs")
-    more = f"args.train_iters={2 * num_steps}" if epochs is None else f"args.epochs={2 * epochs}"
+    key, value = ("train_iters", num_steps) if epochs is None else ("epochs", epochs)
+    origin = config.origins.get(f"args.{key}", "")
+    # cogfast finetune sets both by its own options, too.
+    more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
     image = " --image PNG" if config.model.get("noised_image_input") else ""
     log_facts(
         {
