@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from cogfast.kernels.gpu import adaptive_layernorm as norm
+from cogfast.kernels.gpu import add_low_rank as lora
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
 from cogfast.kernels.gpu.launch import next_power_of_2, tl
-from cogfast.kernels.moment_codes import MOMENT_BLOCK
+from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +301,50 @@ def gelu_cases() -> list[CompileCase]:
     return cases
 
 
+def add_low_rank_cases() -> list[CompileCase]:
+    """q, k and v of 2B and 5B at rank 128; one part, some parts, other ranks and dtypes at 5B's."""
+    cases = []
+    for name, n, rank, dtype, num_parts, matrices in (
+        ("2B", 1920, 128, "bf16", 3, (0, 1, 2)),
+        ("5B", 3072, 128, "bf16", 3, (0, 1, 2)),
+        ("5B, out", 3072, 128, "bf16", 1, (0, -1, -1)),
+        ("5B, q and v", 3072, 128, "bf16", 3, (0, -1, 1)),
+        ("5B, rank 8", 3072, 8, "bf16", 3, (0, 1, 2)),
+        ("5B fp16", 3072, 128, "fp16", 3, (0, 1, 2)),
+        ("5B fp32", 3072, 128, "fp32", 3, (0, 1, 2)),
+    ):
+        names = ("x_ptr", "low_ptr", "first_ptr", "second_ptr", "third_ptr", "y_ptr")
+        launch = lora.LAUNCH_FP32 if dtype == "fp32" else lora.LAUNCH
+        block_rank = max(16, min(rank, launch.rank_bytes // (4 if dtype == "fp32" else 2)))
+        first, second, third = matrices
+        cases.append(
+            CompileCase(
+                name=f"forward {name}",
+                kernel=lora.add_low_rank_kernel,
+                arguments=dict.fromkeys(names, f"*{dtype}") | {"rows": "i32"},
+                constants={
+                    "N": n,
+                    "RANK": rank,
+                    "NUM_PARTS": num_parts,
+                    "NUM_MATRICES": sum(number >= 0 for number in matrices),
+                    "MATRIX_OF_FIRST": first,
+                    "MATRIX_OF_SECOND": second,
+                    "MATRIX_OF_THIRD": third,
+                    "BLOCK_ROWS": launch.rows,
+                    "BLOCK_COLUMNS": launch.columns,
+                    "BLOCK_RANK": block_rank,
+                },
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+                max_registers=140 if name == "5B, q and v" else 128,
+                max_shared_bytes=65_536,
+                narrow_loads=0,
+                narrow_stores=0,
+            )
+        )
+    return cases
+
+
 def qk_norm_rope3d_cases() -> list[CompileCase]:
     """Both directions at the heads and grids of 2B (norm only) and 5B, and the variants."""
     affine = ("q_weight_ptr", "q_bias_ptr", "k_weight_ptr", "k_bias_ptr")
@@ -364,6 +409,7 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
 # Cases by op; flash_attention has no kernel of its own.
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "adaptive_layernorm": adaptive_layernorm_cases,
+    "add_low_rank": add_low_rank_cases,
     "fused_ema_adam": fused_ema_adam_cases,
     "gelu": gelu_cases,
     "qk_norm_rope3d": qk_norm_rope3d_cases,

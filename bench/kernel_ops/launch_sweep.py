@@ -19,6 +19,7 @@ from bench.harness.rates import copy_rate
 from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
 from bench.kernel_ops.op_cases import (
     GELU,
+    LORA,
     NORM,
     QK,
     RESIDUAL,
@@ -30,9 +31,10 @@ from bench.kernel_ops.op_cases import (
 )
 from bench.kernel_ops.optimizer_ops import sweep_bench
 from cogfast.kernels.gpu import adaptive_layernorm as norm_kernels
+from cogfast.kernels.gpu import add_low_rank, gelu, qk_norm_rope3d
 from cogfast.kernels.gpu import fused_ema_adam as adam_kernels
-from cogfast.kernels.gpu import gelu, qk_norm_rope3d
 from cogfast.kernels.gpu.adaptive_layernorm import BackwardLaunch
+from cogfast.kernels.gpu.add_low_rank import AddLowRankLaunch
 from cogfast.kernels.gpu.gelu import GeluLaunch
 from cogfast.kernels.gpu.qk_norm_rope3d import QkLaunch
 
@@ -79,6 +81,14 @@ GELU_BACKWARD = (
     GeluLaunch(rows=1, columns=512, num_warps=2, programs=20),
     GeluLaunch(rows=4, columns=256, num_warps=1, programs=24),
     GeluLaunch(rows=4, columns=1024, num_warps=4, programs=6),
+)
+LORA_FORWARD = (
+    AddLowRankLaunch(rows=128, columns=128, num_warps=8),
+    AddLowRankLaunch(rows=128, columns=128, num_warps=4),
+    AddLowRankLaunch(rows=64, columns=128, num_warps=4),
+    AddLowRankLaunch(rows=128, columns=256, num_warps=8),
+    AddLowRankLaunch(rows=64, columns=256, num_warps=4),
+    AddLowRankLaunch(rows=128, columns=128, num_warps=8, rank_bytes=256, num_stages=1),
 )
 QK_FORWARD = (
     QkLaunch(tokens=2, heads=16, num_warps=4, programs=5),
@@ -142,6 +152,7 @@ CHOICES = (
     Choice((QK,), "backward", lambda _: QK_BACKWARD, _passed_on(qk_norm_rope3d, "launch_backward")),
     Choice((GELU,), "forward", lambda _: GELU_FORWARD, _passed_on(gelu, "launch_forward")),
     Choice((GELU,), "backward", lambda _: GELU_BACKWARD, _passed_on(gelu, "launch_backward")),
+    Choice((LORA,), "forward", lambda _: LORA_FORWARD, _passed_on(add_low_rank, "launch")),
 )
 
 

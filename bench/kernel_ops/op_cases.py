@@ -9,6 +9,7 @@ A perfect kernel reads and writes, in units of a tensor [B, S, M] (vectors, belo
     gated_residual                   3    h, y -> h'           3    dh', y -> dy; dh is dh' itself
     qk_norm_rope3d                   4    q, k -> q, k         8    dq, dk, dv, q, k -> dq, dk, dv
     gelu, 4 M wide                   8    x -> y              12    x, dy -> dx
+    add_low_rank, q, k and v         6    x -> y               3    dy; dx is dy itself
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels import adaptive_layernorm as norm
+from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
 
 EPS = 1e-5  # of the norms in a block
+RANK = 128  # of configs/lora.yaml
 Tensors = Mapping[str, Tensor]
 # Inputs by name. A tuple has the text rows and the video rows of one [B, S, M]: some peers keep them in two
 # tensors.
@@ -152,6 +155,19 @@ def _draw_mlp(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
     }
 
 
+def _draw_adapted(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
+    return {
+        "x": draw(shape.batch, shape.num_tokens, 3 * shape.width),
+        "low": draw(shape.batch, shape.num_tokens, 3 * RANK),
+        **{f"matrix_{part}": draw(shape.width, RANK, scale=0.1) for part in range(3)},
+    }
+
+
+def _split_adapted(inputs: Tensors) -> tuple[Tensor, Tensor, list[Tensor], list[int], int]:
+    matrices = [inputs[f"matrix_{part}"] for part in range(3)]
+    return inputs["x"], inputs["low"], matrices, [0, 1, 2], 3
+
+
 def rotation_of(shape: TokenShape, inputs: Tensors) -> qk.Rotation | None:
     return qk.Rotation(inputs["rotation_table"], *shape.grid) if shape.is_rotary else None
 
@@ -241,7 +257,18 @@ GELU = Op(
     units={"forward": 8, "backward": 12},
     goals={"forward": 88, "backward": 85},
 )
-OPS = (NORM, RESIDUAL_NORM, RESIDUAL_NORM_FROZEN, RESIDUAL, QK, GELU)
+LORA = Op(
+    name="add_low_rank",
+    variant="",
+    outputs=("y",),
+    draw=_draw_adapted,
+    run=lambda shape, i: (lora.add_low_rank(*_split_adapted(i)),),
+    reference=lambda shape, i: (lora.add_low_rank_reference(*_split_adapted(i)),),
+    units={"forward": 6, "backward": 3},
+    # Backward's products are the library's, and each of two reads dy.
+    goals={"forward": 80, "backward": 40},
+)
+OPS = (NORM, RESIDUAL_NORM, RESIDUAL_NORM_FROZEN, RESIDUAL, QK, GELU, LORA)
 WAYS = ("forward", "backward")
 
 

@@ -241,6 +241,7 @@ PEERS: dict[str, dict[str, Build]] = {
     "gated_residual": {"diffusers": diffusers_residual},
     "qk_norm_rope3d": {"diffusers": diffusers_qk, "diffusers compiled": diffusers_qk},
     "gelu": {"diffusers": diffusers_gelu},
+    "add_low_rank": {},  # PEFT's are the reference's products and sums
 }
 REFERENCES: dict[str, Build] = {"torch eager": eager, "torch.compile": eager}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -9,6 +10,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from cogfast.kernels import adaptive_layernorm as norm
+from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
 from cogfast.kernels.attention.flash_attention import flash_attention
@@ -91,6 +93,19 @@ class Gelu(Protocol):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
+class AddLowRank(Protocol):
+    """Return x [.., N] with the adapters' products; see add_low_rank.add_low_rank."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        low: Tensor,
+        matrices: Sequence[Tensor],
+        parts: Sequence[int],
+        num_parts: int,
+    ) -> Tensor: ...
+
+
 class FlashAttention(Protocol):
     """Return attention of q, k, v [B, S, H, D]; see flash_attention.flash_attention."""
 
@@ -108,6 +123,7 @@ class BlockKernels:
     layernorm: LayerNorm
     qk_norm_rope3d: QkNormRope3d
     gelu: Gelu
+    add_low_rank: AddLowRank
     flash_attention: FlashAttention
 
 
@@ -132,6 +148,7 @@ def choose_kernels(
             layernorm=norm.layernorm_reference,
             qk_norm_rope3d=qk.qk_norm_rope3d_reference,
             gelu=activation.gelu_reference,
+            add_low_rank=lora.add_low_rank_reference,
             flash_attention=attention,
         )
     return BlockKernels(
@@ -141,5 +158,6 @@ def choose_kernels(
         layernorm=norm.layernorm,
         qk_norm_rope3d=qk.qk_norm_rope3d,
         gelu=activation.gelu,
+        add_low_rank=lora.add_low_rank,
         flash_attention=attention,
     )

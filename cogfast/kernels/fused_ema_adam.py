@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
-from cogfast.kernels.moment_codes import (
+from cogfast.kernels.quantized.moment_codes import (
     MOMENTS,
     CodedMoment,
     decoded_state,

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from cogfast.kernels.block_kernels import BlockKernels
+
 SAT_ALPHA = 1.0  # default for SAT configs and for checkpoints that store no alpha
 # {diffusers' name: (linear of a block, part of its output)} of everything that can be adapted.
 TARGETS = {
@@ -42,12 +44,14 @@ class LoraLinear(nn.Module):
         alpha: float,
         dropout: float,
         parts: Sequence[int] | None = None,
+        *,
+        kernels: BlockKernels,
     ):
         super().__init__()
         out_features, in_features = original.weight.shape
         names = [str(i) for i in (range(num_parts) if parts is None else sorted(parts))]
         make = lambda rows, columns: nn.Parameter(original.weight.new_zeros(rows, columns))
-        self.original, self.num_parts = original, num_parts
+        self.original, self.num_parts, self.kernels = original, num_parts, kernels
         # The names are SAT's, so that its checkpoints map one to one.
         self.matrix_A = nn.ParameterDict({name: make(rank, in_features) for name in names})
         self.matrix_B = nn.ParameterDict(
@@ -75,24 +79,22 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] -> [B, S, out]."""
-        # [parts * r, in]: one matmul reads x once for q, k and v.
-        a = torch.cat(list(self.matrix_A.values()))
-        return self.original(x) + self.delta(x, a, self.matrix_B.values())
+        return self.adapt(self.original(x), x, self.joined_a(), list(self.matrix_B.values()))
 
-    def delta(self, x: Tensor, a: Tensor, b: Iterable[Tensor]) -> Tensor:
-        """Return the adapters' contribution, [B, S, out]. a: the concatenated matrices A, so that one
-        matmul reads x."""
+    def joined_a(self) -> Tensor:
+        """Return the matrices A as one, [parts * r, in]: one matmul reads x for q, k and v."""
+        matrices = list(self.matrix_A.values())
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+    def adapt(self, product: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor]) -> Tensor:
+        """Add what the adapters make of x to the linear's product [B, S, out].
+
+        a: of joined_a. b: the matrices B.
+        """
         # Scale here, where the tensor is smallest.
         low = nn.functional.linear(self.dropout(x), a) * self.scaling
-        names = list(self.matrix_A)
-        pairs = zip(low.chunk(len(names), dim=-1), b, strict=True)  # of [B, S, r] and [out, r]
-        deltas = dict(zip(names, [nn.functional.linear(*pair) for pair in pairs], strict=True))
-        if self.num_parts == 1:
-            return deltas[names[0]]
-        first = deltas[names[0]]
-        nothing = first.new_zeros(()).expand_as(first)  # for parts without a pair; takes no memory
-        parts = [deltas.get(str(i), nothing) for i in range(self.num_parts)]
-        return torch.cat(parts, dim=-1)
+        parts = [int(name) for name in self.matrix_A]
+        return self.kernels.add_low_rank(product, low, b, parts, self.num_parts)
 
 
 def add_lora(
@@ -101,6 +103,8 @@ def add_lora(
     alpha: float = SAT_ALPHA,
     dropout: float = 0.0,
     targets: Iterable[str] = DEFAULT_TARGETS,
+    *,
+    kernels: BlockKernels,
 ) -> None:
     """Replace the linears of a block that `targets` (keys of TARGETS) name by LoraLinears."""
     if rank < 1:
@@ -112,7 +116,7 @@ def add_lora(
             assert isinstance(original, nn.Linear), f"{name} is {type(original).__name__}"
             # The original becomes a child, so its parameters get `.original` in their names, as in
             # SAT.
-            lora = LoraLinear(original, num_parts, rank, alpha, dropout, parts)
+            lora = LoraLinear(original, num_parts, rank, alpha, dropout, parts, kernels=kernels)
             block.set_submodule(name, lora)
 
 

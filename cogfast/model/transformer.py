@@ -25,7 +25,7 @@ from cogfast.model.embeddings import (
     unpatchify,
 )
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import add_lora, is_lora_parameter
+from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.schema.sat_network import transformer_arguments
 
@@ -128,6 +128,9 @@ class DiffusionTransformer(nn.Module):
             assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
             block.kernels = kernels
             block.attention.kernels = kernels if split is None else split.attention_kernels(kernels)
+            for module in block.modules():
+                if isinstance(module, LoraLinear):
+                    module.kernels = kernels
 
     def use_calls(
         self, calls: Sequence[BlockCall] | None, before: Callable[[Tensor], None] | None = None
@@ -276,6 +279,7 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
                     config.lora_alpha,
                     config.lora_dropout,
                     config.lora_targets,
+                    kernels=block.kernels,
                 )
     # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":

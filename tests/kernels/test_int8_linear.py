@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.int8_linear import int8_linear, int8_linear_reference, quantize_rows
+from cogfast.kernels.quantized.int8_linear import int8_linear, int8_linear_reference, quantize_rows
 
 # (rows, in, out): production's widths, primes, one row, one entry
 SHAPES = {"wide": (64, 192, 768), "ragged": (37, 53, 71), "one row": (1, 64, 96), "tiny": (3, 1, 2)}

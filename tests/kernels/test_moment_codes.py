@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.moment_codes import CodedMoment, num_blocks, random_halves
+from cogfast.kernels.quantized.moment_codes import CodedMoment, num_blocks, random_halves
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 

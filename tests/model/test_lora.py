@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import (
     DEFAULT_TARGETS,
@@ -34,7 +35,7 @@ def save_as_sat(transformer: torch.nn.Module, folder) -> None:
 def test_each_part_of_qkv_has_its_own_pair() -> None:
     """y = W x + b + (alpha / r) B A x, each third of the output with its own A and B, in float64."""
     torch.manual_seed(0)
-    lora = LoraLinear(torch.nn.Linear(8, 12), num_parts=3, rank=2, alpha=3.0, dropout=0.0)
+    lora = LoraLinear(torch.nn.Linear(8, 12), 3, 2, 3.0, 0.0, kernels=choose_kernels())
     for parameter in lora.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 5, 8)
@@ -67,8 +68,11 @@ def test_targets_without_a_pair_stay_and_cost_nothing(targets: tuple[str, ...]) 
                 parameter.copy_(held[plain])
             else:
                 parameter.zero_()
+    # In plain PyTorch, whose products are counted.
+    some.use_kernels(choose_kernels("torch"))
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         some(**inputs("5b"))
+    some.use_kernels(choose_kernels())
     with FlopCounterMode(display=False) as base, torch.no_grad():
         tiny("5b")(**inputs("5b"))
     tokens, width = 2 * (10 + 4 * 24), 128
@@ -204,7 +208,7 @@ def test_a_prefix_of_no_parameter_is_refused() -> None:
 
 def test_rank_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lora_config.params.r=0 must be 1 or more"):
-        add_lora(tiny("5b").blocks[0], rank=0)
+        add_lora(tiny("5b").blocks[0], rank=0, kernels=choose_kernels())
 
 
 def test_layer_range_gives_adapters_to_those_layers() -> None:

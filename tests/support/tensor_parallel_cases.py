@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cogfast.kernels.int8_linear import dequantize_rows, quantize_rows
+from cogfast.kernels.quantized.int8_linear import dequantize_rows, quantize_rows
 from cogfast.model.config import TransformerConfig
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import DEFAULT_TARGETS

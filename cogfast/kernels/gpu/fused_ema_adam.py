@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.gpu.launch import cdiv, jit, tl
-from cogfast.kernels.moment_codes import MOMENT_BLOCK
+from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 BLOCK = 1024  # elements of a program
 NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.kernels.int8_linear import int8_linear
+from cogfast.kernels.quantized.int8_linear import int8_linear
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
@@ -255,6 +255,7 @@ class ParallelLora(LoraLinear):
         nn.Module.__init__(self)
         self.group, self.original = original.group, original
         self.scaling, self.dropout, self.num_parts = whole.scaling, whole.dropout, whole.num_parts
+        self.kernels = whole.kernels
         self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
         self.shards: dict[str, Shard] = {}
 
@@ -277,8 +278,8 @@ class ColumnParallelLora(ParallelLora):
         assert isinstance(original, ColumnParallelLinear), "__init__ sets it"
         x = original.enter(x)
         # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
-        a = copy_to_group(torch.cat(list(self.matrix_A.values())), self.group)
-        return original.product(x) + self.delta(x, a, self.matrix_B.values())
+        a = copy_to_group(self.joined_a(), self.group)
+        return self.adapt(original.product(x), x, a, list(self.matrix_B.values()))
 
 
 class RowParallelLora(ParallelLora):
@@ -293,8 +294,7 @@ class RowParallelLora(ParallelLora):
         assert isinstance(original, RowParallelLinear), "__init__ sets it"
         # B is replicated but sees only this rank's part of A x: sum its gradients.
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
-        delta = self.delta(x, torch.cat(list(self.matrix_A.values())), b)
-        return original.leave(original.product(x) + delta)
+        return original.leave(self.adapt(original.product(x), x, self.joined_a(), b))
 
 
 class SharedHeadNorm(HeadNorm):

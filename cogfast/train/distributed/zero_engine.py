@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.moment_codes import CodedMoment, largest_key, read_moment
+from cogfast.kernels.quantized.moment_codes import CodedMoment, largest_key, read_moment
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments

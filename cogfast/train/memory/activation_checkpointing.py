@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op that _ATTENTION names
-import cogfast.kernels.int8_linear  # noqa: F401  registers _FROZEN
+import cogfast.kernels.quantized.int8_linear  # noqa: F401  registers _FROZEN
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.schema.arguments import PolicyChoice

@@ -1,4 +1,4 @@
-"""The frozen base of LoRA in 8 bits: int8 weights in the linears of the blocks (kernels/int8_linear.py).
+"""The frozen base of LoRA in 8 bits: int8 weights in the linears of the blocks (kernels/quantized/int8_linear.py).
 
 A block's qkv, attention output, fc1, fc2 and modulation hold 1 byte per weight in place of 2, and 4
 bytes per row, as buffers: ZeRO neither partitions them nor keeps state for them. They are quantized
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cogfast.kernels.int8_linear import int8_linear, quantize_rows, row_maxima
+from cogfast.kernels.quantized.int8_linear import int8_linear, quantize_rows, row_maxima
 from cogfast.model.attention import DeferredBiasLinear
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.tensor_parallel import (

@@ -49,7 +49,7 @@ class LayerShape:
     num_rows: B S; num_heads: of the whole model; num_parts: tensor-parallel size; splits_rows: with
     sequence parallelism; adapter_columns: total width of LoRA's low-rank products; adapts_fc1,
     adapts_fc2: whether they have adapters; is_frozen: only adapters are trained; dequantizes: the frozen
-    weights are int8 (kernels/int8_linear.py).
+    weights are int8 (kernels/quantized/int8_linear.py).
     """
 
     num_rows: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cogfast.kernels.moment_codes import num_blocks
+from cogfast.kernels.quantized.moment_codes import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.memory.host_blocks import NUM_SLOTS, num_offloaded
 from cogfast.train.memory.host_ema import DEVICE_BYTES

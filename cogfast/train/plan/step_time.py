@@ -483,13 +483,12 @@ def _linears(config: TransformerConfig, layer: int) -> list[_Linear]:
             linears.append(_Linear(size))
             continue
         written = pairs * num_out // NUM_PARTS[name]
-        joined = 2 * num_out if NUM_PARTS[name] > 1 else 0  # q, k and v
         linears.append(
             _Linear(
                 size,
                 columns_in=pairs * num_in,
                 columns_out=written,
-                forward_units=num_in + written + joined + 3 * num_out,
+                forward_units=num_in + 2 * num_out,
                 backward_units=2 * written + 5 * num_in,
             )
         )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.core.files import WriteError, sync, write_text
-from cogfast.kernels.moment_codes import largest_key, read_moment
+from cogfast.kernels.quantized.moment_codes import largest_key, read_moment
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import (
     FORMAT,

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from cogfast.config import load_config
-from cogfast.kernels.moment_codes import MOMENTS, largest_key
+from cogfast.kernels.quantized.moment_codes import MOMENTS, largest_key
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.memory import offloaded_activations

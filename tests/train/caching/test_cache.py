@@ -254,7 +254,7 @@ def test_encoding_first_trains_as_from_a_cache_that_was_there(
 def test_a_folder_that_cannot_be_created_is_refused_before_clips_are_encoded(
     few: Path, tmp_path: Path
 ) -> None:
-    """In /proc, root may write by its permissions, and only mkdir shows that nobody can."""
+    """In /proc, root may write by its permissions, and only mkdir shows that no user can."""
     base = write_config(tmp_path / "base.yaml", few, train_iters=1)
     first = [f"args.latent_cache={tmp_path / 'first'}", "args.encode_first=true"]
     for key in ("run_folder", "save"):

@@ -24,6 +24,7 @@ from cogfast.__main__ import _is_raised_by_cogfast
 from cogfast.config import load_config
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.core.shapes import TokenGrid
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -89,9 +90,12 @@ class Calls(TorchDispatchMode):
 
 # float32 runs attention's op, bfloat16 attention written out
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["2b", "5b", "lora"])
+@pytest.mark.parametrize("kind", ["2b", "5b", "lora", "lora, plain PyTorch"])
 def test_gradients_are_bitwise_the_same_and_what_is_kept_does_not_run_again(kind, dtype) -> None:
-    name, transformer = make(kind, dtype)
+    name, transformer = make(kind.partition(",")[0], dtype)
+    has_lora, is_plain = kind.startswith("lora"), "plain" in kind
+    if is_plain:
+        transformer.use_kernels(choose_kernels("torch"))
     found, counts = {}, {}
     for policy in POLICIES:
         apply_policies(transformer, [policy] * 2)
@@ -109,10 +113,12 @@ def test_gradients_are_bitwise_the_same_and_what_is_kept_does_not_run_again(kind
         assert again(policy, attention) == (2 if policy == "full" else 0), policy
         assert again(policy, "bmm") == (2 if policy == "full" and attention == "baddbmm" else 0)
         # of two blocks: modulation, qkv, out, fc1 and fc2; LoRA's first products with them
-        more = 2 * 5 + (2 * 2 if kind == "lora" else 0)
+        more = 2 * 5 + (2 * 2 if has_lora else 0)
         assert again(policy, "matmul") == (more if policy in ("full", "attention_kept") else 0)
         assert again(policy, "gelu") == (0 if policy == "none" else 2)
-    assert again("pointwise", "low-rank") == (8 if kind == "lora" else 0)
+    # LoRA's second products: of qkv and out in one op each, or of q, k, v and out in plain PyTorch
+    assert again("pointwise", "add_low_rank") == (2 * 2 if has_lora and not is_plain else 0)
+    assert again("pointwise", "low-rank") == (2 * 4 if is_plain else 0)
 
 
 def test_dropout_is_drawn_once(monkeypatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.kernels.int8_linear import quantize_rows
+from cogfast.kernels.quantized.int8_linear import quantize_rows
 from cogfast.model.transformer import (
     DiffusionTransformer,
     assemble_transformer,

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.checks.plan_step_time import Probe, measure, predict, rates_of
 from bench.steps.step_cases import Case, Plan
 from cogfast.diagnostics.plan_times import time_lines
-from cogfast.kernels import int8_linear
 from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.kernels.quantized import int8_linear
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze

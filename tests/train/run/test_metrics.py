@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.config import load_config
+from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.plan.flops import forward_flops, train_flops
 from cogfast.train.run.health.learning import BandLosses
@@ -388,6 +389,7 @@ def test_flops_of_adapters_are_those_that_run(targets: tuple[str, ...]) -> None:
     counted = []
     adapted = tiny("5b", lora_rank=4, lora_targets=targets)
     for model in (adapted, tiny("5b")):
+        model.use_kernels(choose_kernels("torch"))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(**inputs("5b"))
         counted.append(counter.get_total_flops() / 2)  # two samples

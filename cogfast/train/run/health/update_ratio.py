@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
-from cogfast.kernels.moment_codes import MOMENTS, read_moment
+from cogfast.kernels.quantized.moment_codes import MOMENTS, read_moment
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of
 

@@ -1,0 +1,121 @@
+"""Adds LoRA's second product to the output of the linear that it adapts, in one pass.
+
+    y_p = x_p + l_p B_p^T    for each part p of the columns that has a B_p;  y_p = x_p for the others
+
+x [.., N] has equal parts (q, k and v, or one), and l [.., sum of r] has the columns l_p side by side.
+
+    dx = dy,    dl_p = dy_p B_p,    dB_p = dy_p^T l_p
+
+Bytes of q, k and v with U those of a bf16 [B, S, M], without those of l: 6 U (x, y). Products, a
+concatenation and a sum of their own move 18 U. y is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.torch_library import register_op
+
+
+def add_low_rank_reference(
+    x: Tensor, low: Tensor, matrices: Sequence[Tensor], parts: Sequence[int], num_parts: int
+) -> Tensor:
+    """Return x [.., N] plus the products of low [.., P r] and matrices B [N / num_parts, r].
+
+    parts: the part of each matrix, in ascending order.
+    """
+    products = [
+        torch.nn.functional.linear(*pair)
+        for pair in zip(low.chunk(len(matrices), dim=-1), matrices, strict=True)
+    ]
+    if num_parts == 1:
+        return x + products[0]
+    nothing = products[0].new_zeros(()).expand_as(products[0])  # takes no memory
+    of_part = dict(zip(parts, products, strict=True))
+    return x + torch.cat([of_part.get(part, nothing) for part in range(num_parts)], dim=-1)
+
+
+def _launch(
+    x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int
+) -> Tensor:
+    from cogfast.kernels.gpu.add_low_rank import launch
+
+    return launch(x, low, matrices, parts, num_parts)
+
+
+def _on_cpu(
+    x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int
+) -> Tensor:
+    y = torch.empty_like(x)
+    columns = y.flatten(0, -2).chunk(num_parts, dim=-1)
+    lows = iter(low.flatten(0, -2).chunk(len(matrices), dim=-1))
+    of_part = dict(zip(parts, matrices, strict=True))
+    for part, given in enumerate(x.flatten(0, -2).chunk(num_parts, dim=-1)):
+        if part in of_part:
+            torch.addmm(given, next(lows), of_part[part].t(), out=columns[part])
+        else:
+            columns[part].copy_(given)
+    return y
+
+
+_add_low_rank = register_op(
+    "add_low_rank(Tensor x, Tensor low, Tensor[] matrices, int[] parts, int num_parts) -> Tensor",
+    gpu=_launch,
+    cpu=_on_cpu,
+    fake=lambda x, low, matrices, parts, num_parts: torch.empty_like(x),
+)
+
+
+class _AddLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, low: Tensor, parts: list[int], num_parts: int, *matrices: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(low, *matrices)
+        ctx.parts, ctx.num_parts = parts, num_parts
+        return _add_low_rank(x, low, list(matrices), parts, num_parts)
+
+    @staticmethod
+    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = output_gradients
+        low, *matrices = ctx.saved_tensors
+        of_part = dy.flatten(0, -2).chunk(ctx.num_parts, dim=-1)
+        gradients = [of_part[part] for part in ctx.parts]
+        dlow = None
+        if ctx.needs_input_grad[1]:
+            products = [d @ matrix for d, matrix in zip(gradients, matrices, strict=True)]
+            whole = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+            dlow = whole.view(low.shape)
+        lows = low.flatten(0, -2).chunk(len(matrices), dim=-1)
+        needed = ctx.needs_input_grad[4:]
+        pairs = zip(gradients, lows, needed, strict=True)
+        return (
+            dy,
+            dlow,
+            None,
+            None,
+            *[d.t() @ l if is_needed else None for d, l, is_needed in pairs],
+        )
+
+
+def add_low_rank(
+    x: Tensor, low: Tensor, matrices: Sequence[Tensor], parts: Sequence[int], num_parts: int
+) -> Tensor:
+    """Return x [.., N] plus the products of low [.., P r] and the P matrices B [N / num_parts, r].
+
+    parts: the part of the columns that each matrix adds to, in ascending order. All in the dtype of x.
+    """
+    if not matrices or x.shape[-1] % num_parts or sorted(set(parts)) != list(parts):
+        text = (
+            f"it must have {num_parts} equal parts of columns, of which {list(parts)} are adapted"
+        )
+        refuse("add_low_rank", "x", x, text)
+    rank = matrices[0].shape[-1]
+    check_tensor("add_low_rank", "low", low, (*x.shape[:-1], len(matrices) * rank), like=x)
+    for matrix in matrices:
+        check_tensor("add_low_rank", "matrix", matrix, (x.shape[-1] // num_parts, rank), like=x)
+    return _AddLowRank.apply(x, low, list(parts), num_parts, *matrices)

@@ -1,0 +1,131 @@
+"""LoRA's second product added to a linear's output: the interpreted kernel, the CPU version and the
+gradients against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.kernel_ops.launch_sweep import LORA_FORWARD
+from cogfast.kernels.add_low_rank import add_low_rank, add_low_rank_reference
+from cogfast.kernels.gpu.add_low_rank import launch
+
+# Rows, columns of a part, rank; parts with a matrix, of how many. Float32 tiles are 64 x 64 x 32.
+CASES = {
+    "one part": (5, 48, 4, [0], 1),
+    "q, k and v": (130, 40, 8, [0, 1, 2], 3),
+    "k alone": (7, 130, 20, [1], 3),
+    "q and v": (65, 64, 33, [0, 2], 3),
+    "several tiles": (129, 128, 96, [0, 1, 2], 3),
+}
+ON_CASES = pytest.mark.parametrize("name", CASES)
+Case = tuple[Tensor, Tensor, list[Tensor], list[int], int]
+
+
+def draw(name: str, dtype: torch.dtype = torch.float32) -> Case:
+    rows, n, rank, parts, num_parts = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    matrices = [make(n, rank) for _ in parts]
+    return (
+        make(1, rows, num_parts * n),
+        make(1, rows, len(parts) * rank),
+        matrices,
+        parts,
+        num_parts,
+    )
+
+
+def exact(case: Case) -> Tensor:
+    """Return y in float64, part by part."""
+    x, low, matrices, parts, num_parts = case
+    y, rank = x.double().clone(), matrices[0].shape[1]
+    n = x.shape[-1] // num_parts
+    for i, (part, matrix) in enumerate(zip(parts, matrices, strict=True)):
+        of_part = low[..., i * rank : (i + 1) * rank].double()
+        y[..., part * n : (part + 1) * n] += of_part @ matrix.double().t()
+    return y
+
+
+def close(found: Tensor, expected: Tensor, terms: int) -> None:
+    # Terms are of magnitude 1: rounding errors add up like a random walk.
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6 * terms**0.5)
+
+
+@ON_CASES
+def test_the_kernel(name: str) -> None:
+    case = draw(name)
+    close(launch(*case), exact(case), CASES[name][2])
+
+
+@pytest.mark.parametrize("candidate", LORA_FORWARD, ids=str)
+def test_candidates(candidate) -> None:
+    case = draw("several tiles")
+    close(launch(*case, candidate), exact(case), 96)
+
+
+@pytest.mark.parametrize("op", [add_low_rank, add_low_rank_reference])
+@ON_CASES
+def test_on_a_cpu(op, name: str) -> None:
+    case = draw(name)
+    close(op(*case), exact(case), CASES[name][2])
+
+
+def test_half_precision_rounds_once() -> None:
+    """The sum is in float32: it differs from float64's by one rounding to bf16."""
+    case = draw("q, k and v", torch.bfloat16)
+    torch.testing.assert_close(add_low_rank(*case).double(), exact(case), rtol=2**-8, atol=1e-5)
+
+
+@ON_CASES
+def test_gradients(name: str) -> None:
+    x, low, matrices, parts, num_parts = draw(name, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, low, *matrices)]
+    expected = torch.autograd.grad(
+        (y := exact((x, low, matrices, parts, num_parts))), leaves, dy := torch.randn_like(y)
+    )
+    found = torch.autograd.grad(add_low_rank(x, low, matrices, parts, num_parts), leaves, dy)
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_inputs_cost_nothing() -> None:
+    """Without gradients of B only those of x and low are computed, and x is not kept."""
+    x, low, matrices, parts, num_parts = draw("q and v")
+    x.requires_grad_()
+    low.requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = add_low_rank(x, low, matrices, parts, num_parts)
+    y.sum().backward()
+    assert all(t.shape != x.shape for t in saved)
+    assert torch.equal(x.grad, torch.ones_like(x)) and low.grad is not None
+    assert all(matrix.grad is None for matrix in matrices)
+
+
+def test_no_rows() -> None:
+    x, low, matrix = torch.zeros(1, 0, 16), torch.zeros(1, 0, 4), torch.zeros(16, 4)
+    assert launch(x, low, [matrix], [0], 1).shape == (1, 0, 16)
+    assert add_low_rank(x, low, [matrix], [0], 1).shape == (1, 0, 16)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, low, matrices, parts, num_parts = draw("q and v")
+    with pytest.raises(ValueError, match=r"add_low_rank: x is .*; it must have 3 equal parts"):
+        add_low_rank(x[..., :-1], low, matrices, parts, num_parts)
+    with pytest.raises(
+        ValueError, match=r"add_low_rank: low is .*; its shape must be \[1, 65, 66\]"
+    ):
+        add_low_rank(x, low[..., :-1], matrices, parts, num_parts)
+    with pytest.raises(
+        ValueError, match=r"add_low_rank: matrix is .*; its shape must be \[64, 33\]"
+    ):
+        add_low_rank(x, low, [m[:-1] for m in matrices], parts, num_parts)
+
+
+def test_opcheck() -> None:
+    x, low, matrices, parts, num_parts = draw("q and v")
+    arguments = (x, low, matrices, parts, num_parts)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.cogfast.add_low_rank, arguments, test_utils=tests)
