@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from cogfast.diagnostics.timing import num_buffer_sets
+
 Row = Mapping[str, object]
 
 _CELL_WIDTH = 100  # characters; the JSON keeps longer values, such as names of CUDA kernels
@@ -37,6 +39,10 @@ class Settings:
     @property
     def seconds_left(self) -> float:
         return self.deadline - time.perf_counter()
+
+    def num_buffer_sets(self, bytes_per_set: int) -> int:
+        """Return how many buffer sets a call cycles through; thousands of tiny ones would fill a cache."""
+        return 2 if self.is_tiny else num_buffer_sets(bytes_per_set, self.device)
 
 
 @dataclass(frozen=True, slots=True)

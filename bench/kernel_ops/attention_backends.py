@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
-from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls, wait_for
+from cogfast.diagnostics.timing import spread, time_calls, wait_for
 from cogfast.kernels.attention.backends import BACKENDS, reason_unavailable
 from cogfast.kernels.attention.flash_attention import flash_attention, flash_attention_reference
 
@@ -94,7 +94,7 @@ def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[
     bytes_per_set = 4 * 2 * b * s * h * d
     sets = [
         ([x.requires_grad_() for x in (make(), make(), make_v())], make())
-        for _ in range(num_buffer_sets(bytes_per_set, settings.device))
+        for _ in range(settings.num_buffer_sets(bytes_per_set))
     ]
     # Backward runs on stored outputs, so that its times contain no forward.
     outputs = [run(*qkv) for qkv, _ in sets]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
 from bench.harness.rates import matmul_rate
-from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls
+from cogfast.diagnostics.timing import spread, time_calls
 
 _NUM_TOKENS, _TINY_NUM_TOKENS = 17776, 96  # 226 of text and 13 x 30 x 45 of video
 _WIDTHS, _TINY_WIDTHS = (1920, 3072), (64,)  # 2B, 5B
@@ -56,10 +56,7 @@ def _measure(settings: Settings, width: int, linear: str, product: str, rate: fl
     shapes = ((num_tokens, num_in), (num_out, num_in), (num_tokens, num_out))
     draw = lambda shape: torch.randn(shape, dtype=torch.bfloat16, device=settings.device)
     num_bytes = 2 * sum(rows * columns for rows, columns in shapes)
-    sets = [
-        [draw(shape) for shape in shapes]
-        for _ in range(num_buffer_sets(num_bytes, settings.device))
-    ]
+    sets = [[draw(shape) for shape in shapes] for _ in range(settings.num_buffer_sets(num_bytes))]
     # Half the sampling time of other pieces: there are many rows.
     multiply = _PRODUCTS[product]
     calls = [lambda tensors=tensors: multiply(*tensors) for tensors in sets]

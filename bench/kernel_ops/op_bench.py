@@ -23,7 +23,7 @@ from bench.kernel_ops.op_cases import (
 )
 from bench.kernel_ops.op_check import check_op, check_peer, given_for, parts
 from bench.kernel_ops.peers import compile_call, is_compiled, peers_of
-from cogfast.diagnostics.timing import num_buffer_sets, time_calls
+from cogfast.diagnostics.timing import time_calls
 
 OURS = "cogfast"
 Calls = Mapping[
@@ -94,7 +94,7 @@ class OpBench:
         build = peers_of(self.op).get(name, run_ours)
         if name != OURS:
             check_peer(build, self.op, self.shape, device)
-        num_sets = num_buffer_sets(self.num_bytes("forward"), device)
+        num_sets = self.settings.num_buffer_sets(self.num_bytes("forward"))
         sets: list[Tensors] = [
             draw_inputs(self.op, self.shape, torch.bfloat16, device) for _ in range(num_sets)
         ]

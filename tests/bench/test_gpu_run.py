@@ -95,6 +95,11 @@ def test_rates_follow_from_times_and_sizes(first: Path) -> None:
         assert row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] and row["num_samples"] >= 5
 
 
+def test_tiny_calls_do_not_fill_the_cache_of_a_gpu() -> None:
+    # An H100's holds 50 MB: small sets of buffers would be ten thousand, and tests would not end.
+    assert replace(TINY, device=torch.device("cuda")).num_buffer_sets(13_824) == 2
+
+
 def test_matmul_counts_each_product(first: Path) -> None:
     report = read(first, "matmul")
     rate = report["numbers"]["square_tflop_per_s"]
