@@ -25,7 +25,7 @@ OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use
 
 def unaligned(x: Tensor, offset: int) -> Tensor:
     """Copy x to an address `offset` elements past a multiple of 16 bytes."""
-    storage = torch.full((x.numel() + offset + 16,), 1234.0, dtype=x.dtype)
+    storage = torch.full((x.numel() + offset + 16,), 1234.0, dtype=x.dtype, device=x.device)
     skipped = -(storage.data_ptr() // x.element_size()) % 16
     view = storage[skipped + offset :][: x.numel()] if skipped + offset <= 16 else None
     if view is None:
@@ -253,8 +253,10 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU
 @pytest.mark.parametrize("offset", [0, 1])
 def test_on_a_gpu(kernels: str, offset: int) -> None:
     """bf16 gradients, a clip factor and a rounded copy, against float64."""
-    (t,) = draw_streams([1_000_003], torch.bfloat16, has_copy=True, offset=offset)
-    t = AdamStreams(**{k: getattr(t, k).cuda() for k in t.__dataclass_fields__})
+    (on_cpu,) = draw_streams([1_000_003], torch.bfloat16, has_copy=True)
+    fields = {name: getattr(on_cpu, name) for name in AdamStreams.__dataclass_fields__}
+    given = {name: x.cuda() for name, x in fields.items() if x is not None}
+    t = AdamStreams(**{n: unaligned(x, offset) if x.dim() else x for n, x in given.items()})
     expected = expected_of(t, scale=0.5)
     p = t.p.requires_grad_()
     optimizer = FusedEmaAdam([p], **HYPER, ema_decay=0.99, kernels=kernels)
