@@ -28,6 +28,7 @@ RESULTS = ROOT / "bench" / "results"
 START = "<!-- benchmarks: start. Written by python -m bench.results_table; edits are lost. -->"
 END = "<!-- benchmarks: end -->"
 NOT_MEASURED = "not measured"
+_NULL_RUNTIME = "null runtime"  # in the device's name, of tests/cuda/runtime
 _STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
 _EMPTY = "–"
 # Names of the two sides in JSON keys, and as they are shown.
@@ -67,7 +68,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read a folder of results; ValueError for an empty folder and for results of --tiny."""
+    """Read a folder of results; ValueError if it is empty or has results whose numbers mean nothing."""
     reports = {}
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
@@ -75,6 +76,10 @@ def read_results(folder: Path) -> Results:
             continue  # a piece that was skipped, or another program's file
         if report.get("is_tiny"):
             raise ValueError(f"{path}: made with --tiny, whose numbers mean nothing; delete it")
+        if _NULL_RUNTIME in str(report.get("machine")):
+            raise ValueError(
+                f"{path}: made on the {_NULL_RUNTIME}, which computes nothing; delete it"
+            )
         reports[path.name] = report
     if not reports:
         raise ValueError(f"{folder}: no results of bench.gpu_run or bench.step in it")

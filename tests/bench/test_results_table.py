@@ -27,6 +27,7 @@ MACHINE = {
     "started_utc": "2026-11-21T08:00:00+00:00",
     "is_tiny": False,
 }
+NULL_RUNTIME = {"rows": [], "machine": "NVIDIA H100 80GB HBM3 (null runtime)"}
 STEP = {
     "model": "5b",
     "what": "step",
@@ -211,10 +212,11 @@ def test_plots_are_drawn_from_the_results(tmp_path: Path) -> None:
     ("break_it", "message"),
     [
         (lambda folder: write(folder, "2b", {"rows": [], "is_tiny": True}), "made with --tiny"),
+        (lambda folder: write(folder, "2b", NULL_RUNTIME), "made on the null runtime"),
         (lambda folder: [p.unlink() for p in folder.glob("*.json")], "no results of bench.gpu_run"),
         (lambda folder: (folder / "README.md").write_text(f"{END}{START}"), "must hold the lines"),
     ],
-    ids=["tiny", "empty", "comments"],
+    ids=["tiny", "null runtime", "empty", "comments"],
 )
 def test_bad_input(break_it, message: str, results: Path, capsys) -> None:
     readme = results / "README.md"

@@ -102,7 +102,7 @@ API cudaError_t cudaRuntimeGetVersion(int* out) {
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   memset(out, 0, sizeof *out);
   const char* name = getenv("NULLCUDA_NAME");
-  snprintf(out->name, sizeof out->name, "%s", name ? name : "NVIDIA H100 80GB HBM3");
+  snprintf(out->name, sizeof out->name, "%s", name ? name : "NVIDIA H100 80GB HBM3 (null runtime)");
   const auto of = device_attribute;
   out->totalGlobalMem = device_bytes();
   out->sharedMemPerBlock = kSharedPerBlock;
