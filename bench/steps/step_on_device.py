@@ -1,8 +1,9 @@
 """The cases of bench.step for 2B, 5B and 1.5-5B on one GPU, the most important first.
 
-With float32 masters, moments and EMA, neither side of a whole 5B fits into 78 GiB, nor does the 2B of
-diffusers without checkpointing (both computed, not measured). These cases use fewer layers, and their
-rows have the number. At the 45,104 tokens of 1.5-5B a step of the whole model takes ten seconds or
+With float32 masters, moments and EMA, neither side of a whole 5B fits into 78 GiB (computed, not
+measured). The 2B of diffusers without checkpointing takes 76.4 GiB, as PyTorch's allocator counted on the
+null runtime, so that it may not fit. There are cases of fewer layers for both, and their rows have the
+number. At the 45,104 tokens of 1.5-5B a step of the whole model takes ten seconds or
 more (computed, not measured), so that only one policy of ours is measured on it.
 """
 
