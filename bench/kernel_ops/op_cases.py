@@ -163,9 +163,9 @@ def _draw_adapted(shape: TokenShape, draw: Callable[..., Tensor]) -> Tensors:
     }
 
 
-def _split_adapted(inputs: Tensors) -> tuple[Tensor, Tensor, list[Tensor], list[int], int]:
+def _split_adapted(inputs: Tensors) -> tuple[Tensor, Tensor, list[Tensor], list[int], int, float]:
     matrices = [inputs[f"matrix_{part}"] for part in range(3)]
-    return inputs["x"], inputs["low"], matrices, [0, 1, 2], 3
+    return inputs["x"], inputs["low"], matrices, [0, 1, 2], 3, 0.5
 
 
 def rotation_of(shape: TokenShape, inputs: Tensors) -> qk.Rotation | None:

@@ -1,10 +1,11 @@
 """Adds LoRA's second product to the output of the linear that it adapts, in one pass.
 
-    y_p = x_p + l_p B_p^T    for each part p of the columns that has a B_p;  y_p = x_p for the others
+    y_p = x_p + c l_p B_p^T    for each part p of the columns that has a B_p;  y_p = x_p for the others
 
 x [.., N] has equal parts (q, k and v, or one), and l [.., sum of r] has the columns l_p side by side.
+c is LoRA's alpha / r.
 
-    dx = dy,    dl_p = dy_p B_p,    dB_p = dy_p^T l_p
+    dx = dy,    dl_p = c dy_p B_p,    dB_p = c dy_p^T l_p
 
 Bytes of q, k and v with U those of a bf16 [B, S, M], without those of l: 6 U (x, y). Products, a
 concatenation and a sum of their own move 18 U. y is rounded once.
@@ -22,12 +23,18 @@ from cogfast.kernels.torch_library import register_op
 
 
 def add_low_rank_reference(
-    x: Tensor, low: Tensor, matrices: Sequence[Tensor], parts: Sequence[int], num_parts: int
+    x: Tensor,
+    low: Tensor,
+    matrices: Sequence[Tensor],
+    parts: Sequence[int],
+    num_parts: int,
+    scaling: float = 1.0,
 ) -> Tensor:
-    """Return x [.., N] plus the products of low [.., P r] and matrices B [N / num_parts, r].
+    """Return x [.., N] plus the products of low [.., P r] and matrices B [N / num_parts, r], scaled.
 
     parts: the part of each matrix, in ascending order.
     """
+    low = low * scaling  # where the tensor is smallest
     products = [
         torch.nn.functional.linear(*pair)
         for pair in zip(low.chunk(len(matrices), dim=-1), matrices, strict=True)
@@ -40,15 +47,25 @@ def add_low_rank_reference(
 
 
 def _launch(
-    x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int
+    x: Tensor,
+    low: Tensor,
+    matrices: list[Tensor],
+    parts: list[int],
+    num_parts: int,
+    scaling: float,
 ) -> Tensor:
     from cogfast.kernels.gpu.add_low_rank import launch
 
-    return launch(x, low, matrices, parts, num_parts)
+    return launch(x, low, matrices, parts, num_parts, scaling)
 
 
 def _on_cpu(
-    x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int
+    x: Tensor,
+    low: Tensor,
+    matrices: list[Tensor],
+    parts: list[int],
+    num_parts: int,
+    scaling: float,
 ) -> Tensor:
     y = torch.empty_like(x)
     columns = y.flatten(0, -2).chunk(num_parts, dim=-1)
@@ -56,28 +73,41 @@ def _on_cpu(
     of_part = dict(zip(parts, matrices, strict=True))
     for part, given in enumerate(x.flatten(0, -2).chunk(num_parts, dim=-1)):
         if part in of_part:
-            torch.addmm(given, next(lows), of_part[part].t(), out=columns[part])
+            torch.addmm(given, next(lows), of_part[part].t(), alpha=scaling, out=columns[part])
         else:
             columns[part].copy_(given)
     return y
 
 
 _add_low_rank = register_op(
-    "add_low_rank(Tensor x, Tensor low, Tensor[] matrices, int[] parts, int num_parts) -> Tensor",
+    "add_low_rank(Tensor x, Tensor low, Tensor[] matrices, int[] parts, int num_parts, float scaling)"
+    " -> Tensor",
     gpu=_launch,
     cpu=_on_cpu,
-    fake=lambda x, low, matrices, parts, num_parts: torch.empty_like(x),
+    fake=lambda x, low, matrices, parts, num_parts, scaling: torch.empty_like(x),
 )
+
+
+def _scaled_product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return scaling a b in one product."""
+    # With beta 0 the first argument is not read.
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scaling)
 
 
 class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, low: Tensor, parts: list[int], num_parts: int, *matrices: Tensor
+        ctx,
+        x: Tensor,
+        low: Tensor,
+        parts: list[int],
+        num_parts: int,
+        scaling: float,
+        *matrices: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(low, *matrices)
-        ctx.parts, ctx.num_parts = parts, num_parts
-        return _add_low_rank(x, low, list(matrices), parts, num_parts)
+        ctx.parts, ctx.num_parts, ctx.scaling = parts, num_parts, scaling
+        return _add_low_rank(x, low, list(matrices), parts, num_parts, scaling)
 
     @staticmethod
     def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,27 +117,35 @@ class _AddLowRank(torch.autograd.Function):
         gradients = [of_part[part] for part in ctx.parts]
         dlow = None
         if ctx.needs_input_grad[1]:
-            products = [d @ matrix for d, matrix in zip(gradients, matrices, strict=True)]
-            whole = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-            dlow = whole.view(low.shape)
+            products = [
+                _scaled_product(gradient, matrix, ctx.scaling)
+                for gradient, matrix in zip(gradients, matrices, strict=True)
+            ]
+            dlow = (products[0] if len(products) == 1 else torch.cat(products, dim=-1)).view(
+                low.shape
+            )
         lows = low.flatten(0, -2).chunk(len(matrices), dim=-1)
-        needed = ctx.needs_input_grad[4:]
-        pairs = zip(gradients, lows, needed, strict=True)
-        return (
-            dy,
-            dlow,
-            None,
-            None,
-            *[d.t() @ l if is_needed else None for d, l, is_needed in pairs],
-        )
+        needed = ctx.needs_input_grad[5:]
+        dmatrices = [
+            _scaled_product(gradient.t(), of_matrix, ctx.scaling) if is_needed else None
+            for gradient, of_matrix, is_needed in zip(gradients, lows, needed, strict=True)
+        ]
+        return dy, dlow, None, None, None, *dmatrices
 
 
 def add_low_rank(
-    x: Tensor, low: Tensor, matrices: Sequence[Tensor], parts: Sequence[int], num_parts: int
+    x: Tensor,
+    low: Tensor,
+    matrices: Sequence[Tensor],
+    parts: Sequence[int],
+    num_parts: int,
+    scaling: float = 1.0,
 ) -> Tensor:
-    """Return x [.., N] plus the products of low [.., P r] and the P matrices B [N / num_parts, r].
+    """Return x [.., N] plus `scaling` times the products of low [.., P r] and the P matrices B
+    [N / num_parts, r].
 
-    parts: the part of the columns that each matrix adds to, in ascending order. All in the dtype of x.
+    parts: the part of the columns that each matrix adds to, in ascending order. All tensors have the
+    dtype of x.
     """
     if not matrices or x.shape[-1] % num_parts or sorted(set(parts)) != list(parts):
         text = (
@@ -118,4 +156,4 @@ def add_low_rank(
     check_tensor("add_low_rank", "low", low, (*x.shape[:-1], len(matrices) * rank), like=x)
     for matrix in matrices:
         check_tensor("add_low_rank", "matrix", matrix, (x.shape[-1] // num_parts, rank), like=x)
-    return _AddLowRank.apply(x, low, list(parts), num_parts, *matrices)
+    return _AddLowRank.apply(x, low, list(parts), num_parts, scaling, *matrices)

@@ -103,6 +103,7 @@ class AddLowRank(Protocol):
         matrices: Sequence[Tensor],
         parts: Sequence[int],
         num_parts: int,
+        scaling: float,
     ) -> Tensor: ...
 
 

@@ -91,10 +91,9 @@ class LoraLinear(nn.Module):
 
         a: of joined_a. b: the matrices B.
         """
-        # Scale here, where the tensor is smallest.
-        low = nn.functional.linear(self.dropout(x), a) * self.scaling
+        low = nn.functional.linear(self.dropout(x), a)
         parts = [int(name) for name in self.matrix_A]
-        return self.kernels.add_low_rank(product, low, b, parts, self.num_parts)
+        return self.kernels.add_low_rank(product, low, b, parts, self.num_parts, self.scaling)
 
 
 def add_lora(

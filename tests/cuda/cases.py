@@ -73,10 +73,10 @@ class Case:
 CASES = (
     Case(model="2b", mode="sft", launches=1666),
     Case(model="2b", mode="sft", precision="fp16", launches=1694),
-    Case(model="2b", mode="lora", precision="fp16", streams=True, launches=2464),
-    Case(model="5b", mode="lora", policy="pointwise", launches=3034),
-    Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=3286),
-    Case(model="1.5_5b", mode="lora", launches=3370),
+    Case(model="2b", mode="lora", precision="fp16", streams=True, launches=1924),
+    Case(model="5b", mode="lora", policy="pointwise", launches=2278),
+    Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=2530),
+    Case(model="1.5_5b", mode="lora", launches=2614),
     Case(model="2b", mode="sft", more="args.cuda_graphs=true", launches=286),
     Case(
         model="2b",

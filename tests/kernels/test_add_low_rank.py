@@ -20,7 +20,8 @@ CASES = {
     "several tiles": (129, 128, 96, [0, 1, 2], 3),
 }
 ON_CASES = pytest.mark.parametrize("name", CASES)
-Case = tuple[Tensor, Tensor, list[Tensor], list[int], int]
+Case = tuple[Tensor, Tensor, list[Tensor], list[int], int, float]
+SCALING = 0.7
 
 
 def draw(name: str, dtype: torch.dtype = torch.float32) -> Case:
@@ -28,23 +29,18 @@ def draw(name: str, dtype: torch.dtype = torch.float32) -> Case:
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     matrices = [make(n, rank) for _ in parts]
-    return (
-        make(1, rows, num_parts * n),
-        make(1, rows, len(parts) * rank),
-        matrices,
-        parts,
-        num_parts,
-    )
+    x, low = make(1, rows, num_parts * n), make(1, rows, len(parts) * rank)
+    return x, low, matrices, parts, num_parts, SCALING
 
 
 def exact(case: Case) -> Tensor:
     """Return y in float64, part by part."""
-    x, low, matrices, parts, num_parts = case
+    x, low, matrices, parts, num_parts, scaling = case
     y, rank = x.double().clone(), matrices[0].shape[1]
     n = x.shape[-1] // num_parts
     for i, (part, matrix) in enumerate(zip(parts, matrices, strict=True)):
         of_part = low[..., i * rank : (i + 1) * rank].double()
-        y[..., part * n : (part + 1) * n] += of_part @ matrix.double().t()
+        y[..., part * n : (part + 1) * n] += scaling * of_part @ matrix.double().t()
     return y
 
 
@@ -80,19 +76,23 @@ def test_half_precision_rounds_once() -> None:
 
 @ON_CASES
 def test_gradients(name: str) -> None:
-    x, low, matrices, parts, num_parts = draw(name, torch.float64)
+    x, low, matrices, parts, num_parts, _ = draw(name, torch.float64)
     leaves = [t.requires_grad_() for t in (x, low, *matrices)]
     expected = torch.autograd.grad(
-        (y := exact((x, low, matrices, parts, num_parts))), leaves, dy := torch.randn_like(y)
+        (y := exact((x, low, matrices, parts, num_parts, SCALING))),
+        leaves,
+        dy := torch.randn_like(y),
     )
-    found = torch.autograd.grad(add_low_rank(x, low, matrices, parts, num_parts), leaves, dy)
+    found = torch.autograd.grad(
+        add_low_rank(x, low, matrices, parts, num_parts, SCALING), leaves, dy
+    )
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_frozen_inputs_cost_nothing() -> None:
     """Without gradients of B only those of x and low are computed, and x is not kept."""
-    x, low, matrices, parts, num_parts = draw("q and v")
+    x, low, matrices, parts, num_parts, _ = draw("q and v")
     x.requires_grad_()
     low.requires_grad_()
     saved: list[Tensor] = []
@@ -106,12 +106,12 @@ def test_frozen_inputs_cost_nothing() -> None:
 
 def test_no_rows() -> None:
     x, low, matrix = torch.zeros(1, 0, 16), torch.zeros(1, 0, 4), torch.zeros(16, 4)
-    assert launch(x, low, [matrix], [0], 1).shape == (1, 0, 16)
+    assert launch(x, low, [matrix], [0], 1, 1.0).shape == (1, 0, 16)
     assert add_low_rank(x, low, [matrix], [0], 1).shape == (1, 0, 16)
 
 
 def test_wrong_arguments_are_named() -> None:
-    x, low, matrices, parts, num_parts = draw("q and v")
+    x, low, matrices, parts, num_parts, _ = draw("q and v")
     with pytest.raises(ValueError, match=r"add_low_rank: x is .*; it must have 3 equal parts"):
         add_low_rank(x[..., :-1], low, matrices, parts, num_parts)
     with pytest.raises(
@@ -125,7 +125,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_opcheck() -> None:
-    x, low, matrices, parts, num_parts = draw("q and v")
-    arguments = (x, low, matrices, parts, num_parts)
+    x, low, matrices, parts, num_parts, _ = draw("q and v")
+    arguments = (x, low, matrices, parts, num_parts, SCALING)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cogfast.add_low_rank, arguments, test_utils=tests)

@@ -23,6 +23,7 @@ def add_low_rank_kernel(
     third_ptr,
     y_ptr,  # [rows, NUM_PARTS * N]
     rows,
+    scaling,  # float
     N: tl.constexpr,
     RANK: tl.constexpr,
     NUM_PARTS: tl.constexpr,
@@ -48,7 +49,7 @@ def add_low_rank_kernel(
     if N % BLOCK_COLUMNS != 0:
         inside = inside & (column < N)[None, :]
     offset = row[:, None] * (NUM_PARTS * N) + (part * N + column)[None, :]
-    total = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
 
     matrix = MATRIX_OF_FIRST
     b_ptr = first_ptr
@@ -75,6 +76,9 @@ def add_low_rank_kernel(
             b = tl.load(b_ptr + column[None, :] * RANK + k[:, None], mask=b_inside, other=0.0)
             # float32 stays float32, as in PyTorch's products.
             total = tl.dot(low, b, total, input_precision="ieee")
+    # Loaded behind the product: its registers are free then, and the other program computes meanwhile.
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    total = x + scaling * total
     tl.store(y_ptr + offset, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -102,6 +106,7 @@ def launch(
     matrices: list[Tensor],
     parts: list[int],
     num_parts: int,
+    scaling: float,
     launch: AddLowRankLaunch | None = None,
 ) -> Tensor:
     """Return y [.., N] from x [.., N], low [.., P r] and the P matrices [N / num_parts, r]."""
@@ -125,6 +130,7 @@ def launch(
         contiguous[-1],
         y,
         rows,
+        float(scaling),
         N=n,
         RANK=rank,
         NUM_PARTS=num_parts,
