@@ -33,6 +33,13 @@ _STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
 _EMPTY = "–"
 # Names of the two sides in JSON keys, and as they are shown.
 _SIDES = {"ours": "cogfast", "diffusers": "diffusers"}
+# Keys of a side that was not timed, and the reason that is shown.
+_NOT_TIMED = {
+    "does_not_fit": "does not fit",
+    "lacks_policy": "has no such checkpointing",
+    "unavailable": "not installed",
+    "error": "failed",
+}
 # Figures that only a GPU can give, by the piece of bench.gpu_run that measures it.
 _GPU_PIECES = {
     "op_times": "fused operations against the copy rate, eager PyTorch, torch.compile and other kernels",
@@ -426,11 +433,9 @@ def _speed_up(row: Row) -> str:
     if "ratio" in row:
         return f"{1 / row['ratio']:.2f}x"
     for side, name in _SIDES.items():
-        for key, text in (("does_not_fit", "does not fit"), ("unavailable", "not installed")):
+        for key, text in _NOT_TIMED.items():
             if f"{side}_{key}" in row:
                 return f"{name}: {text}"
-        if f"{side}_error" in row:
-            return f"{name}: failed"
     return NOT_MEASURED
 
 

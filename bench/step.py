@@ -44,7 +44,7 @@ from cogfast.schema.arguments import PolicyChoice
 _CASE_KEYS = ("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio")
 _TIME_KEYS = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
 _USE_KEYS = ("peak_memory_gib", "attention_kernels")
-_FAILURE_KEYS = ("does_not_fit", "unavailable", "error")
+_FAILURE_KEYS = ("does_not_fit", "lacks_policy", "unavailable", "error")
 # Columns of the printed table.
 SHOWN = [*_CASE_KEYS]
 SHOWN += [f"{side}_{key}" for key in _TIME_KEYS for side in SIDES]

@@ -266,7 +266,7 @@ def _build(
     before = torch.cuda.memory_allocated(plan.device) if is_gpu else 0
     built = SIDES[side](variant)
     if case.checkpointing not in built.policies:
-        return {"unavailable": f"checkpointing is one of {', '.join(built.policies)}"}
+        return {"lacks_policy": f"checkpointing is one of {', '.join(built.policies)}"}
     built.use_checkpointing(case.checkpointing)
     if case.engine == "compiled":
         built.compile_blocks()

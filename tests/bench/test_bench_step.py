@@ -203,7 +203,7 @@ def test_a_policy_of_one_side_can_be_its_best() -> None:
     for case in cases:
         row, problems = measure_case(case, PLAN)
         assert problems == [] and row["ours_median_ms"] > 0 and "ratio" not in row
-        assert row["diffusers_unavailable"] == "checkpointing is one of none, full"
+        assert row["diffusers_lacks_policy"] == "checkpointing is one of none, full"
     ours, both = timed(replace(cases[1], model="2b"), 1.0, None), timed(Case("2b"))
     best, _ = best_rows([ours, both, timed(replace(Case("2b"), engine="compiled"))])
     assert best["ours_policy"] == "checkpointing pointwise, eager" and best["ratio"] == 1 / 3

@@ -56,6 +56,12 @@ def results(tmp_path: Path) -> Path:
             **side("ours", 240.0),
             "diffusers_does_not_fit": "20 GiB",
         },
+        {
+            **STEP,
+            "checkpointing": "attention_kept",
+            **side("ours", 245.0),
+            "diffusers_lacks_policy": "checkpointing is one of none, full",
+        },
         {**STEP, "mode": "lora", "num_layers": 42, "not_timed": "the two sides disagree"},
     ]
     best = {**{k: v for k, v in STEP.items() if k != "engine"}, "against": "eager"}
@@ -104,6 +110,8 @@ def test_a_section_of_results(results: Path) -> None:
     assert cells(case, 1)[1:] == ["400 / 333", "40.0% / 33.3%", "70.2", "`fmha_fprop`"]
     none = cells("5B with 20 of 42 layers step, all weights, bfloat16, eager, checkpointing none")
     assert none[1:4] == ["diffusers: does not fit", "240", "–"]
+    kept = cells(case.replace("full", "attention_kept"))
+    assert kept[1:4] == ["diffusers: has no such checkpointing", "245", "–"]
     assert cells("5B step, LoRA")[1] == "the two sides disagree"
     best = cells("5B with 20 of 42 layers step, all weights, bfloat16, against eager")
     policies = ["checkpointing none, eager: 240 ms", "checkpointing full, eager: 300 ms"]
