@@ -118,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, default="tiny")
+    # A model of images also takes the latents of one, which are not drawn here.
+    of_text = [n for n, (config, _) in MODELS.items() if config.in_channels == config.out_channels]
+    parser.add_argument("--model", choices=of_text, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -12,7 +12,7 @@ from bench.steps.step_models import MODELS, Variant
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("model", ["2b-smallest", "5b-smallest"])
+@pytest.mark.parametrize("model", ["2b-smallest", "5b-smallest", "1.5-5b-smallest"])
 def test_both_sides_sample_the_same_latents(model: str) -> None:
     outcome = measure(Variant(MODELS[model][0], 1, torch.float32, CPU), model, 3, rounds=2)
     (row,) = outcome.rows
@@ -28,3 +28,9 @@ def test_sides_that_differ_are_not_timed(monkeypatch) -> None:
     outcome = measure(variant, "5b-smallest", 2, rounds=2)
     assert "the latents differ" in outcome.problems[0]
     assert "speed-up" not in outcome.rows[0]
+
+
+def test_a_model_of_images_is_refused_before_anything_is_built(capsys) -> None:
+    with pytest.raises(SystemExit):
+        sampling_peers.main(["--model", "1.5-5b-i2v"])
+    assert "invalid choice: '1.5-5b-i2v'" in capsys.readouterr().err
