@@ -244,6 +244,8 @@ def _train(case: Case, folder: Path, name: str, overrides: Sequence[str]) -> Row
     _cogfast(case, "train", folder, [*overrides, *steps])
     seconds = time.perf_counter() - started
     (path,) = folder.glob("*/metrics.jsonl")
+    # That of 2B has 27 GB, and the disk of a machine may not hold those of all runs.
+    shutil.rmtree(path.parent / "checkpoints")
     # The first line includes the start of the readers.
     lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
     waited, took = (sum(line[key] for line in lines) for key in ("data_wait_ms", "step_ms"))

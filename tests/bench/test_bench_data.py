@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,21 @@ def test_start_on_a_manifest(tmp_path: Path) -> None:
     assert all(row["seconds"] >= row["list_s"] + row["headers_s"] > 0 for row in rows)
     with pytest.raises(RuntimeError, match="exit status 1"):
         data_runs._start_on_manifest(tmp_path / "listed" / "clips.jsonl", tmp_path / "bad", 2)
+
+
+def test_a_training_leaves_no_checkpoint_to_fill_the_disk(tmp_path: Path, monkeypatch) -> None:
+    line = {"step_ms": 20.0, "data_wait_ms": 5.0, "samples_per_s": 50.0}
+
+    def run(case: data_runs.Case, command: str, folder: Path, overrides: Sequence[str]) -> None:
+        (folder / "run/checkpoints/00000003").mkdir(parents=True)
+        lines = [{**line, "step_ms": 900.0}, line, line]
+        (folder / "run/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    monkeypatch.setattr(data_runs, "_cogfast", run)
+    case = data_runs.Case((), (), {}, num_clips=18, num_steps=3, log_interval=1)
+    row = data_runs._train(case, tmp_path, "training", ())
+    assert row["data_wait_percent"] == 25 and row["step_median_ms"] == 20
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "metrics.jsonl"]
 
 
 @pytest.mark.soak
