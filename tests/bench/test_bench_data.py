@@ -92,6 +92,24 @@ def test_a_training_leaves_no_checkpoint_to_fill_the_disk(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "metrics.jsonl"]
 
 
+def test_a_run_that_fails_leaves_the_others(tmp_path: Path, monkeypatch) -> None:
+    def train(case: data_runs.Case, folder: Path, name: str, overrides: Sequence[str]) -> dict:
+        if name == "DALI":
+            raise RuntimeError("exit status 1: no libnvcuvid.so.1")
+        return {"run": name, "seconds": 1.0}
+
+    monkeypatch.setattr(data_runs, "_train", train)
+    monkeypatch.setattr(data_runs, "_cache", lambda *a: {"run": "cogfast cache", "seconds": 1.0})
+    monkeypatch.setattr(data_runs, "_start_on_manifest", lambda *a: [{"run": "start"}])
+    sides = {"DALI": ("data.params.video_backend=dali",), "CPU": ()}
+    case = data_runs.Case((), (), sides, num_clips=18, num_steps=3, log_interval=1)
+    settings = Settings(torch.device("cpu"), is_tiny=True)
+    outcome = data_runs._measure(case, tmp_path, tmp_path / "clip.mp4", 2, settings)
+    runs = ["cogfast cache", "CPU", "training from the cache", "start"]
+    assert [row["run"] for row in outcome.rows] == runs
+    assert outcome.problems == ["DALI: exit status 1: no libnvcuvid.so.1"]
+
+
 @pytest.mark.soak
 def test_whole_commands_of_gpu_run() -> None:
     settings = Settings(torch.device("cpu"), is_tiny=True)
