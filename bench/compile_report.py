@@ -178,7 +178,13 @@ def _report_case(job: tuple[str, int, int]) -> Figures:
 def report(ops: Sequence[str], arches: Sequence[int]) -> list[Figures]:
     """A row for every case of the ops and every architecture."""
     # Cases hold kernels, which cannot be pickled: a process gets the case's index.
-    jobs = [(op, i, arch) for op in ops for i in range(len(CASES[op]())) for arch in arches]
+    jobs = [
+        (op, i, arch)
+        for op in ops
+        for i, case in enumerate(CASES[op]())
+        for arch in arches
+        if arch >= case.least_arch
+    ]
     # A forked process has torch and triton imported already.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_NUM_PROCESSES, mp_context=context) as pool:

@@ -2,7 +2,7 @@
 
 PART is a piece or a set of pieces, each set under 9 minutes on one H100 or H200:
     first   facts, rates, matmul, goldens, train, attention
-    ops     kernel_tests, tensor_parallel, op_times, attention, launches
+    ops     kernel_tests, tensor_parallel, op_times, quantized, attention, launches
     2b, 5b, 1.5-5b, 1.5-5b-i2v  blocks and training steps against the model of diffusers
     videos  data, data_runs
 Each piece prints a table and writes DIR/<piece>.json after every row. Pieces that --minutes leaves no
@@ -51,6 +51,7 @@ PIECES = {
     "attention": "bench.kernel_ops.attention_backends:measure_attention",
     "kernel_tests": "bench.checks.kernels_on_device:run_kernel_tests",
     "op_times": "bench.ops:measure_ops",
+    "quantized": "bench.kernel_ops.quantized_linears:measure_quantized",
     "launches": "bench.ops:sweep_launches",
     "2b": "bench.steps.step_on_device:measure_2b",
     "5b": "bench.steps.step_on_device:measure_5b",
@@ -63,7 +64,7 @@ PIECES = {
 # part writes at most eight files.
 PARTS: dict[str, Sequence[str]] = {
     "first": ("facts", "rates", "matmul", "goldens", "train", "attention"),
-    "ops": ("kernel_tests", "tensor_parallel", "op_times", "attention", "launches"),
+    "ops": ("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention", "launches"),
     "videos": ("data", "data_runs"),
 }
 

@@ -15,6 +15,7 @@ import torch
 
 from cogfast.kernels.gpu import adaptive_layernorm as norm
 from cogfast.kernels.gpu import add_low_rank as lora
+from cogfast.kernels.gpu import fp8_linear as fp8
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
@@ -30,6 +31,7 @@ class CompileCase:
     constants: values of the tl.constexpr arguments.
     divisible: integer arguments that are multiples of 16 at this shape; pointers always are.
     spilled_bytes: {architecture: bytes of registers that may be spilled}; elsewhere none may be.
+    least_arch: the oldest architecture that has the kernel's instructions.
     """
 
     name: str
@@ -45,6 +47,7 @@ class CompileCase:
     narrow_loads: int | None = None
     narrow_stores: int | None = None
     spilled_bytes: Mapping[int, int] = field(default_factory=dict)
+    least_arch: int = 80
 
 
 # At most 64 registers let 8 programs share a multiprocessor.
@@ -346,6 +349,36 @@ def add_low_rank_cases() -> list[CompileCase]:
     return cases
 
 
+def fp8_linear_cases() -> list[CompileCase]:
+    """Inputs of the linears of 2B and 5B, and gradients, which are multiplied by the weight's scales."""
+    cases = []
+    for name, n, has_columns in (
+        ("2B", 1920, False),
+        ("5B", 3072, False),
+        ("5B, 4 M wide", 12288, False),
+        ("5B, gradient, 4 M wide", 12288, True),
+    ):
+        arguments = {"x_ptr": "*bf16", "columns_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
+        absent = [] if has_columns else ["columns_ptr"]
+        block = next_power_of_2(n)
+        cases.append(
+            CompileCase(
+                name=f"round rows {name}",
+                kernel=fp8.round_rows_kernel,
+                arguments={k: v for k, v in arguments.items() if k not in absent}
+                | {"scale_ptr": "*fp32"},
+                constants={**dict.fromkeys(absent), "N": n, "BLOCK": block},
+                num_warps=fp8.num_warps_of(block),
+                max_registers=64,
+                max_shared_bytes=128,
+                narrow_loads=0,
+                narrow_stores=None,
+                least_arch=89,
+            )
+        )
+    return cases
+
+
 def qk_norm_rope3d_cases() -> list[CompileCase]:
     """Both directions at the heads and grids of 2B (norm only) and 5B, and the variants."""
     affine = ("q_weight_ptr", "q_bias_ptr", "k_weight_ptr", "k_bias_ptr")
@@ -411,6 +444,7 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "adaptive_layernorm": adaptive_layernorm_cases,
     "add_low_rank": add_low_rank_cases,
+    "fp8_linear": fp8_linear_cases,
     "fused_ema_adam": fused_ema_adam_cases,
     "gelu": gelu_cases,
     "qk_norm_rope3d": qk_norm_rope3d_cases,

@@ -174,9 +174,10 @@ class TrainArguments:
     offload_encoders: bool = False
     # if set, replaces transformer_args.checkpoint_activations
     checkpoint_activations: bool | None = None
-    # LoRA: weights of the frozen linears in the blocks. int8: 8 bits and a scale for each row; training and
-    # its evaluations use the rounded weights, sampling and exports those of args.load
-    quantize_base: Literal["none", "int8"] = "none"
+    # LoRA: weights of the frozen linears in the blocks, in 8 bits and a scale for each row. int8: the smaller
+    # error. fp8: products run on fp8 tensor cores (H100, RTX 4090 or newer, bf16). Training and its
+    # evaluations use the rounded weights, sampling and exports those of args.load
+    quantize_base: Literal["none", "int8", "fp8"] = "none"
     # LoRA: number of last blocks whose frozen linears wait in pinned host memory, a copy for each rank, from
     # where the GPU fetches them one block ahead
     offload_blocks: Annotated[int, Range(0, 10**4)] = 0

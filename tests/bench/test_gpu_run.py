@@ -28,6 +28,7 @@ from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
 from bench.harness.expected import EXPECTED, compare, write
 from bench.harness.outcome import Outcome, Settings
+from bench.kernel_ops import quantized_linears
 from bench.kernel_ops.attention_backends import Backend, measure_backend
 from bench.steps.step_on_device import cases_15_5b, cases_15_5b_i2v
 from cogfast.diagnostics.timing import spread, time_calls
@@ -111,6 +112,26 @@ def test_matmul_counts_each_product(first: Path) -> None:
         assert row["tflop_per_s"] == pytest.approx(achieved)
         assert row["percent_of_square_rate"] == pytest.approx(100 * achieved / rate)
     assert (first / "matmul.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_products_of_8_bits_are_timed_and_checked(tmp_path: Path, monkeypatch) -> None:
+    argv = ["quantized", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == 0
+    rows = read(tmp_path, "quantized")["rows"]
+    keys = [(row["linear"], row["product"], row["kind"]) for row in rows]
+    assert len(set(keys)) == len(keys) == 4 * 2 * 3
+    medians = dict(zip(keys, (row["median_ms"] for row in rows), strict=True))
+    for row in rows:
+        assert 0 < row["error"] < 0.003  # bf16's rounding
+        bf16 = medians[row["linear"], row["product"], "bf16"]
+        assert row["vs bf16"] == pytest.approx(bf16 / row["median_ms"])
+    # Scales of other rows
+    right = quantized_linears.quantize_rows
+    swapped = lambda weight, dtype: (right(weight, dtype)[0], right(weight, dtype)[1].flip(0))
+    monkeypatch.setattr(quantized_linears, "quantize_rows", swapped)
+    assert gpu_run.main(argv) == 1
+    problems = json.loads((tmp_path / "quantized.json").read_text())["problems"]
+    assert len(problems) == 4 * 2 * 2 and "64 qkv forward int8: " in problems[0]
 
 
 def test_attention_counts_and_compares(first: Path) -> None:

@@ -77,6 +77,7 @@ CASES = (
     Case(model="5b", mode="lora", policy="pointwise", launches=2278),
     Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=2530),
     Case(model="1.5_5b", mode="lora", launches=2614),
+    Case(model="5b", mode="lora", more="args.quantize_base=fp8", launches=3535),
     Case(model="2b", mode="sft", more="args.cuda_graphs=true", launches=286),
     Case(
         model="2b",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.kernels.quantized.int8_linear import int8_linear
+from cogfast.kernels.quantized.quantized_linear import quantized_linear
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
@@ -168,8 +168,8 @@ class ParallelLinear(nn.Module):
     """A shard of a linear, by outputs (dim 0) or by inputs (dim 1).
 
     By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
-    whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of an int8
-    weight (train/memory/quantized_base.py).
+    whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of a weight
+    of 8 bits (train/memory/quantized_base.py).
     """
 
     scale: Tensor | None
@@ -193,7 +193,7 @@ class ParallelLinear(nn.Module):
         # A deferred bias, sharded or whole, goes to the kernel behind the linear.
         bias = self.bias if self.adds_bias else None
         if self.scale is not None:
-            return int8_linear(x, self.weight, self.scale, bias)
+            return quantized_linear(x, self.weight, self.scale, bias)
         return F.linear(x, self.weight, bias)
 
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op that _ATTENTION names
-import cogfast.kernels.quantized.int8_linear  # noqa: F401  registers _FROZEN
+import cogfast.kernels.quantized.quantized_linear  # noqa: F401  registers _FROZEN
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.schema.arguments import PolicyChoice
@@ -62,7 +62,7 @@ _aten = torch.ops.aten
 # has no op of its own.
 _ATTENTION = {torch.ops.cogfast.flash_attention.default, _aten.bmm.default, _aten.baddbmm.default}
 _MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
-_FROZEN = torch.ops.cogfast.int8_linear.default
+_FROZEN = {torch.ops.cogfast.int8_linear.default, torch.ops.cogfast.fp8_linear.default}
 
 
 def _is_attention(op: object, *args: Any) -> bool:
@@ -71,7 +71,7 @@ def _is_attention(op: object, *args: Any) -> bool:
 
 def _is_product(op: object, *args: Any) -> bool:
     is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
-    return op in _ATTENTION or op is _FROZEN or is_product
+    return op in _ATTENTION or op in _FROZEN or is_product
 
 
 def _is_low_rank(a: Tensor, b: Tensor) -> bool:

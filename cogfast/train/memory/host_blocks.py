@@ -139,11 +139,13 @@ class HostBlocks:
 
 
 def hold_base(
-    transformer: DiffusionTransformer, quantization: Literal["none", "int8"], num_offloaded: int
+    transformer: DiffusionTransformer,
+    quantization: Literal["none", "int8", "fp8"],
+    num_offloaded: int,
 ) -> None:
     """Apply args.quantize_base and args.offload_blocks to a transformer on the meta device."""
-    if quantization == "int8":
-        quantize_base(transformer)
+    if quantization != "none":
+        quantize_base(transformer, quantization)
     if num_offloaded:
         transformer.block_source = HostBlocks(transformer, num_offloaded)
 
@@ -157,7 +159,7 @@ def num_offloaded(transformer: DiffusionTransformer) -> int:
 def stored_base(transformer: DiffusionTransformer) -> dict[str, dict[str, Tensor]]:
     """Return {path of a linear: its stored tensors} of weights that are no parameters.
 
-    They are "weight" and, of an int8 weight, "scale", on the device or in host memory.
+    They are "weight" and, of a weight of 8 bits, "scale", on the device or in host memory.
     """
     source, found = transformer.block_source, {}
     for path, linear in base_linears(transformer):

@@ -1,7 +1,8 @@
-"""The frozen base of LoRA in 8 bits: int8 weights in the linears of the blocks (kernels/quantized/int8_linear.py).
+"""The frozen base of LoRA in 8 bits: the linears of the blocks as int8 or fp8 (kernels/quantized/).
 
 A block's qkv, attention output, fc1, fc2 and modulation hold 1 byte per weight in place of 2, and 4
-bytes per row, as buffers: ZeRO neither partitions them nor keeps state for them. They are quantized
+bytes per row, as buffers: ZeRO neither partitions them nor keeps state for them. The modulation is
+int8 in both: it has one row per sample, so that fp8 products would save no time. They are quantized
 while they load, one tensor at a time, after tensor parallelism has cut them; a shard of columns has the
 scales of the whole rows, so that the base does not depend on the number of ranks. Checkpoints and exports
 have adapters alone, so that merges use the weights of args.load as they are.
@@ -15,8 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cogfast.kernels.quantized.int8_linear import int8_linear, quantize_rows, row_maxima
+from cogfast.kernels.quantized.int8_linear import row_maxima
+from cogfast.kernels.quantized.quantized_linear import (
+    DTYPES,
+    Quantization,
+    quantize_rows,
+    quantized_linear,
+)
 from cogfast.model.attention import DeferredBiasLinear
+from cogfast.model.block import BlockModulation
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.tensor_parallel import (
     ParallelGroup,
@@ -26,20 +34,20 @@ from cogfast.train.distributed.tensor_parallel import (
 
 
 class QuantizedLinear(nn.Module):
-    """A linear with a frozen int8 weight [out, in] and the scales of its rows [out]."""
+    """A linear with a frozen weight [out, in] of 8 bits and the scales of its rows [out]."""
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, whole: nn.Linear) -> None:
+    def __init__(self, whole: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.adds_bias = not isinstance(whole, DeferredBiasLinear)
         self.bias = whole.bias
-        _quantize(self, whole.weight)
+        _quantize(self, whole.weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out], without a deferred bias."""
-        return int8_linear(x, self.weight, self.scale, self.bias if self.adds_bias else None)
+        return quantized_linear(x, self.weight, self.scale, self.bias if self.adds_bias else None)
 
 
 Linear = nn.Linear | ParallelLinear | QuantizedLinear
@@ -53,30 +61,32 @@ def base_linears(transformer: DiffusionTransformer) -> Iterator[tuple[str, Linea
 
 
 def holds_base(transformer: DiffusionTransformer) -> bool:
-    """Return whether weights of the blocks' linears are no parameters, but int8 or in host memory."""
+    """Return whether weights of the blocks' linears are no parameters, but 8-bit or in host memory."""
     # Not m.weight: ZeRO-3 may gather a parameter that is read as an attribute.
     linears = (dict(m.named_parameters(recurse=False)) for _, m in base_linears(transformer))
     return any("weight" not in parameters for parameters in linears)
 
 
-def quantize_base(transformer: DiffusionTransformer) -> None:
-    """Replace the weights of the blocks' linears by int8 buffers. They have no values yet.
+def quantize_base(transformer: DiffusionTransformer, kind: Quantization) -> None:
+    """Replace the weights of the blocks' linears by buffers of 8 bits. They have no values yet.
 
     The transformer is on the meta device, with all weights of these linears frozen.
     """
     for path, linear in list(base_linears(transformer)):
         assert not linear.weight.requires_grad, f"{path} is trained"
+        parent = transformer.get_submodule(path.rpartition(".")[0])
+        dtype = torch.int8 if isinstance(parent, BlockModulation) else DTYPES[kind]
         if isinstance(linear, nn.Linear):
-            transformer.set_submodule(path, QuantizedLinear(linear))
+            transformer.set_submodule(path, QuantizedLinear(linear, dtype))
         else:
-            _quantize(linear, linear.weight)
+            _quantize(linear, linear.weight, dtype)
 
 
-def _quantize(module: nn.Module, weight: Tensor) -> None:
+def _quantize(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> None:
     if "weight" in dict(module.named_parameters(recurse=False)):
         del module.weight
     make = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=weight.device)
-    module.register_buffer("weight", make(*weight.shape, dtype=torch.int8), persistent=False)
+    module.register_buffer("weight", make(*weight.shape, dtype=dtype), persistent=False)
     # ZeRO casts parameters alone: a buffer stays float32.
     module.register_buffer("scale", make(len(weight), dtype=torch.float32), persistent=False)
 
@@ -109,6 +119,6 @@ class QuantizedWeight:
         maxima = row_maxima(values)
         if self.row_group is not None:
             maxima = largest_of_group(maxima, self.row_group)
-        q, scale = quantize_rows(values, maxima)
+        q, scale = quantize_rows(values, self.q.dtype, maxima)
         self.q.copy_(q)
         self.scale.copy_(scale)

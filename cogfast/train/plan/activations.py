@@ -24,10 +24,12 @@ from typing import Literal
 import psutil
 import torch
 
+from cogfast.kernels.quantized.float8 import FP8
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.train.distributed.tensor_parallel import ParallelLinear, ParallelLora
+from cogfast.train.memory.quantized_base import base_linears
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
@@ -48,8 +50,8 @@ class LayerShape:
 
     num_rows: B S; num_heads: of the whole model; num_parts: tensor-parallel size; splits_rows: with
     sequence parallelism; adapter_columns: total width of LoRA's low-rank products; adapts_fc1,
-    adapts_fc2: whether they have adapters; is_frozen: only adapters are trained; dequantizes: the frozen
-    weights are int8 (kernels/quantized/int8_linear.py).
+    adapts_fc2: whether they have adapters; is_frozen: only adapters are trained; dequantizes, is_fp8: the
+    frozen weights are int8 or fp8 (kernels/quantized/).
     """
 
     num_rows: int
@@ -63,6 +65,7 @@ class LayerShape:
     adapts_fc2: bool = False
     is_frozen: bool = False
     dequantizes: bool = False
+    is_fp8: bool = False
 
     @classmethod
     def of(
@@ -70,6 +73,7 @@ class LayerShape:
     ) -> LayerShape:
         """Return the shape of a block for num_rows (B S) rows. Weights may be on meta."""
         config, block = transformer.config, transformer.blocks[0]
+        dtypes = {linear.weight.dtype for _, linear in base_linears(transformer)}
         fc1 = block.get_submodule("fc1")
         named = transformer.blocks.named_parameters()
         return cls(
@@ -83,7 +87,8 @@ class LayerShape:
             adapts_fc1="ff.net.0.proj" in config.lora_targets,
             adapts_fc2="ff.net.2" in config.lora_targets,
             is_frozen=not any(p.requires_grad and not is_lora_parameter(name) for name, p in named),
-            dequantizes=any(b.dtype == torch.int8 for b in block.buffers()),
+            dequantizes=dtypes == {torch.int8},
+            is_fp8=FP8 in dtypes,
         )
 
     @property
@@ -109,6 +114,7 @@ class LayerShape:
         matrix = 4 * self.width**2 * self.bytes_per_number // self.num_parts
         if not self.is_frozen:
             return int(held) + matrix
+        # At the peak an fp8 product has nothing of its own: its rounded factors are gone.
         return int(held) + adapters + self.dequantizes * matrix
 
     def kept(self, policy: Policy) -> int:

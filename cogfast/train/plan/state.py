@@ -28,7 +28,7 @@ class ModelSize:
 
     blocks: trained elements of each block. others: trained elements outside of the blocks.
     buffer_bytes: of position tables. base, base_rows: elements and rows of a block's linears, if all of
-    them are frozen, else 0. is_quantized: args.quantize_base=int8. num_offloaded: args.offload_blocks.
+    them are frozen, else 0. is_quantized: args.quantize_base. num_offloaded: args.offload_blocks.
     """
 
     num_weights: int

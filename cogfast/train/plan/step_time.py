@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
@@ -47,6 +48,7 @@ _QKV_BIAS = 3  # its gradient is a sum over the rows of QKV's
 _EDGES = 16  # embeddings, final norms and their gradients, once for all blocks
 _OPTIMIZER_BYTES = {2: 38, 4: 44}  # per parameter of the partition, by bytes of the training dtype
 _MODULATION = 12  # vectors of a block
+FP8_SPEED = 2  # rate of fp8 products, in multiples of bf16's, on every GPU that has them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ def stated_rates(gpu: Gpu, link_between: float = LINK_BETWEEN) -> Rates:
 class Work:
     """FLOPs and bytes of one GPU in an optimizer step. num_bytes: read and written by memory-bound kernels.
 
-    weight_flops: the part of matmul_flops that weights' gradients take.
+    weight_flops: the part of matmul_flops that weights' gradients take; fp8_flops: the part in fp8.
     """
 
     matmul_flops: float
@@ -98,18 +100,19 @@ class Work:
     attention_forward_flops: float
     attention_backward_flops: float
     num_bytes: float
+    fp8_flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
     """The keys of a run that save memory of its GPU, in exchange for time.
 
-    is_quantized: args.quantize_base=int8. num_offloaded: args.offload_blocks; block_bytes: of one such
+    quantization: args.quantize_base. num_offloaded: args.offload_blocks; block_bytes: of one such
     block in host memory. kept_bytes: that each block keeps in host memory for a micro-batch; empty
     without args.offload_activations.
     """
 
-    is_quantized: bool = False
+    quantization: Literal["none", "int8", "fp8"] = "none"
     num_offloaded: int = 0
     block_bytes: int = 0
     kept_bytes: tuple[int, ...] = ()
@@ -118,9 +121,9 @@ class Saving:
     def of(cls, plan: MemoryPlan) -> Saving:
         setup, model = plan.setup, plan.setup.model
         kept = [setup.layer.kept(p) for p in plan.policies[:-NUM_RESIDENT] if setup.offloads]
-        number = model.num_offloaded
+        number, is_fp8 = model.num_offloaded, plan.setup.layer.is_fp8
         return cls(
-            is_quantized=model.is_quantized,
+            quantization="none" if not model.is_quantized else "fp8" if is_fp8 else "int8",
             num_offloaded=number,
             block_bytes=model.host_bytes(setup.rules.weight_bytes) // max(number, 1),
             kept_bytes=tuple(kept),
@@ -128,7 +131,7 @@ class Saving:
 
     def num_held(self, num_layers: int) -> int:
         """Return the number of last blocks whose linears' weights are no parameters."""
-        return num_layers if self.is_quantized else self.num_offloaded
+        return self.num_offloaded if self.quantization == "none" else num_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +180,7 @@ def estimate(
     every = _of_layers(config, policies)
     num_held = saving.num_held(config.num_layers)
     layout = replace(layout, is_recomputed=set(every) != {"none"}, num_held=num_held)
-    work = count_work(config, num_tokens, layout, every, saving.is_quantized)
+    work = count_work(config, num_tokens, layout, every, saving.quantization)
     matmul, attention, memory_bound = _seconds(work, rates)
     computed = matmul + attention + memory_bound
     traffic = _traffic(config, num_tokens, layout)
@@ -233,7 +236,8 @@ def _seconds(work: Work, rates: Rates) -> tuple[float, float, float]:
     """Return the seconds of matrix products, attention and memory-bound kernels."""
     forward = work.attention_forward_flops / rates.attention_forward
     attention = forward + work.attention_backward_flops / rates.attention_backward
-    return work.matmul_flops / rates.matmul, attention, work.num_bytes / rates.copy
+    matmul = (work.matmul_flops - work.fp8_flops * (1 - 1 / FP8_SPEED)) / rates.matmul
+    return matmul, attention, work.num_bytes / rates.copy
 
 
 def _transfers(
@@ -255,8 +259,8 @@ def _transfers(
     num_layers, reaches = config.num_layers, gradient_reaches(held_model(config, layout.model_size))
     num_reached = sum(reached for _, reached in reaches)
     given = (config, num_tokens, layout, policies)
-    whole = _count_blocks(*given, reaches, saving.is_quantized)
-    forward = _count_blocks(*given, [(False, False)] * num_layers, saving.is_quantized)
+    whole = _count_blocks(*given, reaches, saving.quantization)
+    forward = _count_blocks(*given, [(False, False)] * num_layers, saving.quantization)
     forward_seconds = sum(_seconds(forward, rates))
     backward_seconds = sum(_seconds(whole, rates)) - forward_seconds
     beside = forward_seconds / num_layers, backward_seconds / max(num_reached, 1)
@@ -331,11 +335,11 @@ def count_work(
     num_tokens: int,
     layout: Layout,
     policies: Sequence[Policy],
-    is_quantized: bool = False,
+    quantization: str = "none",
 ) -> Work:
     """Count what one GPU computes in an optimizer step, with recomputation."""
     reaches = gradient_reaches(held_model(config, layout.model_size))
-    blocks = _count_blocks(config, num_tokens, layout, policies, reaches, is_quantized)
+    blocks = _count_blocks(config, num_tokens, layout, policies, reaches, quantization)
     matmul, weight, num_bytes = _edges(config, num_tokens, layout)
     times, trained = layout.accumulation, _num_trained(config, layout)
     number, copies = layout.bytes_per_number, layout.num_replicas
@@ -348,6 +352,7 @@ def count_work(
         weight_flops=times * (blocks.weight_flops + weight),
         attention_forward_flops=times * blocks.attention_forward_flops,
         attention_backward_flops=times * blocks.attention_backward_flops,
+        fp8_flops=times * blocks.fp8_flops,
         num_bytes=num_bytes + trained / copies * _OPTIMIZER_BYTES[number],
     )
 
@@ -358,7 +363,7 @@ def _count_blocks(
     layout: Layout,
     policies: Sequence[Policy],
     reaches: Sequence[tuple[bool, bool]],
-    is_quantized: bool,
+    quantization: str,
 ) -> Work:
     """Count what the blocks compute for one micro-batch, without the products of their modulation.
 
@@ -370,14 +375,23 @@ def _count_blocks(
     unit = rows * width * layout.bytes_per_number
     is_trained = config.lora_rank is None
     modulation = 2 * layout.batch_size * config.time_embed_dim * width * _MODULATION / parts
+    is_int8, is_fp8 = quantization == "int8", quantization == "fp8"
     # An int8 weight is read and written in the training dtype before each of its products.
-    dequantized = (1 + layout.bytes_per_number) / parts * is_quantized
-    vectors = _MODULATION * width * config.time_embed_dim * dequantized
-    matmul, weight, num_bytes, forwards, backwards = 0.0, 0.0, 0.0, 0, 0
+    dequantized = (1 + layout.bytes_per_number) / parts
+    vectors = _MODULATION * width * config.time_embed_dim * dequantized * (is_int8 or is_fp8)
+    # Before an fp8 product an activation is read and 1 byte per number written. Backward also reads and
+    # writes the weight, which it transposes.
+    rounded = unit / layout.bytes_per_number * (1 + layout.bytes_per_number) * is_fp8
+    matmul, weight, num_bytes, fp8, forwards, backwards = 0.0, 0.0, 0.0, 0.0, 0, 0
     for i, (policy, (has_gradient, is_reached)) in enumerate(zip(policies, reaches, strict=True)):
         linears = _linears(config, i)
         forward = sum(each.size * square + each.num_columns * low for each in linears)
-        base = sum(each.num_weights for each in linears) * width**2 * dequantized + vectors
+        base = (
+            sum(each.num_weights for each in linears) * width**2 * dequantized * is_int8 + vectors
+        )
+        base += sum(each.rounded(parts, is_backward=False) for each in linears) * rounded
+        fp8_forward = sum(each.size for each in linears) * square * is_fp8
+        fp8 += fp8_forward
         moved = sum(each.forward_units for each in linears) / parts
         moved += _units_of_pass(layout, is_trained, is_backward=False)
         matmul, num_bytes = matmul + forward, num_bytes + moved * unit + base
@@ -387,7 +401,10 @@ def _count_blocks(
         for each in linears:
             if has_gradient:
                 matmul += each.size * square + each.columns_in * low
-                num_bytes += each.num_weights * width**2 * dequantized
+                num_bytes += each.num_weights * width**2 * dequantized * is_int8
+                num_bytes += each.rounded(parts, is_backward=True) * rounded
+                num_bytes += 2 * each.num_weights * width**2 / parts * is_fp8
+                fp8 += each.size * square * is_fp8
             own = each.num_columns * low
             matmul += each.columns_out * low
             weight += each.size * square if is_trained else own
@@ -404,6 +421,7 @@ def _count_blocks(
             matmul += sum(each.columns_out for each in linears) * low
             continue
         matmul += forward + modulation
+        fp8 += fp8_forward
         num_bytes += base
         forwards += policy == "full"
     quadratic = rows * num_tokens * width / parts
@@ -413,6 +431,7 @@ def _count_blocks(
         attention_forward_flops=forwards * 4 * quadratic,
         attention_backward_flops=backwards * 10 * quadratic,
         num_bytes=num_bytes,
+        fp8_flops=fp8,
     )
 
 
@@ -449,11 +468,15 @@ def _edges(
 class _Linear:
     """A linear of a block and its adapters.
 
-    size: FLOPs in units of B S M^2. columns_in, columns_out: inputs and outputs of the adapters'
+    size: FLOPs in units of B S M^2. num_in, num_out: inputs and outputs, in multiples of M; cuts_outputs:
+    which of them tensor-parallel ranks divide. columns_in, columns_out: inputs and outputs of the adapters'
     products, in multiples of M. *_units: activations [B, S, M] that the adapters move.
     """
 
     size: int
+    num_in: int
+    num_out: int
+    cuts_outputs: bool
     columns_in: int = 0
     columns_out: int = 0
     forward_units: int = 0
@@ -462,6 +485,11 @@ class _Linear:
     @property
     def num_columns(self) -> int:
         return self.columns_in + self.columns_out
+
+    def rounded(self, parts: int, *, is_backward: bool) -> float:
+        """Return what a rank rounds for an fp8 product, in activations [B, S, M]."""
+        number = self.num_out if is_backward else self.num_in
+        return number / parts if self.cuts_outputs == is_backward else number
 
     @property
     def num_weights(self) -> int:
@@ -478,14 +506,18 @@ def _linears(config: TransformerConfig, layer: int) -> list[_Linear]:
     sizes = {"attention.qkv": (_QKV, 1, 3), "attention.out": (_OUT, 1, 1)}
     sizes |= {"fc1": (_FC, 1, MLP_RATIO), "fc2": (_FC, MLP_RATIO, 1)}
     for name, (size, num_in, num_out) in sizes.items():
+        cuts_outputs = name in ("attention.qkv", "fc1")
         pairs = sum(TARGETS[target][0] == name for target in config.lora_targets) * is_adapted
         if not pairs:
-            linears.append(_Linear(size))
+            linears.append(_Linear(size, num_in, num_out, cuts_outputs))
             continue
         written = pairs * num_out // NUM_PARTS[name]
         linears.append(
             _Linear(
                 size,
+                num_in,
+                num_out,
+                cuts_outputs,
                 columns_in=pairs * num_in,
                 columns_out=written,
                 forward_units=num_in + 2 * num_out,

@@ -31,7 +31,7 @@ from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.schema.values import Problems, counted, cut, one_line, show
 from cogfast.train.preflight.attention_choice import check_attention
-from cogfast.train.preflight.compilers import check_compilers, check_cuda_graphs
+from cogfast.train.preflight.compilers import check_compilers, check_cuda_graphs, check_fp8
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
@@ -153,6 +153,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_global_batch(config, args, world_size)
     _check_offload(config, args)
     check_cuda_graphs(config, args, TransformerConfig(**network))
+    check_fp8(config, args)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     _check_export(config, args, network)
     # Weights from scratch have an output layer of zeros, behind which no adapter gets a gradient.

@@ -18,6 +18,8 @@ from cogfast.schema.merged_config import refuse
 
 logger = logging.getLogger(__name__)
 
+_FP8_CAPABILITY = (8, 9)
+
 
 def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> None:
     """Check that this machine can build what args.kernels and args.compile need.
@@ -42,6 +44,24 @@ def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> 
         )  # the compiler that Inductor runs
         _require_program(config, key, f"{what} on a CPU", "CXX", (program,), instead)
         _require_headers(config, key, what, instead)
+
+
+def check_fp8(config: Config, args: TrainArguments) -> None:
+    """Refuse args.quantize_base=fp8 on a GPU, or in a precision, without fp8 products."""
+    key = "args.quantize_base"
+    if args.quantize_base != "fp8" or not torch.cuda.is_available():
+        return  # a CPU computes the same roundings
+    capability = torch.cuda.get_device_capability()
+    if capability < _FP8_CAPABILITY:
+        text = (
+            f"{key}=fp8 needs a GPU with fp8 matrix products (RTX 4090, L40S, H100 or newer), but this "
+            f"one is {torch.cuda.get_device_name()}; set {key}=int8"
+        )
+        refuse(config, key, text)
+    if args.precision != "bf16":
+        text = f"{key}=fp8 has products in bf16 on a GPU, but the run is in {args.precision}; set"
+        refuse(config, key, f"{text} deepspeed.bf16.enabled=true, or {key}=int8")
+    _check_triton(config, key, f"{key}=fp8", f"{key}=int8")
 
 
 def check_cuda_graphs(config: Config, args: TrainArguments, model: TransformerConfig) -> None:

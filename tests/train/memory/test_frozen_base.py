@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.kernels.quantized.int8_linear import quantize_rows
+from cogfast.kernels.quantized.quantized_linear import DTYPES, Quantization, quantize_rows
 from cogfast.model.transformer import (
     DiffusionTransformer,
     assemble_transformer,
@@ -82,8 +82,13 @@ def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Non
 
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
-    [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.bfloat16)],
-    ids=["fp32", "bf16", "int8"],
+    [
+        ("none", torch.float32),
+        ("none", torch.bfloat16),
+        ("int8", torch.bfloat16),
+        ("fp8", torch.bfloat16),
+    ],
+    ids=["fp32", "bf16", "int8", "fp8"],
 )
 def test_offloaded_blocks_give_the_same_bits(quantization: str, dtype: torch.dtype) -> None:
     plain = build(dtype, quantization, 0)
@@ -122,27 +127,33 @@ def test_the_device_holds_two_blocks_and_fetches_one_ahead(monkeypatch) -> None:
         assert fetched == [2, 0]  # each while another block computes
 
 
-def test_the_base_is_quantized_as_it_loads_and_is_no_parameter() -> None:
-    transformer, source = build(torch.bfloat16, "int8", 1), tiny("5b", **CHANGES)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_the_base_is_quantized_as_it_loads_and_is_no_parameter(kind: Quantization) -> None:
+    """The modulation is int8 in both."""
+    transformer, source = build(torch.bfloat16, kind, 1), tiny("5b", **CHANGES)
     stored = stored_base(transformer)
     assert len(stored) == 5 * NUM_LAYERS
     for path, tensors in stored.items():
-        q, scale = quantize_rows(source.get_parameter(f"{path}.weight"))
-        assert torch.equal(tensors["weight"], q) and torch.equal(tensors["scale"], scale)
+        dtype = torch.int8 if "modulation" in path else DTYPES[kind]
+        q, scale = quantize_rows(source.get_parameter(f"{path}.weight"), dtype)
+        assert tensors["weight"].dtype == dtype and torch.equal(tensors["scale"], scale)
+        assert torch.equal(tensors["weight"].view(torch.uint8), q.view(torch.uint8))
     names = {name for name, _ in transformer.named_parameters()}
     assert not names & {f"{path}.weight" for path in stored}
     state = {name for name in transformer.state_dict() if name.startswith("blocks.0.fc1.")}
     assert state == {"blocks.0.fc1.bias"}
 
 
-def test_error_of_a_quantized_base() -> None:
-    """Normally distributed weights, whose entries are off by 1/100 of their root mean square."""
-    plain, rounded = (build(torch.float32, kind, 0) for kind in ("none", "int8"))
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.012), ("fp8", 0.045)])
+def test_error_of_a_quantized_base(kind: str, most: float) -> None:
+    """Normally distributed weights. int8: entries are off by 1/100 of their root mean square. fp8: weights
+    and inputs are, each by 1/40 of themselves on average."""
+    plain, rounded = (build(torch.float32, each, 0) for each in ("none", kind))
     far = lambda found, wanted: ((found - wanted).norm() / wanted.norm()).item()
     for (path, ours), (_, theirs) in zip(base_linears(rounded), base_linears(plain), strict=True):
         x = torch.randn(50, theirs.weight.shape[1], generator=torch.Generator().manual_seed(0))
-        assert far(ours(x), theirs(x)) < 0.012, path
-    assert 1e-4 < far(evaluate(rounded), evaluate(plain)) < 0.012
+        assert far(ours(x), theirs(x)) < most, path
+    assert 1e-4 < far(evaluate(rounded), evaluate(plain)) < most
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +235,9 @@ def test_a_quantized_base_trains_as_the_whole_one_on_the_quickstart(tmp_path: Pa
     lora = [f"args.load={whole}", "args.mode=finetune", "deepspeed.optimizer.params.lr=1e-3"]
     lora.append("model.network_config.params.modules.lora_config.params.r=16")
     found = []
-    for value in ("none", "int8"):
+    for value in ("none", *DTYPES):
         folder = trained(tmp_path / value, 100, *lora, f"args.quantize_base={value}")
         found.append(torch.tensor(losses(folder)).view(10, 10).mean(1))
-    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0)
-    assert not torch.equal(*found)
+    for rounded in found[1:]:
+        torch.testing.assert_close(rounded, found[0], rtol=0.02, atol=0)
+        assert not torch.equal(rounded, found[0])

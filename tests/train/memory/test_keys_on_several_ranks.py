@@ -55,7 +55,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks and words
     "cp 2 x tp 2": (4, (CONTEXT, TENSOR)),
 }
 
-INT8, BLOCKS = "args.quantize_base=int8", "args.offload_blocks=3"
+INT8, FP8 = "args.quantize_base=int8", "args.quantize_base=fp8"
+BLOCKS = "args.offload_blocks=3"
 COPIES = ("args.offload_activations=true", f"{POLICY}=full")
 EIGHT, HOST = "args.optimizer_moments=8bit", "args.ema_device=cpu"
 
@@ -73,6 +74,8 @@ KEYS = {
     "lora": Keys((), is_lora=True),
     "int8": Keys((INT8,), is_lora=True),
     "int8, blocks, activations": Keys((INT8, BLOCKS, *COPIES), True, same_bits="int8"),
+    "fp8": Keys((FP8,), is_lora=True),
+    "fp8, blocks, activations": Keys((FP8, BLOCKS, *COPIES), True, same_bits="fp8"),
     "blocks": Keys((BLOCKS,), True, same_bits="lora"),
     "all": Keys(()),
     "activations": Keys(
@@ -84,7 +87,8 @@ KEYS = {
     "8bit, ema, activations": Keys((EIGHT, HOST, *COPIES), same_bits="8bit"),
     "lora, 8bit, ema": Keys((EIGHT, HOST), is_lora=True),
 }
-ROUNDED = [name for name, keys in KEYS.items() if EIGHT in keys.words]
+# 8-bit moments are rounded in blocks of a rank's part, and fp8 products round the rows that a rank has.
+ROUNDED = [name for name, keys in KEYS.items() if {EIGHT, FP8} & {*keys.words}]
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Run:
 QUICK = [
     Run("int8, blocks, activations", "cp 2"),
     Run("int8", "tp 2"),
+    Run("fp8", "tp 2"),
     Run("8bit, ema, activations", "cp 2"),
     Run("8bit", "tp 2"),
     Run("8bit", "cp 2", resumed_from="tp 2"),
@@ -112,7 +117,7 @@ SOAKED = [
     for keys in KEYS
     for layout in LAYOUTS
     # Keys without those that move memory run beside them.
-    if layout != "one process" and keys not in ("lora", "int8", "all", "8bit")
+    if layout != "one process" and keys not in ("lora", "int8", "fp8", "all", "8bit")
 ]
 SOAKED += [
     Run("int8, blocks, activations", "cp 2, zero-3", resumed_from="one process"),
@@ -246,10 +251,8 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", marked([run for run in RUNS if run.keys in ROUNDED]))
-def test_rounded_moments_are_as_good_as_those_of_one_process(
-    runs: dict[Run, Path], run: Run
-) -> None:
-    """Ranks round in other blocks: they are as far from float32 moments as one process is.
+def test_what_ranks_round_is_as_good_as_in_one_process(runs: dict[Run, Path], run: Run) -> None:
+    """Ranks round other blocks or rows: they are as far from the plain run as one process is.
 
     Replicated parameters stay equal (args.replica_check_interval=1).
     """

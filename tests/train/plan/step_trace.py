@@ -60,7 +60,7 @@ class StepTrace:
 
 
 def scratch(op: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that an attention op, or a product with an int8 weight, allocates inside."""
+    """Return the bytes that an attention op, or a product with a weight of 8 bits, allocates inside."""
     if op is torch.ops.cogfast.flash_attention_backward.default:
         b, s, h, d = args[1].shape
         # dq is summed in float32; delta is float32, too.
@@ -72,6 +72,10 @@ def scratch(op: Any, args: Sequence[Any]) -> int:
     ):
         x, q = args[:2]
         return q.numel() * x.element_size()  # the weight in the dtype of x
+    if op is torch.ops.cogfast.fp8_linear.default:
+        return args[0].numel()  # x in fp8
+    if op is torch.ops.cogfast.fp8_linear_backward.default:
+        return args[0].numel() + args[1].numel()  # dy in fp8, and the weight, transposed
     return 0
 
 

@@ -69,6 +69,7 @@ class Group:
         ("_5b", True, (MLP,), 1),
         ("_5b", True, (), 2),
         ("_5b", True, ("args.quantize_base=int8",), 1),
+        ("_5b", True, ("args.quantize_base=fp8",), 1),
     ],
     ids=[
         "5b",
@@ -77,6 +78,7 @@ class Group:
         "lora of the mlp",
         "lora in two parts",
         "lora in int8",
+        "lora in fp8",
     ],
 )
 def test_a_block_takes_what_its_ops_take(

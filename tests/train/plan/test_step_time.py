@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.checks.plan_step_time import Probe, measure, predict, rates_of
@@ -234,11 +235,48 @@ def test_int8_weights_are_those_that_are_dequantized(
     apply_policies(model, [policy] * 2)
     model(**inputs("5b")).square().mean().backward()
     plain, quantized = (
-        count_work(model.config, NUM_TOKENS, replace(ALONE, accumulation=3), [policy] * 2, is_int8)
-        for is_int8 in (False, True)
+        count_work(model.config, NUM_TOKENS, replace(ALONE, accumulation=3), [policy] * 2, kind)
+        for kind in ("none", "int8")
     )
     assert quantized.num_bytes - plain.num_bytes == pytest.approx(3 * 5 * sum(numels))
     assert replace(quantized, num_bytes=plain.num_bytes) == plain
+
+
+@pytest.mark.parametrize("policy", LADDER)
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "all weights"])
+def test_fp8_products_are_those_that_run(name: str, policy: Policy, monkeypatch) -> None:
+    """In fp32 an activation is read as four bytes a number and written as one. Backward transposes."""
+    calls = EightBitCalls()
+    model = held("fp8", 0, **ADAPTERS[name])
+    apply_policies(model, [policy] * 2)
+    with calls:
+        model(**inputs("5b")).square().mean().backward()
+    plain, fp8 = (
+        count_work(model.config, NUM_TOKENS, replace(ALONE, accumulation=3), [policy] * 2, kind)
+        for kind in ("none", "fp8")
+    )
+    assert fp8.fp8_flops == pytest.approx(3 * calls.flops)
+    assert fp8.num_bytes - plain.num_bytes == pytest.approx(3 * calls.bytes)
+    assert replace(fp8, num_bytes=plain.num_bytes, fp8_flops=0.0) == plain
+
+
+class EightBitCalls(TorchDispatchMode):
+    """Counts the FLOPs of fp8 products, and the bytes moved beside them and int8 ones, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        ops = torch.ops.cogfast
+        if op in (ops.fp8_linear.default, ops.fp8_linear_backward.default):
+            given, q = args[:2]
+            is_backward = op is ops.fp8_linear_backward.default
+            self.flops += 2 * given.numel() * q.shape[int(is_backward)]
+            self.bytes += 5 * given.numel() + 2 * q.numel() * is_backward
+        if op in (ops.int8_linear.default, ops.int8_linear_backward.default):
+            self.bytes += 5 * args[1].numel()
+        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 6])
@@ -326,7 +364,7 @@ def test_blocks_and_activations_share_a_direction_in_backward_alone() -> None:
 
 @pytest.mark.parametrize(
     ("saving", "num_held"),
-    [(Saving(is_quantized=True), 2), (Saving(num_offloaded=1, block_bytes=4 * BLOCK), 1)],
+    [(Saving(quantization="int8"), 2), (Saving(num_offloaded=1, block_bytes=4 * BLOCK), 1)],
     ids=["int8", "host"],
 )
 def test_stage_3_gathers_no_weights_that_are_no_parameters(saving: Saving, num_held: int) -> None:
@@ -349,12 +387,12 @@ def test_the_plan_says_what_is_held_and_copied() -> None:
     saving = Saving.of(plan)
     width, unit = 3072, 17_776 * 3072 * 2
     assert saving == Saving(
-        is_quantized=True,
+        quantization="int8",
         num_offloaded=10,
         block_bytes=12 * width**2 + 12 * width * 512 + 4 * (3 + 1 + 4 + 1 + 12) * width,
         kept_bytes=(unit,) * 40,
     )
-    assert saving.num_held(42) == 42 and replace(saving, is_quantized=False).num_held(42) == 10
+    assert saving.num_held(42) == 42 and replace(saving, quantization="none").num_held(42) == 10
     h100 = next(gpu for gpu in GPUS if gpu.name == "h100-80")
     step = predict_step(config, args, plan, h100)
     # 40 units out, then in together with 8 of the 10 blocks; the first two wait in their slots.

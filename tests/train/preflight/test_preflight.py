@@ -129,7 +129,7 @@ REFUSED = {
         "configs/lora.yaml to --base, or args.quantize_base=none"
     ),
     "args.offload_blocks=4": "args.offload_blocks=4 is for LoRA, whose base is frozen, but this run",
-    "args.quantize_base=int4": "args.quantize_base='int4' must be one of none, int8",
+    "args.quantize_base=int4": "args.quantize_base='int4' must be one of none, int8, fp8",
     "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
     "args.context_parallel_size=4": (
         "command line: args.context_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
@@ -262,6 +262,27 @@ def test_fp16_needs_a_gpu(config, monkeypatch):
     check_train(checked, world_size=8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="deepspeed.fp16.enabled=true needs a GPU; on a CPU use"):
+        check_train(checked, world_size=8)
+
+
+def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
+    """On a CPU it runs: the same roundings are computed there."""
+    lora = lambda *words: config("cogvideox_5b_lora", *words)
+    checked = lora("args.quantize_base=fp8")
+    check_train(checked, world_size=8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_train(checked, world_size=8)
+    fp16 = ["deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false"]
+    text = r"args.quantize_base=fp8 has products in bf16 on a GPU, but the run is in fp16; set deepspeed"
+    with pytest.raises(ValueError, match=text):
+        check_train(lora("args.quantize_base=fp8", *fp16), world_size=8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    text = (
+        r"needs a GPU with fp8 matrix products .* but this one is A100; set args.quantize_base=int8"
+    )
+    with pytest.raises(ValueError, match=text):
         check_train(checked, world_size=8)
 
 
