@@ -67,7 +67,7 @@ def _on_cpu(
     num_parts: int,
     scaling: float,
 ) -> Tensor:
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)  # so that `columns` are views
     columns = y.flatten(0, -2).chunk(num_parts, dim=-1)
     lows = iter(low.flatten(0, -2).chunk(len(matrices), dim=-1))
     of_part = dict(zip(parts, matrices, strict=True))
@@ -84,7 +84,7 @@ _add_low_rank = register_op(
     " -> Tensor",
     gpu=_launch,
     cpu=_on_cpu,
-    fake=lambda x, low, matrices, parts, num_parts, scaling: torch.empty_like(x),
+    fake=lambda x, low, matrices, parts, num_parts, scaling: x.new_empty(x.shape),
 )
 
 

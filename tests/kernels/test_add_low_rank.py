@@ -104,6 +104,17 @@ def test_frozen_inputs_cost_nothing() -> None:
     assert all(matrix.grad is None for matrix in matrices)
 
 
+def test_tensors_that_are_not_contiguous() -> None:
+    x, low, *others = draw("q and v")
+    wanted = exact((x, low, *others)).unflatten(1, (13, 5))[0]
+    turned = [
+        t.unflatten(1, (13, 5))[0].transpose(0, 1).contiguous().transpose(0, 1) for t in (x, low)
+    ]
+    assert not turned[0].is_contiguous()
+    for op in (add_low_rank, launch):
+        close(op(*turned, *others), wanted, 33)
+
+
 def test_no_rows() -> None:
     x, low, matrix = torch.zeros(1, 0, 16), torch.zeros(1, 0, 4), torch.zeros(16, 4)
     assert launch(x, low, [matrix], [0], 1, 1.0).shape == (1, 0, 16)
