@@ -43,6 +43,7 @@ _NOT_TIMED = {
 # Figures that only a GPU can give, by the piece of bench.gpu_run that measures it.
 _GPU_PIECES = {
     "op_times": "fused operations against the copy rate, eager PyTorch, torch.compile and other kernels",
+    "quantized": "products with int8 and fp8 weights against bf16",
     "attention": "attention backends at 17,776 tokens",
     "2b": "2B: block and training step against diffusers",
     "5b": "5B: block and training step against diffusers",
@@ -150,7 +151,8 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     lines = [f"### {results.machine}", "", f"{', '.join(kept)}; {_dates(results.reports.values())}"]
     steps = results.of(*_STEP_PIECES)
     lines += [*_same_policy(steps), *_best_policy(steps), *_rates(steps)]
-    renders = {"op_times": _ops, "attention": _attention, "data": _data, "data_runs": _data_runs}
+    renders = {"op_times": _ops, "quantized": _quantized, "attention": _attention}
+    renders |= {"data": _data, "data_runs": _data_runs}
     renders |= {"cpu_peers": _cpu_peers, "sampling_peers": _sampling}
     for piece, render in renders.items():
         for report in results.of(piece):
@@ -297,6 +299,21 @@ def _attention(rows: Sequence[Row]) -> list[str]:
         if "forward_tflop_per_s" in row
     ]
     return _question("How fast is attention by each backend?", head, body)
+
+
+def _quantized(rows: Sequence[Row]) -> list[str]:
+    """A line for each product: the time in bf16, and with weights of 8 bits the speed-up over it."""
+    of = {(row["width"], row["linear"], row["product"], row["kind"]): row for row in rows}
+    body = []
+    for width, linear, product in dict.fromkeys(key[:3] for key in of):
+        bf16, int8, fp8 = (
+            of.get((width, linear, product, kind)) for kind in ("bf16", "int8", "fp8")
+        )
+        ratios = [_EMPTY if row is None else f"{row['vs bf16']:.2f}x" for row in (int8, fp8)]
+        time = _EMPTY if bf16 is None else number(bf16["median_ms"])
+        body.append((f"{linear} {product}, width {width}", time, *ratios))
+    head = ("product", "bf16, ms", "int8 weight", "fp8")
+    return _question("How fast are products with weights of 8 bits?", head, body)
 
 
 def _data(rows: Sequence[Row]) -> list[str]:

@@ -130,6 +130,18 @@ def test_a_section_of_results(results: Path) -> None:
     assert not of("5B: block")
 
 
+def test_products_of_8_bits_are_shown_beside_bf16(results: Path) -> None:
+    row = {"width": 3072, "linear": "qkv", "product": "dgrad", "kind": "bf16", "median_ms": 1.6}
+    of = lambda kind, ms: {**row, "kind": kind, "median_ms": ms, "vs bf16": 1.6 / ms}
+    rows = [{**row, "vs bf16": 1.0}, of("int8", 2.0), of("fp8", 1.0)]
+    write(results, "quantized", {"rows": rows})
+    shown = write_section([read_results(results)])
+    assert "| product | bf16, ms | int8 weight | fp8 |" in shown
+    assert "| qkv dgrad, width 3072 | 1.6 | 0.80x | 1.60x |" in shown
+    write(results, "quantized", {"rows": rows[:2]})  # a GPU without fp8
+    assert "| qkv dgrad, width 3072 | 1.6 | 0.80x |" in write_section([read_results(results)])
+
+
 def test_sampling_is_shown_where_it_was_timed(results: Path) -> None:
     case = {"model": "tiny", "dtype": "float32", "steps": 4}
     figures = {"ours median_ms": 200.0, "ours p10_ms": 190.4, "ours p90_ms": 230.0}
@@ -181,7 +193,7 @@ def test_the_compact_table_has_a_row_for_each_question(results: Path) -> None:
 
 
 def test_nothing_is_measured_without_results() -> None:
-    assert write_section([]).count("| not measured |") == 9 and "x |" not in write_section([])
+    assert write_section([]).count("| not measured |") == 10 and "x |" not in write_section([])
     assert write_compact([]).count("| not measured |") == 8
 
 
