@@ -73,8 +73,9 @@ def _innermost_place() -> str:
         name = frame.filename
         if "/torch/" in name or name.startswith((ours, "<")) or "/ctypes/" in name:
             continue
-        parts = Path(name).relative_to(ROOT).parts if name.startswith(str(ROOT)) else None
-        path = "/".join(parts or Path(name).parts[-3:])
+        # The packages' folder may lie in the project's.
+        is_package = "/site-packages/" in name or not name.startswith(str(ROOT))
+        path = "/".join(Path(name).parts[-3:] if is_package else Path(name).relative_to(ROOT).parts)
         return f"{path}:{frame.name}"
     return "a backward pass"
 
