@@ -233,6 +233,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.other_ema: EmaElsewhere | None = None
         self._tables: dict[tuple, TensorTable] = {}
 
+    def has_kernel(self, device: torch.device) -> bool:
+        """Return whether Triton updates the parameters of a device."""
+        return device.type == "cuda" and self.kernels == "triton" and _has_triton()
+
     @property
     def num_updates(self) -> int:
         """Largest number of updates of any parameter."""
@@ -261,7 +265,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
                             self.other_ema.before_update(self.state[p]["shadow"])
                 if device.type == "cpu":
                     self._update_on_cpu(params, group)
-                elif device.type == "cuda" and self.kernels == "triton" and _has_triton():
+                elif self.has_kernel(device):
                     with torch.cuda.device(device):
                         self._update_with_triton(params, group)
                 else:

@@ -18,6 +18,8 @@ from cogfast.kernels.gpu.fused_ema_adam import (
     blocks_of,
     launch_ema_adam,
 )
+from cogfast.kernels.gpu.update_squares import launch_update_squares
+from cogfast.kernels.quantized.moment_codes import CodedMoment, num_blocks
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use_num_updates": True}
@@ -176,23 +178,24 @@ def test_blocks_of_tensors_beyond_32_bits() -> None:
     assert counts[1] * BLOCK >= n > (counts[1] - 1) * BLOCK > 2**32
 
 
+def sparse(file: Path, n: int, dtype: torch.dtype) -> Tensor:
+    """Return n zeros that take no memory."""
+    with file.open("wb") as opened:
+        opened.truncate(n * dtype.itemsize)
+    return torch.from_file(str(file), shared=True, size=n, dtype=dtype)
+
+
 def test_elements_beyond_32_bits(tmp_path: Path) -> None:
     """Update the last blocks of a tensor of 2^31 + 1,500 elements, in sparse files."""
     n = 2**31 + 1500
     first_block = 2**31 // BLOCK - 1  # the last that 32 bits hold
     start = first_block * BLOCK
 
-    def sparse(name: str, dtype: torch.dtype) -> Tensor:
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(n * dtype.itemsize)
-        return torch.from_file(str(tmp_path / name), shared=True, size=n, dtype=dtype)
-
     (window,) = draw_streams([n - start], torch.bfloat16, has_copy=True)
-    whole = AdamStreams(
-        **{k: sparse(k, getattr(window, k).dtype) for k in ("p", "g", "m", "v", "shadow", "copy")},
-        step=window.step,
-    )
-    for name in ("p", "g", "m", "v", "shadow", "copy"):
+    names = ("p", "g", "m", "v", "shadow", "copy")
+    streams = {k: sparse(tmp_path / k, n, getattr(window, k).dtype) for k in names}
+    whole = AdamStreams(**streams, step=window.step)
+    for name in names:
         getattr(whole, name)[start:] = getattr(window, name)
     expected = expected_of(window)
     table = TensorTable()
@@ -205,6 +208,57 @@ def test_elements_beyond_32_bits(tmp_path: Path) -> None:
     for actual, e in zip((whole.p, whole.m, whole.v, whole.shadow), expected, strict=True):
         close(actual[start:], e)
         assert not actual[start - 5000 : start].any() and not actual[:5000].any()
+
+
+def update_squares(
+    p: Tensor, m: Tensor, v: Tensor, start: int, end: int, has_codes: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return what the kernel sums, and the sums in float64; the moments are coded first if asked for."""
+    moments, largest = [m, v], [None, None]
+    if has_codes:
+        coded = [
+            CodedMoment(
+                torch.zeros_like(p, dtype=torch.uint8),
+                torch.zeros(num_blocks(p.numel()), dtype=torch.int16),
+                is_signed,
+            )
+            for is_signed in (True, False)
+        ]
+        for moment, values in zip(coded, moments, strict=True):
+            moment.encode(values)
+        moments, largest = [c.codes for c in coded], [c.largest for c in coded]
+        m, v = (c.decode() for c in coded)
+    factors, decay = torch.tensor([1.7, 2.9]), 0.03
+    found = launch_update_squares(
+        p, moments, largest, factors, start=start, end=end, eps=1e-3, p_factor=decay
+    )
+    p, m, v = (x[start:end].double() for x in (p, m, v))
+    first, root = factors.double().tolist()
+    change = m * first / (v.sqrt() * root + 1e-3) + decay * p
+    return found, torch.stack([change.square().sum(), p.square().sum()])
+
+
+# Inside one block, from one to the next, over several programs, and up to the end
+RANGES = [(0, 5), (1020, 1030), (0, BLOCK), (3, 130 * BLOCK + 7), (64 * BLOCK + 1, 150_001)]
+
+
+@pytest.mark.parametrize("has_codes", [False, True], ids=["fp32", "8bit"])
+@pytest.mark.parametrize(("start", "end"), RANGES)
+def test_squares_of_an_update(start: int, end: int, has_codes: bool) -> None:
+    p, m, v = torch.randn(3, 150_001, generator=torch.Generator().manual_seed(3)).unbind()
+    found, expected = update_squares(p, m, v.square(), start, end, has_codes)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_squares_beyond_32_bits(tmp_path: Path) -> None:
+    n = 2**31 + 1500
+    values = torch.rand(3, 3000, generator=torch.Generator().manual_seed(4))
+    p, m, v = (sparse(tmp_path / name, n, torch.float32) for name in "pmv")
+    for whole, window in zip((p, m, v), values, strict=True):
+        whole[-3000:] = window
+    found, expected = update_squares(p, m, v, n - 3000, n)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def on_triton(params: list[Tensor]) -> FusedEmaAdam:

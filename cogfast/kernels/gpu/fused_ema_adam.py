@@ -106,19 +106,17 @@ def _base(largest, IS_SIGNED: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.const
 
 
 @jit
-def _load_codes(
-    address,
+def load_codes(
+    codes_ptr,  # [BLOCK]
     largest_ptr,  # [BLOCK / 256]
-    element,
     inside,
     is_begun,
     IS_SIGNED: tl.constexpr,
-    IS_WIDE: tl.constexpr,
     CODED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return a block of a moment, [BLOCK] float32, from 8-bit codes."""
-    codes = tl.load(_stream(address, element, tl.uint8, IS_WIDE), mask=inside).to(tl.int32)
+    codes = tl.load(codes_ptr, mask=inside).to(tl.int32)
     level = codes & 127 if IS_SIGNED else codes
     base = _base(tl.load(largest_ptr, mask=is_begun).to(tl.int32), IS_SIGNED, CODED, BLOCK)
     bits = tl.where(level > 0, level + base, 0) << _SHIFT
@@ -193,12 +191,10 @@ def _update(
         is_begun = None if IS_WIDE else coded * CODED < numel
         largest_m = largest_m.to(tl.pointer_type(tl.int16)) + coded
         largest_v = largest_v.to(tl.pointer_type(tl.int16)) + coded
-        m = _load_codes(
-            m_address, largest_m, element, inside, is_begun, True, IS_WIDE, CODED, BLOCK
-        )
-        v = _load_codes(
-            v_address, largest_v, element, inside, is_begun, False, IS_WIDE, CODED, BLOCK
-        )
+        m_codes = _stream(m_address, element, tl.uint8, IS_WIDE)
+        m = load_codes(m_codes, largest_m, inside, is_begun, True, CODED, BLOCK)
+        v_codes = _stream(v_address, element, tl.uint8, IS_WIDE)
+        v = load_codes(v_codes, largest_v, inside, is_begun, False, CODED, BLOCK)
     else:
         m = tl.load(_stream(m_address, element, tl.float32, IS_WIDE), mask=inside)
         v = tl.load(_stream(v_address, element, tl.float32, IS_WIDE), mask=inside)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
-from cogfast.kernels.quantized.moment_codes import MOMENTS, read_moment
+from cogfast.kernels.quantized.moment_codes import MOMENTS, largest_key, read_moment
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of
 
@@ -35,6 +35,10 @@ class UpdateRatio:
         self.engine = engine
         self.is_decoupled, is_known = _kind_of(engine.optimizer)
         self.has_ratio = is_known and engine.parts[0].device == groups.device
+        optimizer = engine.optimizer
+        self.has_kernel = isinstance(optimizer, FusedEmaAdam) and optimizer.has_kernel(
+            groups.device
+        )
         self.ranges = list(self._ranges(groups)) if self.has_ratio else []
 
     def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, int, int]]:
@@ -71,26 +75,52 @@ class UpdateRatio:
         if not self.has_ratio or "exp_avg" not in engine.state(0):
             return found
         for part, start, end in self.ranges:
-            for at in range(start, end, _CHUNK):
-                change, weights = self._chunk(part, at, min(_CHUNK, end - at))
-                found += torch.stack([sum_of_squares([x]).float() for x in (change, weights)])
+            add = self.add_with_triton if self.has_kernel else self.add_in_chunks
+            add(found, part, start, end)
         found[0] *= (engine.num_skipped_in_a_row == 0).to(found)
         return found
 
-    def _chunk(self, part: int, start: int, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the last change of some elements, up to its sign, and their weights."""
+    def add_in_chunks(self, found: Tensor, part: int, start: int, end: int) -> None:
+        """Add the sums over elements [start, end) to `found`, with PyTorch."""
         engine, state, group = self.engine, self.engine.state(part), self.engine.group_of(part)
-        p = engine.parts[part].detach().narrow(0, start, numel)
-        m, v = (read_moment(state, key, start, numel) for key in MOMENTS)
-        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        first: Tensor | float = 1.0
-        second: Tensor | float = 1.0
-        if group.get("bias_correction", True):
-            first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-        change = (v / second).sqrt_().add_(group["eps"]).reciprocal_().mul_(m).div_(first)
-        if self.is_decoupled:
-            change = change.add_(p, alpha=decay).div_(1 - lr * decay)
-        return change.mul_(lr), p
+        lr, decay = group["lr"], group["weight_decay"]
+        first, second = _corrections(state["step"], group)
+        for at in range(start, end, _CHUNK):
+            numel = min(_CHUNK, end - at)
+            p = engine.parts[part].detach().narrow(0, at, numel)
+            m, v = (read_moment(state, key, at, numel) for key in MOMENTS)
+            change = (v / second).sqrt_().add_(group["eps"]).reciprocal_().mul_(m).div_(first)
+            if self.is_decoupled:
+                change = change.add_(p, alpha=decay).div_(1 - lr * decay)
+            found += torch.stack([sum_of_squares([x]).float() for x in (change.mul_(lr), p)])
+
+    def add_with_triton(self, found: Tensor, part: int, start: int, end: int) -> None:
+        """Add the sums over elements [start, end) to `found`, with one launch."""
+        from cogfast.kernels.gpu.update_squares import launch_update_squares
+
+        state, group = self.engine.state(part), self.engine.group_of(part)
+        lr, decay = group["lr"], group["weight_decay"] if self.is_decoupled else 0.0
+        first, second = _corrections(state["step"].double(), group)
+        squares = launch_update_squares(
+            self.engine.parts[part].detach(),
+            [state[key] for key in MOMENTS],
+            [state.get(largest_key(key)) for key in MOMENTS],
+            torch.stack([1 / first, second.rsqrt()]).float(),
+            start=start,
+            end=end,
+            eps=float(group["eps"]),
+            p_factor=float(decay),
+        )
+        squares[0] *= (lr / (1 - lr * decay)) ** 2
+        found += squares.float()
+
+
+def _corrections(step: Tensor, group: dict) -> tuple[Tensor, Tensor]:
+    """Return the divisors of m and of v, [] each."""
+    if not group.get("bias_correction", True):
+        return torch.ones_like(step), torch.ones_like(step)
+    beta1, beta2 = group["betas"]
+    return 1 - beta1**step, 1 - beta2**step
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
