@@ -91,8 +91,10 @@ def build_optimizer(
             "set_grad_none",
         ):  # choice of kernel, and torch's default behaviour
             params.pop(key, None)
-        params.setdefault("fused", True)  # one pass over memory; can skip a step without a sync
         kind = "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"
+    if kind in ("torch.optim.Adam", "torch.optim.AdamW") and not params.get("foreach"):
+        # One pass over memory without copies of it, and a step can be skipped without a sync.
+        params.setdefault("fused", True)
     optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels

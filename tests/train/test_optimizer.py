@@ -95,6 +95,16 @@ def test_optimizers_by_name(section, kind):
     assert type(build_optimizer(section, GROUPS)) is kind
 
 
+@pytest.mark.parametrize(
+    ("params", "is_fused"), [({}, True), ({"fused": False}, False), ({"foreach": True}, None)]
+)
+def test_torchs_adam_is_fused_unless_another_form_is_asked_for(params, is_fused):
+    for kind in ("torch.optim.Adam", "torch.optim.AdamW", "AdamW"):
+        optimizer = build_optimizer({"type": kind, "params": params}, GROUPS)
+        assert optimizer.defaults["fused"] is is_fused
+        assert optimizer.defaults["foreach"] is params.get("foreach")
+
+
 def test_deepspeed_adam_takes_the_same_steps_as_fused_ema_adam():
     one, two = (torch.full((3,), 2.0, requires_grad=True) for _ in range(2))
     params = {"lr": 0.1, "weight_decay": 0.5}
