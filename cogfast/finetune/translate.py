@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
-_OPTIMIZERS = {"adamw": "sat.ops.FusedEmaAdam", "adam": "torch.optim.Adam"}
+_OPTIMIZERS = ("adamw", "adam")  # FusedEmaAdam with decoupled weight decay, or with L2
 # Optimizers of upstream that are refused -> the reason, and what to use
 _NOT_SHARDED = {
     "prodigy": "it estimates one step size over all weights, and ZeRO's shards would get different "
@@ -234,7 +234,12 @@ def _training_settings(args: Args) -> Settings:
         "deepspeed.bf16.enabled": (precision == "bf16", "--mixed_precision"),
         "deepspeed.fp16.enabled": (precision == "fp16", "--mixed_precision"),
         "deepspeed.gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
-        "deepspeed.optimizer.type": (_OPTIMIZERS[name], "--optimizer"),
+        "deepspeed.optimizer.type": ("sat.ops.FusedEmaAdam", "--optimizer"),
+        **(
+            {"deepspeed.optimizer.params.adam_w_mode": (False, "--optimizer")}
+            if name == "adam"
+            else {}
+        ),
         "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
         "deepspeed.optimizer.params.eps": (args.epsilon, "--epsilon"),
         "deepspeed.zero_optimization": (

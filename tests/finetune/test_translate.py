@@ -80,6 +80,24 @@ def test_the_average_of_the_weights_can_be_left_out(options):
     assert kept[0] - kept[1] == {"shadow"}
 
 
+@pytest.mark.parametrize(
+    ("name", "peer"),
+    [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("ADAM", torch.optim.Adam)],
+)
+def test_an_optimizer_is_torchs_of_that_name(options, name, peer):
+    config = translate(Args(**options("5b", training_type="sft", optimizer=name)))
+    found = []
+    for build in (lambda group: build_optimizer(config.deepspeed.optimizer, [group]), None):
+        weights = torch.nn.Parameter(torch.linspace(-1, 1, 64))
+        group = {"params": [weights], "weight_decay": 0.1, "lr": 1e-2}
+        optimizer = build(group) if build else peer([group], betas=(0.9, 0.95), eps=1e-8)
+        for step in range(3):
+            weights.grad = 0.1 * torch.linspace(-1, 2, 64).roll(step)
+            optimizer.step()
+        found.append(weights.detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("training_type", ["lora", "sft"])
 def test_every_family_gives_a_configuration(options, family, training_type):
