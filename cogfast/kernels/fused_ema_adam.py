@@ -116,7 +116,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 def average_(shadow: Tensor, p: Tensor, weight: Tensor, kernels: str = "triton") -> None:
     """Compute shadow += weight (p - shadow) with the bits of a step; float32 [n], weight: []."""
-    if shadow.is_cuda and kernels == "triton" and _has_triton():
+    if shadow.is_cuda and kernels == "triton" and has_triton():
         from cogfast.kernels.gpu.fused_ema_adam import launch_average
 
         launch_average(shadow, p, weight)
@@ -233,10 +233,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.other_ema: EmaElsewhere | None = None
         self._tables: dict[tuple, TensorTable] = {}
 
-    def has_kernel(self, device: torch.device) -> bool:
-        """Return whether Triton updates the parameters of a device."""
-        return device.type == "cuda" and self.kernels == "triton" and _has_triton()
-
     @property
     def num_updates(self) -> int:
         """Largest number of updates of any parameter."""
@@ -265,7 +261,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
                             self.other_ema.before_update(self.state[p]["shadow"])
                 if device.type == "cpu":
                     self._update_on_cpu(params, group)
-                elif self.has_kernel(device):
+                elif device.type == "cuda" and self.kernels == "triton" and has_triton():
                     with torch.cuda.device(device):
                         self._update_with_triton(params, group)
                 else:
@@ -585,7 +581,7 @@ def _fits_kernel(x: Tensor) -> bool:
     return x.dtype in _KERNEL_DTYPES and x.is_contiguous()
 
 
-def _has_triton() -> bool:
+def has_triton() -> bool:
     from cogfast.kernels.gpu.launch import HAS_TRITON  # here, since it imports Triton
 
     return HAS_TRITON

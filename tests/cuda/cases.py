@@ -18,13 +18,19 @@ LOGGING_WAITS = {
     "cudaStreamSynchronize in cogfast/train/run/metrics.py:log": "one read of all numbers",
     "copy to pageable memory in cogfast/train/run/metrics.py:log": "the same read",
 }
-# ZeRO-3 has DeepSpeed's own step, and with one GPU its gathers wait, too.
+# DeepSpeed's own step, which other optimizers than FusedEmaAdam and ZeRO-3 have.
+_DEEPSPEED_WAITS = (
+    "cudaStreamSynchronize in deepspeed/runtime/utils.py:is_invalid_grad_norm",
+    "cudaStreamSynchronize in deepspeed/runtime/utils.py:mask_nan_or_inf_with_val_inplace",
+)
+# With one GPU the gathers of ZeRO-3 wait, too.
 _ZERO_3_WAITS = (
     "cudaStreamSynchronize in runtime/zero/partition_parameters.py:wait",
     "cudaStreamSynchronize in runtime/zero/stage3.py:independent_gradient_partition_epilogue",
     "cudaStreamSynchronize in runtime/zero/stage3.py:get_grad_norm_direct",
     "cudaStreamSynchronize in deepspeed/runtime/utils.py:is_invalid_grad_norm",
 )
+LOG_LAUNCHES = 80  # beside those of other steps
 _LARGE = 400_000_000_000  # bytes of a device that holds what no single GPU does
 
 _PRECISION = {
@@ -60,6 +66,12 @@ class Case:
         return "args.cuda_graphs=true" in self.more
 
     @property
+    def first_steady(self) -> int:
+        """The first step that allocates nothing: a capture returns cached memory before, and policy auto
+        measures what it has."""
+        return 4 if self.has_graphs or self.policy == "auto" else 3
+
+    @property
     def words(self) -> list[str]:
         """Return the command-line words that make this run."""
         return [
@@ -70,14 +82,33 @@ class Case:
         ]
 
 
+_OFFLOADED = "args.offload_activations=true"
+_SMALL_STATE = "args.optimizer_moments=8bit args.ema_device=cpu"
+_LADDER = f"args.quantize_base=int8 args.offload_blocks=42 {_OFFLOADED}"
+_ACCUMULATED = "deepspeed.train_micro_batch_size_per_gpu=2 deepspeed.gradient_accumulation_steps=2"
+_EFFICIENT = "args.attention_backend=efficient"
+
+# Every precision, ZeRO stage, policy and key of small cards, and the backends that PyTorch has for a GPU
+# ("math" takes memory that the plan does not count, and is never chosen there).
 CASES = (
     Case(model="2b", mode="sft", launches=1666),
+    Case(model="2b", mode="sft", stage=0, launches=1666),
+    Case(model="2b", mode="sft", stage=1, policy="attention_kept", launches=1636),
+    Case(model="2b", mode="sft", policy="none", launches=1336),
+    Case(model="2b", mode="sft", policy="pointwise", launches=1486),
+    Case(model="2b", mode="sft", policy="auto", launches=1336),
     Case(model="2b", mode="sft", precision="fp16", launches=1694),
-    Case(model="2b", mode="lora", precision="fp16", streams=True, launches=1924),
-    Case(model="5b", mode="lora", policy="pointwise", launches=2278),
-    Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=2530),
-    Case(model="1.5_5b", mode="lora", launches=2614),
-    Case(model="5b", mode="lora", more="args.quantize_base=fp8", launches=3535),
+    Case(model="2b", mode="sft", precision="fp32", more=_EFFICIENT, launches=1811),
+    Case(model="2b", mode="sft", more="args.attention_backend=auto", launches=1666),
+    Case(model="2b", mode="sft", more="args.compile=true", launches=1666),
+    Case(model="2b", mode="sft", more=_ACCUMULATED, launches=3848),
+    Case(
+        model="2b",
+        mode="sft",
+        more="deepspeed.optimizer.type=AdamW",
+        waits=_DEEPSPEED_WAITS,
+        launches=2862,
+    ),
     Case(model="2b", mode="sft", more="args.cuda_graphs=true", launches=286),
     Case(
         model="2b",
@@ -87,6 +118,21 @@ CASES = (
         more="args.cuda_graphs=true",
         launches=314,
     ),
+    Case(model="2b", mode="sft", stage=3, waits=_ZERO_3_WAITS, launches=2856),
+    Case(model="2b", mode="lora", precision="fp16", streams=True, launches=1924),
+    Case(model="2b", mode="lora", precision="fp16", stage=1, policy="none", launches=1444),
+    Case(model="5b", mode="sft", device_bytes=_LARGE, launches=2304),
+    Case(model="5b", mode="sft", more=_SMALL_STATE, streams=True, launches=2655),
+    Case(model="5b", mode="lora", policy="none", launches=1942),
+    Case(model="5b", mode="lora", policy="pointwise", launches=2278),
+    Case(model="5b", mode="lora", policy="attention_kept", launches=2572),
+    Case(model="5b", mode="lora", precision="fp32", more=_EFFICIENT, launches=2861),
+    Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=2530),
+    Case(model="5b", mode="lora", more="args.quantize_base=int8", launches=3201),
+    Case(model="5b", mode="lora", more="args.quantize_base=fp8", launches=3535),
+    Case(model="5b", mode="lora", more="args.offload_blocks=42", streams=True, launches=2614),
+    Case(model="5b", mode="lora", more=_OFFLOADED, streams=True, launches=2614),
+    Case(model="5b", mode="lora", more=_LADDER, streams=True, launches=3201),
     Case(model="5b", mode="lora", policy="pointwise", more="args.cuda_graphs=true", launches=266),
     Case(
         model="5b",
@@ -94,5 +140,14 @@ CASES = (
         more="args.attention_backend=cudnn args.cuda_graphs=true",
         launches=266,
     ),
-    Case(model="2b", mode="sft", stage=3, waits=_ZERO_3_WAITS, launches=2856),
+    Case(model="5b_i2v", mode="lora", launches=2619),
+    Case(model="1.5_5b", mode="lora", launches=2614),
+    Case(
+        model="1.5_5b",
+        mode="sft",
+        more=f"{_SMALL_STATE} {_OFFLOADED}",
+        streams=True,
+        launches=2655,
+    ),
+    Case(model="1.5_5b_i2v", mode="lora", more=_LADDER, streams=True, launches=3219),
 )

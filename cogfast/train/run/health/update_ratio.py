@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, has_triton, sum_of_squares
 from cogfast.kernels.quantized.moment_codes import MOMENTS, largest_key, read_moment
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of
@@ -35,10 +35,8 @@ class UpdateRatio:
         self.engine = engine
         self.is_decoupled, is_known = _kind_of(engine.optimizer)
         self.has_ratio = is_known and engine.parts[0].device == groups.device
-        optimizer = engine.optimizer
-        self.has_kernel = isinstance(optimizer, FusedEmaAdam) and optimizer.has_kernel(
-            groups.device
-        )
+        kernels = getattr(engine.optimizer, "kernels", "triton")
+        self.has_kernel = groups.device.type == "cuda" and kernels == "triton" and has_triton()
         self.ranges = list(self._ranges(groups)) if self.has_ratio else []
 
     def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, int, int]]:
@@ -100,12 +98,15 @@ class UpdateRatio:
 
         state, group = self.engine.state(part), self.engine.group_of(part)
         lr, decay = group["lr"], group["weight_decay"] if self.is_decoupled else 0.0
-        first, second = _corrections(state["step"].double(), group)
+        first, second = _corrections(state["step"], group)
+        p = self.engine.parts[part].detach()
+        # PyTorch's Adam may count its steps on the host.
+        factors = torch.stack([1 / first, second.rsqrt()]).to(p, non_blocking=True)
         squares = launch_update_squares(
-            self.engine.parts[part].detach(),
+            p,
             [state[key] for key in MOMENTS],
             [state.get(largest_key(key)) for key in MOMENTS],
-            torch.stack([1 / first, second.rsqrt()]).float(),
+            factors,
             start=start,
             end=end,
             eps=float(group["eps"]),
@@ -116,7 +117,8 @@ class UpdateRatio:
 
 
 def _corrections(step: Tensor, group: dict) -> tuple[Tensor, Tensor]:
-    """Return the divisors of m and of v, [] each."""
+    """Return the divisors of m and of v, [] float64 each."""
+    step = step.double()  # 1 - beta^t loses digits in float32
     if not group.get("bias_correction", True):
         return torch.ones_like(step), torch.ones_like(step)
     beta1, beta2 = group["betas"]

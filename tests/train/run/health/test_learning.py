@@ -117,6 +117,30 @@ def test_update_ratio_of_torchs_adamw(tmp_path: Path, data: Path) -> None:
     check_updates(tmp_path)
 
 
+OPTIMIZERS = {
+    "decoupled": [],
+    "L2": ["deepspeed.optimizer.params.adam_w_mode=false"],
+    "not corrected": ["deepspeed.optimizer.params.bias_correction=false"],
+    "8bit": ["args.optimizer_moments=8bit"],
+    "torch": ["deepspeed.optimizer.type=torch.optim.AdamW"],
+}
+
+
+@pytest.mark.parametrize("words", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_the_kernel_sums_what_pytorch_does(tmp_path: Path, data: Path, words: list[str]) -> None:
+    base = write_config(tmp_path / "base.yaml", data, train_iters=2)
+    trainer = Trainer(load_config([base], ["deepspeed.optimizer.params.weight_decay=0.5", *words]))
+    trainer.train()
+    ratio = trainer.learning.update_ratio
+    expected, found = torch.zeros(2), torch.zeros(2)
+    with torch.no_grad():
+        for numbers in ratio.ranges:
+            ratio.add_in_chunks(expected, *numbers)
+            ratio.add_with_triton(found, *numbers)
+    assert expected.min() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 LAYOUTS = {
     "weights split": ["deepspeed.zero_optimization.stage=3", "args.model_parallel_size=1"],
     "model split": ["args.model_parallel_size=2"],
