@@ -156,6 +156,8 @@ class FusedStep:
         self.averaged = averaged
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
         self._flat_gradients: dict[int, Tensor] = {}  # by partition
+        device = self.partitions[0].device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
             partition.grad_dtype = None  # allows a 16-bit gradient for float32 masters
             # The optimizer writes the new weights straight into the buffer of the all-gather.
@@ -358,7 +360,16 @@ class FusedStep:
         front = -(self._start(part, first) // aligned) * aligned
         end = max(self.partitions[part].numel(), self._start(part, last) + last.numel())
         device = zero.bit16_groups_flat[part].device
-        return torch.empty(front + end, dtype=zero.dtype, device=device), front
+        make = lambda: torch.empty(front + end, dtype=zero.dtype, device=device)
+        if self.stream is None:
+            return make(), front
+        # DeepSpeed's stream of reductions calls this. The step frees the memory, for the next forward
+        # pass: allocated on its own stream, it needs neither more memory nor a wait.
+        reducing = torch.cuda.current_stream(device)
+        with torch.cuda.stream(self.stream):
+            buffer = make()
+        reducing.wait_stream(self.stream)
+        return buffer, front
 
     def _start(self, part: int, parameter: nn.Parameter) -> int:
         """Return a parameter's offset in this rank's partition; negative if it starts before it."""
