@@ -18,7 +18,7 @@ from cogfast.kernels.gpu.fused_ema_adam import (
     blocks_of,
     launch_ema_adam,
 )
-from cogfast.kernels.gpu.update_squares import launch_update_squares
+from cogfast.kernels.gpu.update_squares import launch_update_squares, table_of
 from cogfast.kernels.quantized.moment_codes import CodedMoment, num_blocks
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -211,7 +211,7 @@ def test_elements_beyond_32_bits(tmp_path: Path) -> None:
 
 
 def update_squares(
-    p: Tensor, m: Tensor, v: Tensor, start: int, end: int, has_codes: bool = False
+    p: Tensor, m: Tensor, v: Tensor, ranges: list[tuple[int, int]], has_codes: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return what the kernel sums, and the sums in float64; the moments are coded first if asked for."""
     moments, largest = [m, v], [None, None]
@@ -229,10 +229,9 @@ def update_squares(
         moments, largest = [c.codes for c in coded], [c.largest for c in coded]
         m, v = (c.decode() for c in coded)
     factors, decay = torch.tensor([1.7, 2.9]), 0.03
-    found = launch_update_squares(
-        p, moments, largest, factors, start=start, end=end, eps=1e-3, p_factor=decay
-    )
-    p, m, v = (x[start:end].double() for x in (p, m, v))
+    table = table_of(ranges, p.device)
+    found = launch_update_squares(p, moments, largest, factors, table, eps=1e-3, p_factor=decay)
+    p, m, v = (torch.cat([x[start:end] for start, end in ranges]).double() for x in (p, m, v))
     first, root = factors.double().tolist()
     change = m * first / (v.sqrt() * root + 1e-3) + decay * p
     return found, torch.stack([change.square().sum(), p.square().sum()])
@@ -240,15 +239,24 @@ def update_squares(
 
 # Inside one block, from one to the next, over several programs, and up to the end
 RANGES = [(0, 5), (1020, 1030), (0, BLOCK), (3, 130 * BLOCK + 7), (64 * BLOCK + 1, 150_001)]
+RANGE_LISTS = [*([one] for one in RANGES), [(1, 2), (2, 3000), (4000, 70_000), (70_016, 150_001)]]
 
 
 @pytest.mark.parametrize("has_codes", [False, True], ids=["fp32", "8bit"])
-@pytest.mark.parametrize(("start", "end"), RANGES)
-def test_squares_of_an_update(start: int, end: int, has_codes: bool) -> None:
+@pytest.mark.parametrize("ranges", RANGE_LISTS, ids=str)
+def test_squares_of_an_update(ranges: list[tuple[int, int]], has_codes: bool) -> None:
     p, m, v = torch.randn(3, 150_001, generator=torch.Generator().manual_seed(3)).unbind()
-    found, expected = update_squares(p, m, v.square(), start, end, has_codes)
+    found, expected = update_squares(p, m, v.square(), ranges, has_codes)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_no_elements_have_no_squares() -> None:
+    """Such as those of a rank that owns only padding."""
+    x = torch.ones(5)
+    table = table_of([], x.device)
+    found = launch_update_squares(x, [x, x], [None, None], x, table, eps=1.0, p_factor=1.0)
+    assert found.tolist() == [0, 0]
 
 
 def test_squares_beyond_32_bits(tmp_path: Path) -> None:
@@ -257,7 +265,7 @@ def test_squares_beyond_32_bits(tmp_path: Path) -> None:
     p, m, v = (sparse(tmp_path / name, n, torch.float32) for name in "pmv")
     for whole, window in zip((p, m, v), values, strict=True):
         whole[-3000:] = window
-    found, expected = update_squares(p, m, v, n - 3000, n)
+    found, expected = update_squares(p, m, v, [(n - 3000, n)])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.gpu.fused_ema_adam import BLOCK, NUM_WARPS, load_codes
-from cogfast.kernels.gpu.launch import cdiv, jit, tl
+from cogfast.kernels.gpu.launch import jit, tl
 from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 NUM_BLOCKS = 64  # of a program
@@ -55,22 +55,22 @@ def update_squares_kernel(
     largest_m_ptr,  # [N / 256, rounded up] int16, or None
     largest_v_ptr,
     factors_ptr,  # [2]: of m, and of the root of v
+    table_ptr,  # [programs, 3] int64: first element of the first block, start and end of the range
     sums_ptr,  # [programs, 2]
-    start,
-    end,
     eps,
     p_factor,
     CODED: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,  # of a program
     BLOCK: tl.constexpr,
 ):
-    """Sum the squares of the last update and of the weights over elements [start, end)."""
+    """Sum the squares of the last update and of the weights over a part of a range."""
     pointers = (p_ptr, m_ptr, v_ptr, largest_m_ptr, largest_v_ptr)
     numbers = (tl.load(factors_ptr), tl.load(factors_ptr + 1), eps, p_factor)
     changes, weights = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    first = start // BLOCK + tl.program_id(0).to(tl.int64) * NUM_BLOCKS
+    row = table_ptr + 3 * tl.program_id(0)
+    first, start, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     for block in range(NUM_BLOCKS):
-        at = (first + block) * BLOCK
+        at = tl.multiple_of(first + block * BLOCK, BLOCK)
         if (at >= start) & (at + BLOCK <= end):
             change, weight = _squares(pointers, numbers, at, start, end, CODED, True, BLOCK)
             changes += change
@@ -84,38 +84,47 @@ def update_squares_kernel(
     tl.store(sums_ptr + 1, tl.sum(weights))
 
 
+def table_of(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return the table of a launch over elements [start, end) of each range, [programs, 3] int64."""
+    step = NUM_BLOCKS * BLOCK
+    rows = [
+        (first, start, end)
+        for start, end in ranges
+        for first in range(start // BLOCK * BLOCK, end, step)
+    ]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+
+
 def launch_update_squares(
     p: Tensor,
     moments: Sequence[Tensor],
     largest: Sequence[Tensor | None],
     factors: Tensor,
+    table: Tensor,
     *,
-    start: int,
-    end: int,
     eps: float,
     p_factor: float,
 ) -> Tensor:
-    """Return the sums of squares of u and p over elements [start, end), [2] float64, with
+    """Return the sums of squares of u and p over the ranges of `table`, [2] float64, with
 
         u = m f0 / (sqrt(v) f1 + eps) + p_factor p
 
     p: [N]; moments: m and v, [N] float32, or codes beside `largest`; factors: f0 and f1, [2] float32.
     """
-    blocks = cdiv(end, BLOCK) - start // BLOCK
-    sums = p.new_empty(cdiv(blocks, NUM_BLOCKS), 2, dtype=torch.float32)
-    update_squares_kernel[(len(sums),)](
-        p,
-        *moments,
-        *largest,
-        factors,
-        sums,
-        start,
-        end,
-        eps,
-        p_factor,
-        CODED=0 if largest[0] is None else MOMENT_BLOCK,
-        NUM_BLOCKS=NUM_BLOCKS,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    sums = p.new_empty(len(table), 2, dtype=torch.float32)
+    if len(table):  # an empty grid is an error
+        update_squares_kernel[(len(table),)](
+            p,
+            *moments,
+            *largest,
+            factors,
+            table,
+            sums,
+            eps,
+            p_factor,
+            CODED=0 if largest[0] is None else MOMENT_BLOCK,
+            NUM_BLOCKS=NUM_BLOCKS,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
     return sums.sum(0, dtype=torch.float64)

@@ -37,10 +37,14 @@ class UpdateRatio:
         self.has_ratio = is_known and engine.parts[0].device == groups.device
         kernels = getattr(engine.optimizer, "kernels", "triton")
         self.has_kernel = groups.device.type == "cuda" and kernels == "triton" and has_triton()
-        self.ranges = list(self._ranges(groups)) if self.has_ratio else []
+        self.ranges = dict(self._ranges(groups)) if self.has_ratio else {}
+        self._tables: dict[int, Tensor] = {}  # by part
+        if self.has_kernel:
+            for part in self.ranges:
+                self._table(part)
 
-    def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, int, int]]:
-        """Yield (part, start, end) of the elements that this rank counts, neighbours joined."""
+    def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Yield each part with its ranges [start, end) of elements that this rank counts."""
         parameters = dict(self.engine.transformer.named_parameters())
         # Tensor-parallel ranks all have the weights that are not sharded: the first counts them.
         counted = [
@@ -50,16 +54,13 @@ class UpdateRatio:
         ]
         counted.sort(key=lambda piece: (piece.part, piece.offset))
         for part, pieces in groupby(counted, lambda piece: piece.part):
-            start = end = next_start = None
+            joined: list[tuple[int, int]] = []
             for piece in pieces:
-                next_start = piece.offset
-                if start is None or next_start != end:
-                    if start is not None and end is not None:
-                        yield part, start, end
-                    start = next_start
-                end = next_start + piece.numel
-            if start is not None and end is not None:
-                yield part, start, end
+                start = piece.offset
+                if joined and joined[-1][1] == start:
+                    start, _ = joined.pop()
+                joined.append((start, piece.offset + piece.numel))
+            yield part, joined
 
     @torch.no_grad()
     def squares(self) -> Tensor:
@@ -72,19 +73,23 @@ class UpdateRatio:
         # A first step that was skipped leaves no state.
         if not self.has_ratio or "exp_avg" not in engine.state(0):
             return found
-        for part, start, end in self.ranges:
+        for part in self.ranges:
             add = self.add_with_triton if self.has_kernel else self.add_in_chunks
-            add(found, part, start, end)
+            add(found, part)
         found[0] *= (engine.num_skipped_in_a_row == 0).to(found)
         return found
 
-    def add_in_chunks(self, found: Tensor, part: int, start: int, end: int) -> None:
-        """Add the sums over elements [start, end) to `found`, with PyTorch."""
+    def add_in_chunks(self, found: Tensor, part: int) -> None:
+        """Add the sums of one part to `found`, with PyTorch."""
         engine, state, group = self.engine, self.engine.state(part), self.engine.group_of(part)
         lr, decay = group["lr"], group["weight_decay"]
         first, second = _corrections(state["step"], group)
-        for at in range(start, end, _CHUNK):
-            numel = min(_CHUNK, end - at)
+        chunks = (
+            (at, min(_CHUNK, end - at))
+            for start, end in self.ranges[part]
+            for at in range(start, end, _CHUNK)
+        )
+        for at, numel in chunks:
             p = engine.parts[part].detach().narrow(0, at, numel)
             m, v = (read_moment(state, key, at, numel) for key in MOMENTS)
             change = (v / second).sqrt_().add_(group["eps"]).reciprocal_().mul_(m).div_(first)
@@ -92,28 +97,35 @@ class UpdateRatio:
                 change = change.add_(p, alpha=decay).div_(1 - lr * decay)
             found += torch.stack([sum_of_squares([x]).float() for x in (change.mul_(lr), p)])
 
-    def add_with_triton(self, found: Tensor, part: int, start: int, end: int) -> None:
-        """Add the sums over elements [start, end) to `found`, with one launch."""
+    def add_with_triton(self, found: Tensor, part: int) -> None:
+        """Add the sums of one part to `found`, with one launch."""
         from cogfast.kernels.gpu.update_squares import launch_update_squares
 
         state, group = self.engine.state(part), self.engine.group_of(part)
         lr, decay = group["lr"], group["weight_decay"] if self.is_decoupled else 0.0
         first, second = _corrections(state["step"], group)
         p = self.engine.parts[part].detach()
-        # PyTorch's Adam may count its steps on the host.
-        factors = torch.stack([1 / first, second.rsqrt()]).to(p, non_blocking=True)
         squares = launch_update_squares(
             p,
             [state[key] for key in MOMENTS],
             [state.get(largest_key(key)) for key in MOMENTS],
-            factors,
-            start=start,
-            end=end,
+            # PyTorch's Adam may count its steps on the host.
+            torch.stack([1 / first, second.rsqrt()]).to(p, non_blocking=True),
+            self._table(part),
             eps=float(group["eps"]),
             p_factor=float(decay),
         )
         squares[0] *= (lr / (1 - lr * decay)) ** 2
         found += squares.float()
+
+    def _table(self, part: int) -> Tensor:
+        """Return the kernel's table of the ranges of a part."""
+        from cogfast.kernels.gpu.update_squares import table_of
+
+        if part not in self._tables:
+            device = self.engine.parts[part].device
+            self._tables[part] = table_of(self.ranges[part], device)
+        return self._tables[part]
 
 
 def _corrections(step: Tensor, group: dict) -> tuple[Tensor, Tensor]:

@@ -134,9 +134,9 @@ def test_the_kernel_sums_what_pytorch_does(tmp_path: Path, data: Path, words: li
     ratio = trainer.learning.update_ratio
     expected, found = torch.zeros(2), torch.zeros(2)
     with torch.no_grad():
-        for numbers in ratio.ranges:
-            ratio.add_in_chunks(expected, *numbers)
-            ratio.add_with_triton(found, *numbers)
+        for part in ratio.ranges:
+            ratio.add_in_chunks(expected, part)
+            ratio.add_with_triton(found, part)
     assert expected.min() > 0
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
