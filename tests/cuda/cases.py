@@ -42,7 +42,8 @@ _PRECISION = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run of a model. waits: calls that may wait besides WAITS. streams: check side streams."""
+    """A run of a model. waits: calls that may wait besides WAITS. streams: check side streams.
+    allocations: of a steady step."""
 
     model: str
     mode: str
@@ -54,11 +55,14 @@ class Case:
     waits: tuple[str, ...] = ()
     streams: bool = False
     device_bytes: int | None = None
+    ranks: int = 1
+    allocations: int = 0
 
     @property
     def name(self) -> str:
         parts = [self.model, self.mode, self.precision, f"zero{self.stage}", self.policy]
         parts += [word.rpartition(".")[2] for word in self.more.split()]
+        parts += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         return "-".join(parts)
 
     @property
@@ -67,9 +71,9 @@ class Case:
 
     @property
     def first_steady(self) -> int:
-        """The first step that allocates nothing: a capture returns cached memory before, and policy auto
-        measures what it has."""
-        return 4 if self.has_graphs or self.policy == "auto" else 3
+        """The first step that allocates nothing: a capture returns cached memory before, policy auto
+        measures what it has, and which memory several streams need depends on their timing."""
+        return 4 if self.has_graphs or self.policy == "auto" or self.ranks > 1 else 3
 
     @property
     def words(self) -> list[str]:
@@ -86,9 +90,13 @@ _OFFLOADED = "args.offload_activations=true"
 _SMALL_STATE = "args.optimizer_moments=8bit args.ema_device=cpu"
 _LADDER = f"args.quantize_base=int8 args.offload_blocks=42 {_OFFLOADED}"
 _ACCUMULATED = "deepspeed.train_micro_batch_size_per_gpu=2 deepspeed.gradient_accumulation_steps=2"
+_TENSOR, _CONTEXT = "args.model_parallel_size=2", "args.context_parallel_size=2"
+_ROWS = f"{_TENSOR} args.sequence_parallel=true"
+_TENSOR_FP8 = f"{_TENSOR} args.quantize_base=fp8"
+_BOTH = f"{_TENSOR} {_CONTEXT}"
 _EFFICIENT = "args.attention_backend=efficient"
 
-# Every precision, ZeRO stage, policy and key of small cards, and the backends that PyTorch has for a GPU
+# Every precision, ZeRO stage, policy, key of small cards and layout of ranks, and the backends that PyTorch has for a GPU
 # ("math" takes memory that the plan does not count, and is never chosen there).
 CASES = (
     Case(model="2b", mode="sft", launches=1666),
@@ -150,4 +158,30 @@ CASES = (
         launches=2655,
     ),
     Case(model="1.5_5b_i2v", mode="lora", more=_LADDER, streams=True, launches=3219),
+    Case(model="2b", mode="sft", stage=1, ranks=2, streams=True, launches=1669),
+    Case(model="2b", mode="sft", policy="pointwise", ranks=2, streams=True, launches=1489),
+    Case(model="2b", mode="sft", more=_ACCUMULATED, ranks=2, streams=True, launches=3583),
+    Case(
+        model="2b",
+        mode="sft",
+        stage=3,
+        ranks=2,
+        waits=_ZERO_3_WAITS,
+        allocations=2,  # for gathered weights, on two streams
+        launches=3533,
+    ),
+    Case(model="5b", mode="sft", more=_SMALL_STATE, ranks=2, streams=True, launches=2494),
+    Case(model="5b", mode="sft", more=_TENSOR, ranks=2, streams=True, launches=3211),
+    Case(model="5b", mode="sft", more=_ROWS, ranks=2, streams=True, launches=5272),
+    Case(model="5b", mode="lora", more=_TENSOR_FP8, ranks=2, streams=True, launches=4292),
+    Case(model="1.5_5b", mode="sft", more=_CONTEXT, ranks=2, streams=True, launches=3579),
+    Case(model="1.5_5b", mode="sft", more=_BOTH, ranks=4, streams=True, launches=4481),
+    Case(
+        model="1.5_5b_i2v",
+        mode="lora",
+        more=f"{_LADDER} {_CONTEXT}",
+        ranks=2,
+        streams=True,
+        launches=4487,
+    ),
 )

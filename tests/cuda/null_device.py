@@ -16,15 +16,24 @@ _LIBRARY = RUNTIME / "libnullcuda.so"
 _OTHERWISE = ("TRITON_INTERPRET", "PYTHONPATH", "DS_ACCELERATOR")
 
 
-def start(arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` of TEST_CUDA_VENV on the null runtime, in the project's root."""
+def start(
+    arguments: Sequence[str], ranks: int = 1, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` of TEST_CUDA_VENV on the null runtime, in the project's root.
+
+    ranks: processes that torchrun starts, each with a device of its own, if there are several.
+    """
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        arguments = [*launcher, *arguments]
     kept = {key: value for key, value in os.environ.items() if key not in _OTHERWISE}
     kept |= {
         "LD_PRELOAD": str(_LIBRARY),
         "LD_LIBRARY_PATH": str(RUNTIME),
         "TRITON_LIBCUDA_PATH": str(RUNTIME),
         "TRITON_CACHE_DIR": str(RUNTIME / "triton"),
-        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks))),
+        "NULLCUDA_DEVICES": str(ranks),
         "OMP_NUM_THREADS": "1",
         # Larger than a batch, which the host reads, and smaller than weights, which nothing reads.
         "NULLCUDA_COPY_MAX": "1000000",
