@@ -16,8 +16,11 @@ _TESTS = (
     "test_adaptive_layernorm.py",
     "test_qk_norm_rope3d.py",
     "test_gelu.py",
+    "test_add_low_rank.py",
     "test_ema_adam_kernel.py",
     "attention/test_flash_attention.py",
+    "quantized/test_int8_linear.py",
+    "quantized/test_fp8_linear.py",
 )
 _TIMEOUT_SECONDS = 300
 _LINES = 15  # of pytest's output, shown if it wrote no report

@@ -140,3 +140,27 @@ def test_opcheck() -> None:
     arguments = (x, low, matrices, parts, num_parts, SCALING)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cogfast.add_low_rank, arguments, test_utils=tests)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["5B's q, k and v", "one part", "q and v"])
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Allow twice the reference's error in the same dtype, against float64."""
+    production = (1777, 3072, 128, [0, 1, 2], 3)
+    rows, n, rank, parts, num_parts = CASES.get(name, production)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=dtype)
+    matrices = [make(n, rank) for _ in parts]
+    x, low = make(1, rows, num_parts * n), make(1, rows, len(parts) * rank)
+    dy, results = torch.randn_like(x), []
+    for op, work in (
+        (add_low_rank, dtype),
+        (add_low_rank_reference, dtype),
+        (lambda *case: exact(case), torch.float64),
+    ):
+        leaves = [t.to(work).requires_grad_() for t in (x, low, *matrices)]
+        y = op(*leaves[:2], leaves[2:], parts, num_parts, SCALING)
+        results.append((y.detach(), *torch.autograd.grad(y, leaves, dy.to(work))))
+    for got, reference, truth in zip(*results, strict=True):
+        error, allowed = ((t.double() - truth).abs().max() for t in (got, reference))
+        assert error <= 2 * allowed + 1e-6 * truth.abs().max()

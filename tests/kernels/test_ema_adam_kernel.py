@@ -214,12 +214,13 @@ def update_squares(
     p: Tensor, m: Tensor, v: Tensor, ranges: list[tuple[int, int]], has_codes: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return what the kernel sums, and the sums in float64; the moments are coded first if asked for."""
+    device = p.device
     moments, largest = [m, v], [None, None]
     if has_codes:
         coded = [
             CodedMoment(
                 torch.zeros_like(p, dtype=torch.uint8),
-                torch.zeros(num_blocks(p.numel()), dtype=torch.int16),
+                torch.zeros(num_blocks(p.numel()), dtype=torch.int16, device=device),
                 is_signed,
             )
             for is_signed in (True, False)
@@ -228,8 +229,8 @@ def update_squares(
             moment.encode(values)
         moments, largest = [c.codes for c in coded], [c.largest for c in coded]
         m, v = (c.decode() for c in coded)
-    factors, decay = torch.tensor([1.7, 2.9]), 0.03
-    table = table_of(ranges, p.device)
+    factors, decay = torch.tensor([1.7, 2.9], device=device), 0.03
+    table = table_of(ranges, device)
     found = launch_update_squares(p, moments, largest, factors, table, eps=1e-3, p_factor=decay)
     p, m, v = (torch.cat([x[start:end] for start, end in ranges]).double() for x in (p, m, v))
     first, root = factors.double().tolist()
@@ -369,3 +370,12 @@ def test_steps_do_not_wait_and_fit_a_cuda_graph() -> None:
     for p, w, state in zip(params, twins, states, strict=True):
         close(p.detach().cpu(), w)
         close(optimizer.state[p]["shadow"].cpu(), state[2])
+
+
+@gpu
+@pytest.mark.parametrize("has_codes", [False, True], ids=["fp32", "8bit"])
+@pytest.mark.parametrize("ranges", [[(0, 1_500_000)], RANGE_LISTS[-1]], ids=["whole", "several"])
+def test_squares_on_a_gpu(ranges: list[tuple[int, int]], has_codes: bool) -> None:
+    p, m, v = torch.randn(3, 1_500_000, device="cuda").unbind()
+    found, expected = update_squares(p, m, v.square(), ranges, has_codes)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

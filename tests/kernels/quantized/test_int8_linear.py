@@ -121,3 +121,25 @@ def test_wrong_arguments_are_refused(arguments, message) -> None:
     x, q, *dtype = arguments
     with pytest.raises(ValueError, match=message):
         int8_linear(torch.zeros(x), torch.zeros(q, dtype=(dtype or [torch.int8])[0]), torch.ones(4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """Allow twice the reference's error in the same dtype, against float64."""
+    q, scale = (t.cuda() for t in quantize_rows(draw(768, 192)))
+    x, dy, bias = (
+        t.cuda() for t in (draw(64, 192, seed=1), draw(64, 768, seed=2), draw(768, seed=3))
+    )
+    results = []
+    for op, work in ((int8_linear, dtype), (int8_linear_reference, dtype), (None, torch.float64)):
+        leaf = x.to(dtype).to(work).requires_grad_()
+        b = bias.to(dtype).to(work)
+        if op is None:
+            y = torch.nn.functional.linear(leaf, q.double() * scale.double()[:, None], b)
+        else:
+            y = op(leaf, q, scale, b)
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, dy.to(dtype).to(work))))
+    for got, reference, truth in zip(*results, strict=True):
+        error, allowed = ((t.double() - truth).abs().max() for t in (got, reference))
+        assert error <= 2 * allowed + 1e-6 * truth.abs().max()
