@@ -27,6 +27,7 @@ from tests.support.tiny_run import (
 )
 from tests.support.tiny_transformers import randomize
 
+STEPS_OF_A_LAUNCH = 30  # a launch has ten minutes, also on a busy machine
 STEPS, SAVED_AT, NUM_LAYERS = 5, 3, 4
 DEEP = {"num_layers": NUM_LAYERS, "hidden_size": 64, "num_attention_heads": 4}
 CLIP = "deepspeed.gradient_clipping=0.28"  # below the norm of the steps
@@ -205,12 +206,12 @@ def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, P
                     steps.append(["copy", str(source), f"{SAVED_AT:08d}", str(save / "run")])
                     more.append(f"args.resume={save / 'run'}")
                 steps.append([str(bases[keys.is_lora]), f"args.save={save}", *more])
-            if not steps:
-                continue
-            if ranks == 1:
-                train(steps)
-            else:
-                launch_ranks(ranks, "tests/support/layouts.py", json.dumps(steps))
+            for at in range(0, len(steps), STEPS_OF_A_LAUNCH):
+                part = steps[at : at + STEPS_OF_A_LAUNCH]
+                if ranks == 1:
+                    train(part)
+                else:
+                    launch_ranks(ranks, "tests/support/layouts.py", json.dumps(part))
     return {run: run_folder(save) for run, save in found.items()}
 
 
