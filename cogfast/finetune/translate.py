@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
-_OPTIMIZERS = ("adamw", "adam")  # FusedEmaAdam with decoupled weight decay, or with L2
+# Parameters of FusedEmaAdam that make it each of them
+_OPTIMIZERS = {"adamw": {}, "adam": {"adam_w_mode": False}}
 # Optimizers of upstream that are refused -> the reason, and what to use
 _NOT_SHARDED = {
     "prodigy": "it estimates one step size over all weights, and ZeRO's shards would get different "
@@ -235,11 +236,10 @@ def _training_settings(args: Args) -> Settings:
         "deepspeed.fp16.enabled": (precision == "fp16", "--mixed_precision"),
         "deepspeed.gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
         "deepspeed.optimizer.type": ("sat.ops.FusedEmaAdam", "--optimizer"),
-        **(
-            {"deepspeed.optimizer.params.adam_w_mode": (False, "--optimizer")}
-            if name == "adam"
-            else {}
-        ),
+        **{
+            f"deepspeed.optimizer.params.{key}": (value, "--optimizer")
+            for key, value in _OPTIMIZERS[name].items()
+        },
         "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
         "deepspeed.optimizer.params.eps": (args.epsilon, "--epsilon"),
         "deepspeed.zero_optimization": (

@@ -92,7 +92,7 @@ def build_optimizer(
         ):  # choice of kernel, and torch's default behaviour
             params.pop(key, None)
         kind = "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"
-    if kind in ("torch.optim.Adam", "torch.optim.AdamW") and not params.get("foreach"):
+    if kind in ("torch.optim.Adam", "torch.optim.AdamW") and params.get("foreach") is None:
         # One pass over memory without copies of it, and a step can be skipped without a sync.
         params.setdefault("fused", True)
     optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)

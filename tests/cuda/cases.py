@@ -67,7 +67,7 @@ class Case:
 
     @property
     def has_graphs(self) -> bool:
-        return "args.cuda_graphs=true" in self.more
+        return _GRAPHS in self.more.split()
 
     @property
     def first_steady(self) -> int:
@@ -95,9 +95,11 @@ _ROWS = f"{_TENSOR} args.sequence_parallel=true"
 _TENSOR_FP8 = f"{_TENSOR} args.quantize_base=fp8"
 _BOTH = f"{_TENSOR} {_CONTEXT}"
 _EFFICIENT = "args.attention_backend=efficient"
+_CUDNN = "args.attention_backend=cudnn"
+_GRAPHS = "args.cuda_graphs=true"
 
-# Every precision, ZeRO stage, policy, key of small cards and layout of ranks, and the backends that PyTorch has for a GPU
-# ("math" takes memory that the plan does not count, and is never chosen there).
+# Every precision, ZeRO stage, policy and key of small cards, layouts of several ranks, and the backends
+# that PyTorch has for a GPU ("math" takes memory that the plan does not count, and is never chosen there).
 CASES = (
     Case(model="2b", mode="sft", launches=1666),
     Case(model="2b", mode="sft", stage=0, launches=1666),
@@ -117,15 +119,8 @@ CASES = (
         waits=_DEEPSPEED_WAITS,
         launches=2862,
     ),
-    Case(model="2b", mode="sft", more="args.cuda_graphs=true", launches=286),
-    Case(
-        model="2b",
-        mode="sft",
-        precision="fp16",
-        stage=1,
-        more="args.cuda_graphs=true",
-        launches=314,
-    ),
+    Case(model="2b", mode="sft", more=_GRAPHS, launches=286),
+    Case(model="2b", mode="sft", precision="fp16", stage=1, more=_GRAPHS, launches=314),
     Case(model="2b", mode="sft", stage=3, waits=_ZERO_3_WAITS, launches=2856),
     Case(model="2b", mode="lora", precision="fp16", streams=True, launches=1924),
     Case(model="2b", mode="lora", precision="fp16", stage=1, policy="none", launches=1444),
@@ -135,19 +130,14 @@ CASES = (
     Case(model="5b", mode="lora", policy="pointwise", launches=2278),
     Case(model="5b", mode="lora", policy="attention_kept", launches=2572),
     Case(model="5b", mode="lora", precision="fp32", more=_EFFICIENT, launches=2861),
-    Case(model="5b", mode="lora", more="args.attention_backend=cudnn", launches=2530),
+    Case(model="5b", mode="lora", more=_CUDNN, launches=2530),
     Case(model="5b", mode="lora", more="args.quantize_base=int8", launches=3201),
     Case(model="5b", mode="lora", more="args.quantize_base=fp8", launches=3535),
     Case(model="5b", mode="lora", more="args.offload_blocks=42", streams=True, launches=2614),
     Case(model="5b", mode="lora", more=_OFFLOADED, streams=True, launches=2614),
     Case(model="5b", mode="lora", more=_LADDER, streams=True, launches=3201),
-    Case(model="5b", mode="lora", policy="pointwise", more="args.cuda_graphs=true", launches=266),
-    Case(
-        model="5b",
-        mode="lora",
-        more="args.attention_backend=cudnn args.cuda_graphs=true",
-        launches=266,
-    ),
+    Case(model="5b", mode="lora", policy="pointwise", more=_GRAPHS, launches=266),
+    Case(model="5b", mode="lora", more=f"{_CUDNN} {_GRAPHS}", launches=266),
     Case(model="5b_i2v", mode="lora", launches=2619),
     Case(model="1.5_5b", mode="lora", launches=2614),
     Case(

@@ -96,7 +96,8 @@ def test_optimizers_by_name(section, kind):
 
 
 @pytest.mark.parametrize(
-    ("params", "is_fused"), [({}, True), ({"fused": False}, False), ({"foreach": True}, None)]
+    ("params", "is_fused"),
+    [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, None)],
 )
 def test_torchs_adam_is_fused_unless_another_form_is_asked_for(params, is_fused):
     for kind in ("torch.optim.Adam", "torch.optim.AdamW", "AdamW"):

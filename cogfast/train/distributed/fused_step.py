@@ -13,6 +13,7 @@ memory; a rank without others has nothing to reduce. Only this file, shared_memo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -156,7 +157,7 @@ class FusedStep:
         self.averaged = averaged
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
         self._flat_gradients: dict[int, Tensor] = {}  # by partition
-        device = self.partitions[0].device
+        device = self.partitions[0].device  # of the step's stream
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
             partition.grad_dtype = None  # allows a 16-bit gradient for float32 masters
@@ -360,15 +361,12 @@ class FusedStep:
         front = -(self._start(part, first) // aligned) * aligned
         end = max(self.partitions[part].numel(), self._start(part, last) + last.numel())
         device = zero.bit16_groups_flat[part].device
-        make = lambda: torch.empty(front + end, dtype=zero.dtype, device=device)
-        if self.stream is None:
-            return make(), front
-        # DeepSpeed's stream of reductions calls this. The step frees the memory, for the next forward
-        # pass: allocated on its own stream, it needs neither more memory nor a wait.
-        reducing = torch.cuda.current_stream(device)
-        with torch.cuda.stream(self.stream):
-            buffer = make()
-        reducing.wait_stream(self.stream)
+        # This may run on DeepSpeed's stream of reductions. The step frees the memory, for the next
+        # forward pass: allocated on its stream, it needs neither more memory nor a wait.
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            buffer = torch.empty(front + end, dtype=zero.dtype, device=device)
+        if self.stream is not None:
+            torch.cuda.current_stream(device).wait_stream(self.stream)
         return buffer, front
 
     def _start(self, part: int, parameter: nn.Parameter) -> int:

@@ -38,10 +38,7 @@ class UpdateRatio:
         kernels = getattr(engine.optimizer, "kernels", "triton")
         self.has_kernel = groups.device.type == "cuda" and kernels == "triton" and has_triton()
         self.ranges = dict(self._ranges(groups)) if self.has_ratio else {}
-        self._tables: dict[int, Tensor] = {}  # by part
-        if self.has_kernel:
-            for part in self.ranges:
-                self._table(part)
+        self.tables = self.kernel_tables() if self.has_kernel else {}
 
     def _ranges(self, groups: ProcessGroups) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Yield each part with its ranges [start, end) of elements that this rank counts."""
@@ -61,6 +58,13 @@ class UpdateRatio:
                     start, _ = joined.pop()
                 joined.append((start, piece.offset + piece.numel))
             yield part, joined
+
+    def kernel_tables(self) -> dict[int, Tensor]:
+        """Return the kernel's table of the ranges of each part."""
+        from cogfast.kernels.gpu.update_squares import table_of
+
+        parts = self.engine.parts
+        return {part: table_of(ranges, parts[part].device) for part, ranges in self.ranges.items()}
 
     @torch.no_grad()
     def squares(self) -> Tensor:
@@ -111,21 +115,12 @@ class UpdateRatio:
             [state.get(largest_key(key)) for key in MOMENTS],
             # PyTorch's Adam may count its steps on the host.
             torch.stack([1 / first, second.rsqrt()]).to(p, non_blocking=True),
-            self._table(part),
+            self.tables[part],
             eps=float(group["eps"]),
             p_factor=float(decay),
         )
         squares[0] *= (lr / (1 - lr * decay)) ** 2
         found += squares.float()
-
-    def _table(self, part: int) -> Tensor:
-        """Return the kernel's table of the ranges of a part."""
-        from cogfast.kernels.gpu.update_squares import table_of
-
-        if part not in self._tables:
-            device = self.engine.parts[part].device
-            self._tables[part] = table_of(self.ranges[part], device)
-        return self._tables[part]
 
 
 def _corrections(step: Tensor, group: dict) -> tuple[Tensor, Tensor]:
