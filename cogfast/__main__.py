@@ -54,6 +54,8 @@ _KEPT = {
     "sample": "; the videos that are finished are kept in the output folder",
     "convert": "; the target was not written, and partly written files were removed",
 }
+# Keys of args that `cogfast sample RUN` does not take from the run's file: what it reads and writes.
+_OF_CALLER = ("input_type", "input_file", "output_dir")
 _LONGEST_CAUSE = 200  # characters of a library's message
 _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
 # If rank 0 failed the same way, torchrun stops this rank within this time, and one report suffices.
@@ -137,14 +139,20 @@ def sample(argv: Sequence[str]) -> None:
 
     request = parse_sample(argv)
     from cogfast.config import load_config
+    from cogfast.schema.arguments import TrainArguments
+    from cogfast.schema.merged_config import DEFAULT
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.precision import infer_precision
 
     is_of_run = request.weights is not None
+    # A run may have been downloaded: its file must not say what is read as prompts or where to write.
+    defaults = TrainArguments()
+    own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
+    given = (request.base, request.overrides, request.allow_import, is_of_run, own)
     with _without_collection():
-        config = load_config(request.base, request.overrides, request.allow_import, is_of_run)
+        config = load_config(*given)
     start_logging()
-    # A run may have been downloaded: its configuration must not start a download.
+    # Nor may it start a download.
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
     infer_precision(config)

@@ -196,7 +196,11 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
-    parser.add_argument("--out", metavar="DIR", help="output folder; default: args.output_dir")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="output folder; default: args.output_dir, with a run the folder samples",
+    )
     _add_sampling_flags(parser)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)

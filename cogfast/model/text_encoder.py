@@ -120,7 +120,7 @@ class T5TextEncoder(_PaddedT5):
         max_length: NumTokens = 77,
         # only true
         freeze: bool = True,
-        # folder of downloaded models in which model_dir is looked up as a hub name
+        # folder of downloaded models in which model_dir is looked up as a hub name; nothing is downloaded
         cache_dir: str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -131,7 +131,7 @@ class T5TextEncoder(_PaddedT5):
         self.max_length = max_length
         _check_settings(Path(weights), Path(vocabulary))
         # The folder may have been downloaded: none of its code may run.
-        given = {"cache_dir": cache_dir, "trust_remote_code": False}
+        given = {"local_files_only": True, "trust_remote_code": False}
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
         _check_vocabulary(self.tokenizer, vocabulary)
         self.transformer = _read(T5EncoderModel.from_pretrained, weights, **given, dtype=dtype)
@@ -375,11 +375,11 @@ class _T5Norm(nn.Module):
 
 
 def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
-    """Return the folders of the weights and of the vocabulary; a hub name is returned for both."""
+    """Return the folders of the weights and of the vocabulary. cache_dir: see T5TextEncoder."""
     folder = Path(model_dir)
+    if not folder.is_dir() and cache_dir is not None:
+        folder = _cached_folder(model_dir, cache_dir)
     if not folder.is_dir():
-        if cache_dir is not None:
-            return model_dir, model_dir
         raise ValueError(
             f"model_dir={model_dir} is not a folder; give the folder of T5's encoder "
             "(config.json, weights and spiece.model or tokenizer.json)"
@@ -397,6 +397,23 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
             "word would become <unk>; copy the file from the T5 download into the folder"
         )
     return str(weights), str(vocabulary)
+
+
+def _cached_folder(name: str, cache_dir: str) -> Path:
+    """Return the folder of the model `name` in a cache of the hub's client, without a download."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json", cache_dir)
+    except HFValidationError:
+        config = None
+    if not isinstance(config, str):
+        raise ValueError(
+            f"model_dir={name} is neither a folder nor a model in cache_dir={cache_dir}; give the folder "
+            f"of T5's encoder, or run hf download {name} --cache-dir {cache_dir}"
+        )
+    return Path(config).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,8 +447,6 @@ class _TokenizerConfig:
 def _check_settings(weights: Path, vocabulary: Path) -> None:
     """Raise ValueError if the folder's files name another class or sizes that its weights lack."""
     # transformers builds whatever class and sizes config.json names, before it reads the weights.
-    if not weights.is_dir():
-        return  # a hub name
     config = read_json(weights / "config.json", _T5Config)
     files = [*weights.glob("*.safetensors"), *weights.glob("*.bin")]
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())

@@ -264,6 +264,26 @@ def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
         parse_sample([str(run_folder), "--prompt", "x", "--prompt-file", "y"])
 
 
+def test_a_runs_file_does_not_say_what_is_read_or_where_to_write(tmp_path, capsys):
+    own = "{output_dir: /outside, input_type: txt, input_file: /etc/passwd}"
+    run_folder = make_run(tmp_path)
+    (run_folder / "training_config.yaml").write_text(f"args: {own}\n")
+    assert main(["sample", str(run_folder), "--dry-run"]) == 0
+    expected = {"output_dir: samples", "input_type: cli", "input_file: input.txt"}
+    assert expected <= rows_of(capsys)
+    given = ["args.output_dir=mine", "args.input_type=txt", "args.input_file=mine.txt"]
+    assert main(["sample", str(run_folder), "--dry-run", *given]) == 0
+    assert {"output_dir: mine", "input_type: txt", "input_file: mine.txt"} <= rows_of(capsys)
+    # A file that the user names is not a run's.
+    base = str(run_folder / "training_config.yaml")
+    assert main(["sample", "--base", base, "--dry-run"]) == 0
+    assert "output_dir: /outside" in rows_of(capsys)
+
+
+def rows_of(capsys: pytest.CaptureFixture) -> set[str]:
+    return {line.partition("#")[0].strip() for line in capsys.readouterr().out.splitlines()}
+
+
 def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     image = tmp_path / "dog.png"
     image.touch()

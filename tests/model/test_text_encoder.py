@@ -147,6 +147,27 @@ def test_a_vocabulary_without_words_is_refused(t5_folder: Path, tmp_path: Path) 
         T5TextEncoder(str(folder))
 
 
+def test_a_hub_name_is_looked_up_in_the_cache_alone(t5_folder: Path, tmp_path: Path) -> None:
+    """cache_dir may come from a downloaded run, which must not start a download."""
+    find = lambda name: T5TextEncoder(name, max_length=MAX_LENGTH, cache_dir=str(tmp_path / "hub"))
+    for name in ("owner/t5", "../../etc", "a b"):
+        with pytest.raises(
+            ValueError, match=f"{name} is neither a folder nor a model in cache_dir="
+        ):
+            find(name)
+    assert not (tmp_path / "hub").exists()
+    model = tmp_path / "hub" / "models--owner--t5"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0123abc")
+    shutil.copytree(t5_folder, model / "snapshots" / "0123abc")
+    expected = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
+    assert torch.equal(find("owner/t5")(CAPTIONS), expected(CAPTIONS))
+    # The files are checked as those of any folder are.
+    (model / "snapshots" / "0123abc" / "config.json").write_text('{"num_layers": 1000}')
+    with pytest.raises(ValueError, match="num_layers"):
+        find("owner/t5")
+
+
 @pytest.mark.parametrize("what", ["missing folder", "no config"])
 def test_folders_without_a_t5_are_refused(what: str, t5_folder: Path, tmp_path: Path) -> None:
     if what == "missing folder":
