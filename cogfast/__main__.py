@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import sys
+
+
+def _is_current(folder: str) -> bool:
+    try:
+        return os.path.samefile(folder or os.curdir, os.curdir)
+    except OSError:  # one of them was removed
+        return False
+
+
+# A checkout that is not installed imports cogfast from the current folder.
+_IS_PROJECT = _is_current(os.path.dirname(os.path.dirname(__file__)))
+# `python -m cogfast` looks for every module in the current folder first, which may be downloaded data.
+if __name__ == "__main__" and not _IS_PROJECT and _is_current(sys.path[0]):
+    del sys.path[0]
+
+import contextlib
+import gc
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -152,7 +167,7 @@ def sample(argv: Sequence[str]) -> None:
     with _without_collection():
         config = load_config(*given)
     start_logging()
-    # Nor may it start a download.
+    # A run's file must not start a download, either.
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
     infer_precision(config)
@@ -275,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch_launcher()
     if argv is not None:
         return _run(list(argv))
+    if not _IS_PROJECT:  # Python's children look for modules in the current folder, too
+        os.environ["PYTHONSAFEPATH"] = "1"
     keep_streams()
     kept = _KEPT.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
     last_line = lambda reason: f"cogfast: {reason}" if is_first_rank() else ""

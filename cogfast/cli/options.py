@@ -369,7 +369,8 @@ def new_parser(command: str, what: str) -> Parser:
         action="append",
         default=[],
         metavar="PKG",
-        help="allow `target` in the configuration to name classes of this package; may be repeated",
+        help="allow `target` in the configuration to name classes of this package, which is installed or "
+        "on PYTHONPATH; may be repeated",
     )
     parser.add_argument(
         "--traceback", action="store_true", help="print the Python traceback of an error"

@@ -137,7 +137,9 @@ def _import_allowed(path: str, key: str, package: str) -> Callable:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise KeyProblem(key, f"{key}={path}: importing it failed: {error}") from error
+        # The current folder is not searched: it may be a download.
+        fix = "; add the folder that contains it to PYTHONPATH" if error.name == package else ""
+        raise KeyProblem(key, f"{key}={path}: importing it failed: {error}{fix}") from error
     found = getattr(module, name, None)
     if found is None:
         hint = nearest(name, dir(module))

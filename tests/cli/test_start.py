@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,43 @@ def test_training_builds_each_part_once(found: dict) -> None:
         "ByteTextEncoder": 1,
         "WaveletAutoencoder": 1,
     }
+
+
+PLANTED = "import pathlib; pathlib.Path(__file__ + '.was_imported').touch(); raise ImportError"
+# Starts a process as a GPU's data workers are: not by a fork.
+SPAWN = """
+import multiprocessing, os, sys
+from cogfast.__main__ import main
+
+sys.argv = ["cogfast", "--help"]
+if __name__ == "__main__":
+    assert main() == 0
+    process = multiprocessing.get_context("spawn").Process(target=os.getcwd)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("start", ["module", "spawned"])
+def test_nothing_is_imported_from_the_current_folder(start: str, tmp_path: Path) -> None:
+    """It may be a downloaded folder. torch imports dill and pynvml where it finds them."""
+    script = tmp_path / "start.py"
+    script.write_text(SPAWN)
+    base = write_config(tmp_path / "base.yaml", tmp_path / "data")
+    words = ["-m", "cogfast", "train", "--base", base, "--dry-run"]
+    current = tmp_path / "downloaded"
+    current.mkdir()
+    # torch, the command and multiprocessing import them.
+    for name in ("dill", "pynvml", "traceback", "argparse", "socket", "yaml"):
+        (current / f"{name}.py").write_text(PLANTED)
+    done = subprocess.run(
+        [sys.executable, *(words if start == "module" else [script])],
+        cwd=current,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(current.glob("*was_imported"))

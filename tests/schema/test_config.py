@@ -261,6 +261,8 @@ def test_allow_import_opens_a_package(tmp_path, monkeypatch):
         load_config([file])
     with pytest.raises(ValueError, match="unknown key data.params.siz; did you mean size"):
         load_config([file], ["data.params={siz: 3}"], ["my_clips"])
+    with pytest.raises(ValueError, match="No module named 'absent'; add the folder .* PYTHONPATH"):
+        load_config([file], ["data.target=absent.Clips"], ["absent"])
 
 
 # First file, second file, overrides, and how the message starts.

@@ -72,8 +72,8 @@ def _launcher(record: RunRecord) -> str:
     here = len(devices) if isinstance(devices, list) and devices else world
     if here < world and world % here == 0:
         nodes = f"--nnodes={world // here} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 "
-        return f"torchrun {nodes}--nproc_per_node={here} -m cogfast"
-    return f"torchrun --nproc_per_node={world} -m cogfast"
+        return f"torchrun {nodes}--nproc_per_node={here} --no-python cogfast"
+    return f"torchrun --nproc_per_node={world} --no-python cogfast"
 
 
 def _sample(record: RunRecord, run: str) -> Iterator[Command]:

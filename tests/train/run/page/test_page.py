@@ -145,7 +145,7 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
     (saved / "checkpoints" / "latest").write_text("00000150\n")
     page = page_of(saved)
     found = page.attributes("button", "data-text")
-    assert found[0].startswith("torchrun --nproc_per_node=2 -m cogfast train --base ")
+    assert found[0].startswith("torchrun --nproc_per_node=2 --no-python cogfast train --base ")
     parsers = {
         "train": parse_train,
         "sample": parse_sample,
