@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from cogfast.cli.help_all import HelpAll
 from cogfast.model.weights.formats.checkpoint_manifest import run_of
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.json_files import MOST_BYTES, read_limited
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import counted, nearest
 from cogfast.train.sampling.flags import SamplingFlags
@@ -331,7 +332,8 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
         key = "--prompt-file" if request.prompt_file else "args.input_file"
         if not os.path.isfile(file):
             raise ValueError(f"{key}={file}: no such file; give --prompt TEXT or a file of prompts")
-        lines = utf8_lines(Path(file).read_bytes(), f"{key}={file}")
+        text = read_limited(file, MOST_BYTES, "give --prompt TEXT or a file of prompts")
+        lines = utf8_lines(text, f"{key}={file}")
     # Blank lines of a file are skipped; an empty --prompt is a prompt.
     pairs = split_prompts([line for line in lines if line.strip() or request.prompts], key)
     if not pairs:

@@ -125,7 +125,8 @@ def check(value: object, schema: Any, where: str, fix: str = _AGAIN) -> Any:
 def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
     """Read a regular file of at most `most_bytes`.
 
-    ValueError for a larger file, a folder, or a pipe (which is opened without blocking).
+    ValueError for a larger file, a folder, a pipe (which is opened without blocking), or a file of
+    the system that has nothing to read yet, such as /proc/kmsg.
     """
     try:
         # Opening a pipe without a writer would wait forever; for a regular file the flag does nothing.
@@ -134,6 +135,8 @@ def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
                 raise _error(str(path), "not a regular file", fix)
             # A byte more than allowed shows a larger file, even one that is still growing.
             content = file.read(most_bytes + 1)
+            if content is None:
+                raise _error(str(path), "it has no content yet", fix)
     except OSError as error:
         raise _error(str(path), f"cannot be read ({error.strerror})", fix) from None
     if len(content) > most_bytes:

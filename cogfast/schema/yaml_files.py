@@ -15,6 +15,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cogfast.schema.json_files import read_limited
 from cogfast.schema.values import KeyProblem, cut, one_line
 
 _MOST_BYTES = 2**19  # of a file
@@ -39,11 +40,9 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
     name: for messages. is_plain: refuse interpolations, as in a run's own file: its values were
     resolved when it was written, and a downloaded file must not read the environment.
     """
+    content = read_limited(path, _MOST_BYTES, "give a YAML file")
     try:
-        # The size is checked before the file is in memory; --base may name anything.
-        if path.stat().st_size > _MOST_BYTES:
-            raise Refused(f"larger than {_MOST_BYTES} bytes, so it is not a configuration")
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
         check_nesting(text)
         loaded = OmegaConf.load(io.StringIO(text))
         if isinstance(loaded, DictConfig):
@@ -57,7 +56,7 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
         raise ValueError(f"{name}: {error.full_key}: {str(error).splitlines()[0]}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{name}: not a text file in UTF-8; give a YAML file") from None
-    except OSError as error:  # also where the whole file is one number
+    except OSError as error:  # OmegaConf's where the whole file is one number
         raise ValueError(f"{name}: cannot be read: {error}; give a YAML file") from None
     except (Refused, KeyProblem) as error:
         raise ValueError(one_line(f"{name}: {error}")) from None

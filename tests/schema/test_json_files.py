@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -20,6 +21,7 @@ from cogfast.schema.json_files import (
     read_json,
     read_limited,
 )
+from cogfast.schema.yaml_files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,19 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match="a.json: damaged: byte 7 is not UTF-8 text; copy"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_file_that_would_wait_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/kmsg counts as a regular file, and a read of it waits for the next message."""
+    file = tmp_path / "training_config.yaml"
+    os.mkfifo(file)
+    writer = os.open(file, os.O_RDWR)  # the pipe has a writer, which writes nothing
+    monkeypatch.setattr(stat, "S_ISREG", lambda mode: True)
+    with pytest.raises(
+        ValueError, match="training_config.yaml: it has no content yet; give a YAML"
+    ):
+        read_yaml(file, "training_config.yaml")
+    os.close(writer)
 
 
 def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:

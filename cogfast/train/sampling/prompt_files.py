@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.json_files import MOST_BYTES, read_limited
 from cogfast.schema.values import counted
 
 _MOST_LISTED = 10  # missing images of one list that get a line each
@@ -127,10 +128,7 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, each with its number."""
     if not path.is_file():
         raise ValueError(f"{key}: no such file; set it to a text file, or to null")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{key}: cannot be read ({error.strerror}); change the file") from None
+    data = read_limited(path, MOST_BYTES, f"change {key}")
     # Numbers count blank lines, as an editor shows them.
     lines = utf8_lines(data, key)
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -102,6 +102,8 @@ def _read(file: Path) -> RecordedBatch:
 
     recorded: RecordedBatch = read_json(file, RecordedBatch, _NEW)
     path = file.with_suffix(".safetensors")
+    if not path.is_file():  # a pipe would be read for ever
+        raise ValueError(f"{path}: missing, or not a regular file; {_NEW}")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cogfast import __version__
 from cogfast.core.files import write_text
+from cogfast.schema.json_files import read_limited
 from cogfast.train.run.page import comparison
 from cogfast.train.run.page.markup import Markup, join, tag
 from cogfast.train.run.page.metrics_table import MOST_POINTS, encode
@@ -22,6 +23,7 @@ from cogfast.train.run.page.sections import notes, sections_of, summary
 _STATIC = Path(__file__).parent / "static"
 _GENERATOR = "cogfast run page"  # in a meta element, by which a page is recognized
 _START_BYTES = 1024
+_MOST_BYTES = 64 << 20  # of an earlier page
 _LEAST_POINTS = 1000
 _TIMESTEPS = "model.loss_fn_config.params.sigma_sampler_config.params.num_idx"
 
@@ -57,8 +59,7 @@ def page_of_runs(records: Sequence[RunRecord], page: Path) -> str:
 def write_page(path: Path, document: str) -> None:
     """Write a page atomically. ValueError if the file exists and is no page of cogfast."""
     if path.exists():
-        with open(path, "rb") as file:
-            start = file.read(_START_BYTES)
+        start = read_limited(path, _MOST_BYTES, "move it, or use --out FILE")[:_START_BYTES]
         if _GENERATOR.encode() not in start:
             raise ValueError(f"{path} exists and is no page of cogfast; move it, or use --out FILE")
     write_text(path, document)

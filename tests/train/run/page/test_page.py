@@ -454,6 +454,10 @@ def test_a_file_that_is_no_page_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index.html exists and is no page of cogfast"):
         write_page(path, "<html>")
     assert path.read_text() == "<h1>mine</h1>"
+    path.unlink()
+    os.mkfifo(path)  # a run that opened it would wait for ever
+    with pytest.raises(ValueError, match=r"index.html: not a regular file; move it, or use --out"):
+        write_page(path, "<html>")
 
 
 # --- a real run ---
