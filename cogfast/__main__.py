@@ -23,10 +23,11 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cogfast.cli.log_lines import is_first_rank, start_logging
 from cogfast.cli.standard_streams import keep_streams
+from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.schema.values import Problems, one_line, printable
 from cogfast.train.distributed.process_watch import (
     OTHER_RANK,
@@ -325,9 +326,10 @@ def _run(argv: list[str]) -> int:
     try:
         if argv[0] not in _COMMANDS:
             raise ValueError(f"unknown command {argv[0]!r}; use one of {', '.join(_COMMANDS)}")
-        _COMMANDS[argv[0]]([argument for argument in argv[1:] if argument != "--traceback"])
+        check_open_files()
+        _call(_COMMANDS[argv[0]], [argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
-        is_known = isinstance(error, (ValueError, RuntimeError)) and _is_raised_by_cogfast(error)
+        is_known = _is_known(error)
         is_lost = is_of_another_rank(error)
         is_line = (is_known or is_lost) and "--traceback" not in argv
         if is_lost:  # let the rank that failed report first
@@ -338,6 +340,22 @@ def _run(argv: list[str]) -> int:
         _report(error)
         return 2 if isinstance(error, ValueError) else 1
     return 0
+
+
+def _call(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run a command; an error that the machine causes becomes one line that says so."""
+    try:
+        command(argv)
+    except Exception as error:
+        lack = None if _is_known(error) else describe_lack(error)
+        if lack is None:
+            raise
+        # A path is the user's to correct.
+        raise (ValueError if getattr(error, "filename", None) else RuntimeError)(lack) from error
+
+
+def _is_known(error: BaseException) -> bool:
+    return isinstance(error, (ValueError, RuntimeError)) and _is_raised_by_cogfast(error)
 
 
 def _is_raised_by_cogfast(error: BaseException) -> bool:

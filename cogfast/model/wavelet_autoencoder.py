@@ -8,6 +8,7 @@ deviation. The wavelet replaces the 3D VAE, with the same interface, in the quic
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,10 +125,12 @@ class WaveletState:
 
     def save(self, path: str | Path) -> None:
         """Write the state as safetensors, with its format in the metadata."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors = {"bands": self.bands, "mean": self.mean, "scale": self.scale}
-        save_file(tensors, str(path), metadata={"format": _FORMAT, "num_bands": str(NUM_BANDS)})
+        metadata = {"format": _FORMAT, "num_bands": str(NUM_BANDS)}
+        # safetensors' save_file ignores the umask.
+        Path(path).write_bytes(save(tensors, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> WaveletState:
@@ -139,6 +142,8 @@ class WaveletState:
                 f"first_stage_config.params.ckpt_path={path} does not exist; "
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
+        if not os.access(path, os.R_OK):  # safetensors says that there is no such file
+            raise ValueError(f"ckpt_path={path} cannot be read; change its permissions")
         try:
             with safe_open(str(path), framework="pt") as file:
                 found = (file.metadata() or {}).get("format")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import sys
@@ -11,11 +12,14 @@ import traceback
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from multiprocessing.queues import Queue
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from cogfast.core.machine_limits import describe_lack
 from cogfast.data.video.dali import DaliReader
 from cogfast.data.workers.signals import ignore_signals_except_parent, stop_signals_blocked
 from cogfast.data.workers.threads import ThreadedReads
@@ -99,13 +103,20 @@ class ReadingProcesses:
                 # The traceback's frames refer to torch's iterator, which keeps the processes alive.
                 traceback.clear_frames(error.__traceback__)
                 self.close()
-                # torch has no exception type for a killed worker.
-                if not str(error).startswith("DataLoader worker"):
+                # torch has no exception type for a killed worker. Python raises EOFError where the
+                # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
+                is_killed = str(error).startswith("DataLoader worker")
+                if is_killed or isinstance(error, EOFError | ConnectionError):
+                    text = (
+                        f"a reading process was killed at or after {self._name(key)}; if memory, "
+                        "/dev/shm or the number of open files (ulimit -n) ran out, lower "
+                        "args.num_workers or args.prefetch_factor"
+                    )
+                elif (lack := describe_lack(error)) is not None:
+                    text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
+                else:
                     raise
-                raise RuntimeError(
-                    f"a reading process was killed at or after {self._name(key)}; if memory or "
-                    "/dev/shm ran out, lower args.num_workers or args.prefetch_factor"
-                ) from error
+                raise RuntimeError(text) from error
         raise StopIteration
 
     def close(self) -> None:
@@ -125,11 +136,29 @@ def _check_cores(num_workers: int) -> None:
 
 def _start_worker(worker: int) -> None:
     ignore_signals_except_parent(worker)
+    # Otherwise Python prints that a batch cannot be sent, and the trainer waits for it for ever.
+    sys.excepthook = _end_without_files
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)
     if sys.platform == "linux":
         # Each sample is read in a new thread. By default glibc gives threads memory pools of their
         # own, whose free memory other threads do not use.
         with contextlib.suppress(AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def _end_worker(error: BaseException, _: object = None) -> NoReturn:
+    sys.stderr.write(f"cogfast: a reading process ends: {describe_lack(error) or error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _end_without_files(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report a thread's error. The thread that hands tensors over tries again, whatever happens."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        _end_worker(error)
+    sys.__excepthook__(kind, error, trace)
 
 
 def _as_is(read: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 
 from cogfast.config import Config
 from cogfast.core.files import WriteError, write_text
+from cogfast.core.machine_limits import is_lack_of_memory
 from cogfast.kernels.cpu.memory import return_freed_memory
 from cogfast.model.block import Block
 from cogfast.model.transformer import DiffusionTransformer
@@ -44,17 +45,13 @@ logger = logging.getLogger(__name__)
 # A CPU process that keeps freed memory took up to 1.8 times what its tensors took.
 _MOST_WITH_GAPS = 2
 _MEASURED_STEP = 2  # the first one allocates the optimizer's state
-# PyTorch's allocator of host memory raises a plain RuntimeError with one of these.
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 # Phase of a run (Progress) -> phase of a plan
 _PHASES = {"encode": "encoding clips", "evaluation": "evaluation", "optimizer": "optimizer step"}
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that memory of the device or of the host is exhausted."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _CPU_MESSAGES)
+    return isinstance(error, torch.OutOfMemoryError) or is_lack_of_memory(error)
 
 
 class MemoryWatch:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -333,3 +334,68 @@ def test_damaged_run_folders(base: Path, good: Path, tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_300_damaged_run_folders(base: Path, good: Path, tmp_path: Path) -> None:
     examine(base, good, tmp_path, seed=1, number=300)
+
+
+# --- a user without rights ---
+
+
+def drop_rights() -> None:
+    """Give up root's right to read and write files of every mode, as no user has it."""
+    library = ctypes.CDLL(None, use_errno=True)
+    version_3, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert library.capset(version_3, nothing) == 0, os.strerror(ctypes.get_errno())
+
+
+def commands(base: Path, run: Path, out: Path) -> dict[str, list[str]]:
+    few = "model.sampler_config.params.num_steps=1"
+    prompts = str(base.with_name("prompts.txt"))
+    found = {f"to {to}": ["convert", str(run), str(out), "--to", to] for to in ("sat", "cogfast")}
+    return found | {
+        "train": ["train", "--base", str(base), "args.train_iters=1", f"args.save={out}"],
+        "resume": ["train", "--base", str(base), f"args.resume={run}", "args.train_iters=5"],
+        "sample": ["sample", str(run), "--prompt-file", prompts, "--out", str(out), few],
+        "cache": ["cache", "--base", str(base), f"args.latent_cache={out}"],
+        "report": ["report", str(run)],
+    }
+
+
+def examine_rights(good: Path, folder: Path, cases: Iterable[tuple[Path, int, str]]) -> None:
+    """Give one file or folder at a time another mode, and run a command on it."""
+    found, source = [], good.parents[1]
+    for case, (entry, mode, name) in enumerate(cases):
+        root = folder / str(case) / "root"
+        shutil.copytree(source, root)
+        base = root / "base.yaml"
+        base.write_text(base.read_text().replace(str(source), str(root)))
+        (root / "prompts.txt").write_text("a")
+        argv = commands(base, root / good.relative_to(source), root / "out")[name]
+        (root / entry).chmod(mode)
+        outcome = run_case(lambda argv=argv: (drop_rights(), main(argv))[1], root)
+        found += [f"{name}, {entry} has mode {mode:o}: {fault}" for fault in faults(outcome)]
+        shutil.rmtree(root.parent)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+def test_files_without_rights_end_a_command_in_one_line(good: Path, tmp_path: Path) -> None:
+    run = good.relative_to(good.parents[1])
+    cases = [
+        (Path(), 0o555, "to sat"),
+        (run / "checkpoints", 0, "report"),
+        (run / "checkpoints" / "00000004", 0, "sample"),
+        (Path("data/wavelet.safetensors"), 0, "train"),
+    ]
+    examine_rights(good, tmp_path, cases)
+
+
+@pytest.mark.soak
+def test_every_file_and_command_without_rights(good: Path, tmp_path: Path) -> None:
+    source = good.parents[1]
+    entries = [path.relative_to(source) for path in (source, *sorted(source.rglob("*")))]
+    cases = [
+        (entry, mode, name)
+        for entry in (*entries, Path("prompts.txt"))
+        for mode in ((0, 0o555) if (source / entry).is_dir() else (0,))
+        for name in commands(source, source, source)
+    ]
+    examine_rights(good, tmp_path, cases)
