@@ -3,7 +3,8 @@
 # make test        all tests;  make soak: the long ones
 # make check       lint, types and the fast tests
 # make test-dali   install DALI, which decodes videos on a GPU, and test what of it needs none
-# make test-cuda   train on a CUDA runtime without a device, with PyTorch's CUDA build (6 GB) in a second .venv
+# make test-cuda   train on a CUDA runtime without a device, with the CUDA builds of the newest and the oldest
+#                  PyTorch that setup.py allows, each in a .venv of its own (6 GB); test-cuda-newest: only that one
 # make bench       time a training step on this machine
 
 PYTHON ?= python3
@@ -16,10 +17,11 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # DALI with what decoding videos takes: its image codecs are 0.3 GB more.
 DALI := nvidia-dali-cuda130 astunparse gast makefun nvtx optree six
 
-# A virtual environment with PyTorch's CUDA build; one that exists is used as it is.
+# Virtual environments with CUDA builds of PyTorch; those that exist are used as they are.
 TEST_CUDA_VENV ?= .venv-cuda
+TEST_CUDA_OLDEST_VENV ?= .venv-cuda-oldest
 
-.PHONY: setup quickstart test test-dali test-cuda check soak bench clean
+.PHONY: setup quickstart test test-dali test-cuda test-cuda-newest test-cuda-oldest check soak bench clean
 
 setup: $(INSTALLED)
 
@@ -40,9 +42,11 @@ test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
 	$(BIN)/python -m pytest tests/data/video/test_dali_reader.py
 
-test-cuda: export TEST_CUDA_VENV := $(TEST_CUDA_VENV)
-test-cuda: $(INSTALLED)
-	PYTHON=$(PYTHON) tests/cuda/setup.sh
+test-cuda: test-cuda-newest test-cuda-oldest
+test-cuda-newest: export TEST_CUDA_VENV := $(TEST_CUDA_VENV)
+test-cuda-oldest: export TEST_CUDA_VENV := $(TEST_CUDA_OLDEST_VENV)
+test-cuda-newest test-cuda-oldest: $(INSTALLED)
+	PYTHON=$(PYTHON) tests/cuda/setup.sh $(@:test-cuda-%=%)
 	$(BIN)/python -m pytest -n 2 tests/cuda
 
 check: $(BIN)/pyright
@@ -63,5 +67,5 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.step
 
 clean:
-	rm -rf .venv .venv-cuda build dist *.egg-info .pytest_cache .ruff_cache quickstart
+	rm -rf .venv .venv-cuda .venv-cuda-oldest build dist *.egg-info .pytest_cache .ruff_cache quickstart
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNTIME = ROOT / "build" / "null_cuda"
-_LIBRARY = RUNTIME / "libnullcuda.so"
 # Set by conftest.py and a shell, for tests without a GPU
 _OTHERWISE = ("TRITON_INTERPRET", "PYTHONPATH", "DS_ACCELERATOR")
 
@@ -26,12 +24,14 @@ def start(
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         arguments = [*launcher, *arguments]
+    venv = Path(os.environ["TEST_CUDA_VENV"])
+    runtime = ROOT / "build" / "null_cuda" / venv.name  # setup.sh builds it
     kept = {key: value for key, value in os.environ.items() if key not in _OTHERWISE}
     kept |= {
-        "LD_PRELOAD": str(_LIBRARY),
-        "LD_LIBRARY_PATH": str(RUNTIME),
-        "TRITON_LIBCUDA_PATH": str(RUNTIME),
-        "TRITON_CACHE_DIR": str(RUNTIME / "triton"),
+        "LD_PRELOAD": str(runtime / "libnullcuda.so"),
+        "LD_LIBRARY_PATH": str(runtime),
+        "TRITON_LIBCUDA_PATH": str(runtime),
+        "TRITON_CACHE_DIR": str(runtime / "triton"),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks))),
         "NULLCUDA_DEVICES": str(ranks),
         "OMP_NUM_THREADS": "1",
@@ -39,10 +39,8 @@ def start(
         "NULLCUDA_COPY_MAX": "1000000",
         **environment,
     }
-    python = ROOT / os.environ["TEST_CUDA_VENV"] / "bin" / "python"
-    return subprocess.run(
-        [str(python), *arguments], cwd=ROOT, env=kept, capture_output=True, text=True
-    )
+    command = [str(ROOT / venv / "bin" / "python"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
 
 
 class Counters:

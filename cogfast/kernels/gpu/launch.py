@@ -81,7 +81,7 @@ class Kernel(_JITFunction):
             None,  # metadata and hooks of profilers
             None,
             None,
-            *values,
+            *values[: len(self.params)],  # without the options, which Triton 3.6 refuses
         )
         return compiled
 
