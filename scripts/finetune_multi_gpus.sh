@@ -10,7 +10,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 echo "RUN on $(hostname), CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}"
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-600}
 BASE=${BASE:-configs/cogvideox_5b_i2v.yaml configs/lora.yaml configs/sft.yaml}
 # The seed is drawn here so that all ranks share it. exec makes torchrun, not this shell, get signals.

@@ -15,7 +15,6 @@ if ! command -v nsys > /dev/null; then
         "\`cogfast train ... args.profiling=$START\`, which writes a profile into its run folder" >&2
     exit 2
 fi
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 if [ "$NPROC" = 1 ]; then
     launch=(python -m cogfast)
 else

@@ -176,6 +176,9 @@ class FusedStep:
         # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
         if zero.gradient_accumulation_dtype == zero.dtype:
             zero.copy_grads_in_partition = self._store_gradient
+        if self.stream is not None and zero.overlap_comm and zero.contiguous_gradients:
+            self._epilogue = zero.independent_gradient_partition_epilogue
+            zero.independent_gradient_partition_epilogue = self._end_backward
         self.scaler: DeviceLossScaler | None = None
         if zero.dtype == torch.float16:
             self.scaler = DeviceLossScaler(zero.loss_scaler, self.partitions[0].device)
@@ -305,6 +308,24 @@ class FusedStep:
         if not self.zero.ready_for_gradients:
             self.zero.micro_step_id += 1
             self.zero.ready_for_gradients = True
+
+    def _end_backward(self) -> None:
+        """Run DeepSpeed's end of a backward pass, in which the step's stream waits for the reductions.
+
+        With overlap_comm DeepSpeed's own method makes the host wait for the whole device there.
+        """
+        zero, reduce_rest = self.zero, self.zero.reduce_ipg_grads
+
+        def reduce_and_wait() -> None:
+            reduce_rest()
+            torch.cuda.current_stream().wait_stream(zero.reduction_stream)
+            zero.overlap_comm = False  # what follows reads it for that wait alone
+
+        zero.reduce_ipg_grads = reduce_and_wait
+        try:
+            self._epilogue()
+        finally:
+            zero.reduce_ipg_grads, zero.overlap_comm = reduce_rest, True
 
     def _keep_gradient(self, parameter: nn.Parameter, part: int) -> None:
         """Keep a new gradient where it is until there are as many as a bucket holds."""

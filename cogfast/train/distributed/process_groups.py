@@ -12,6 +12,7 @@ never wait for a GPU.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import logging
 import math
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Long, because ranks without a video to sample wait for those that have one. A rank that dies does
 # not wait this long: torchrun ends the others.
 _DECISION_TIMEOUT = timedelta(hours=12)
-
+_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 T = TypeVar("T")
 
@@ -216,6 +217,26 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
+def use_expandable_segments(device: int) -> None:
+    """Let PyTorch's allocator map memory where it needs it, unless the user has configured it.
+
+    Memory between tensors is then not lost for larger ones. Call it before CUDA is initialized.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # not Linux, or not NVIDIA's
+        return
+    found, handle = ctypes.c_int(), ctypes.c_int()
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(handle), device)
+    # Some virtual GPUs cannot do it.
+    driver.cuDeviceGetAttribute(ctypes.byref(found), _VIRTUAL_MEMORY, handle)
+    if found.value:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def start_processes(
     tensor_size: int = 1, context_size: int = 1, timeout_s: int = 1800
 ) -> ProcessGroups:
@@ -236,6 +257,7 @@ def start_processes(
                 f"LOCAL_RANK={local_rank}; use --nproc_per_node={num_gpus}"
             )
         device = torch.device("cuda", local_rank)
+        use_expandable_segments(local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

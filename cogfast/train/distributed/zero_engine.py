@@ -305,6 +305,9 @@ class ZeroEngine:
         self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()
+        # Activations would cut the device's memory into pieces. NVMe holds the state of stage 3 itself.
+        if isinstance(optimizer, FusedEmaAdam) and not getattr(self.zero, "swap_optimizer", False):
+            self.allocate_state([])
 
     def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
         return self._network(*inputs, **named)
@@ -497,7 +500,7 @@ class ZeroEngine:
         return read_moment(self.state(piece.part), kind, piece.offset, piece.numel)
 
     def allocate_state(self, kinds: list[str]) -> None:
-        """Allocate the optimizer's state before its first step, to fill it from a checkpoint."""
+        """Allocate the optimizer's state before its first step; kinds: of other optimizers."""
         self.wait_for_ema()
         for part in self.parts:
             if isinstance(self.optimizer, FusedEmaAdam):

@@ -6,10 +6,10 @@
     full            keep only the block's input
 
 All policies give the same gradients, bit for bit where the kernels are deterministic. `auto` starts
-with full and measures the second step (the first one allocates gradients and optimizer state). Then
-each block gets the policy that recomputes least and still fits by the plan (plan/memory.py), corrected
-by the measurement. With args.compile, pointwise and attention_kept run inside the compiled graph and
-guide the compiler's partitioner.
+with full and measures the second step (the first one allocates what libraries keep). Then each block
+gets the policy that recomputes least and still fits by the plan (plan/memory.py), corrected by the
+measurement. With args.compile, pointwise and attention_kept run inside the compiled graph and guide the
+compiler's partitioner.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class ActivationCheckpointing:
         if self.is_settled or not self.num_rows:
             return
         if self.num_steps < _STEPS_BEFORE_AUTO:
-            # The first step also allocates gradients and optimizer state: drop its measurement.
+            # The first step also allocates what libraries keep: drop its measurement.
             self.excess = None
             return
         self.is_settled = True

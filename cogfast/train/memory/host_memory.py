@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import weakref
+import mmap
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,23 +14,51 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
-_LEAST_REGISTERED = 2**20  # bytes; smaller buffers could share a page, which is registered whole
+_LEAST_REGISTERED = 2**20  # bytes
+
+
+class _Pages(mmap.mmap):
+    """Whole pages of this process. CUDA registers pages: malloc would let two buffers share one.
+
+    registered: their address if CUDA has registered them, else 0.
+    """
+
+    registered = 0
+
+    def __del__(self) -> None:
+        # The base class unmaps them after this.
+        if self.registered:
+            _runtime().cudaHostUnregister(self.registered)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def host_buffer(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate host memory with the shape of `like`, page-locked if that is on a GPU.
 
-    dtype: None: that of `like`.
+    dtype: None: that of `like`. The memory must outlive all copies that a stream was given.
     """
     dtype = like.dtype if dtype is None else dtype
-    is_small = like.numel() * dtype.itemsize < _LEAST_REGISTERED
-    buffer = torch.empty(like.shape, dtype=dtype, pin_memory=like.is_cuda and is_small)
-    if like.is_cuda and not is_small:
-        # torch's pinned allocator would round the size up to a power of two: register it instead.
-        runtime: Any = torch.cuda.cudart()
-        address = buffer.data_ptr()
-        if int(runtime.cudaHostRegister(address, buffer.nbytes, _REGISTER_PORTABLE)) == 0:
-            weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
-        else:
-            logger.warning("cannot pin %d bytes of host memory: copies take longer", buffer.nbytes)
+    num_bytes = like.numel() * dtype.itemsize
+    if not like.is_cuda or num_bytes < _LEAST_REGISTERED:
+        return torch.empty(like.shape, dtype=dtype, pin_memory=like.is_cuda)
+    # torch's pinned allocator would round the size up to a power of two: register it instead.
+    pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=dtype).view(like.shape)
+    address = buffer.data_ptr()
+    if int(_runtime().cudaHostRegister(address, num_bytes, _REGISTER_PORTABLE)) == 0:
+        pages.registered = address
+    else:
+        # CUDA keeps the error, which PyTorch raises after the next launch.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=like.device)
+        _warn(num_bytes)
     return buffer
+
+
+@cache
+def _warn(num_bytes: int) -> None:
+    """Warn once for each size."""
+    logger.warning("cannot pin %d bytes of host memory: copies take longer", num_bytes)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # A CPU process that keeps freed memory took up to 1.8 times what its tensors took.
 _MOST_WITH_GAPS = 2
-_MEASURED_STEP = 2  # the first one allocates the optimizer's state
+_MEASURED_STEP = 2  # the first one allocates what libraries keep
 # Phase of a run (Progress) -> phase of a plan
 _PHASES = {"encode": "encoding clips", "evaluation": "evaluation", "optimizer": "optimizer step"}
 

@@ -14,6 +14,7 @@ namespace {
 // An H100 has 85,017,493,504 bytes; 600 MiB of them go to the context and the kernels' code.
 const size_t kContextBytes = 600ull << 20;
 const size_t kPage = 2ull << 20;
+const size_t kHostPage = 4ull << 10;
 
 // Start -> bytes. They are never destroyed, because other libraries free memory when the process ends.
 auto& device_ranges = *new std::map<uintptr_t, size_t>;
@@ -163,10 +164,18 @@ API cudaError_t cudaFreeHost(void* pointer) {
   return cudaSuccess;
 }
 
+// CUDA registers whole pages, and none twice. NULLCUDA_REGISTER_MAX: larger memory cannot be registered.
 API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   RETURN_IF_FAILED(check_unsafe("cudaHostRegister"));
   Lock lock(mutex);
   count("cudaHostRegister");
+  if (bytes > number_from_environment("NULLCUDA_REGISTER_MAX", SIZE_MAX))
+    return fail(cudaErrorMemoryAllocation);
+  const uintptr_t first = reinterpret_cast<uintptr_t>(pointer) / kHostPage * kHostPage;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(pointer) + bytes;
+  for (const auto& [start, length] : pinned_ranges)
+    if (start < (end + kHostPage - 1) / kHostPage * kHostPage && start + length > first)
+      return fail(cudaErrorHostMemoryAlreadyRegistered);
   pinned_ranges[reinterpret_cast<uintptr_t>(pointer)] = bytes;
   return cudaSuccess;
 }
