@@ -6,14 +6,19 @@ test_runtime.py runs it: python -m tests.cuda.planted_faults
 from __future__ import annotations
 
 import ctypes
+import io
 import json
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cogfast.kernels.gpu.launch import jit, tl
+from cogfast.train.memory.host_memory import host_buffer
 from tests.cuda.null_device import Counters
 from tests.cuda.stream_check import StreamCheck
 
@@ -55,9 +60,33 @@ def waited_too_early(side: torch.cuda.Stream) -> None:
     side_use(x, side)
 
 
+def shared_page() -> None:
+    """Let host buffers take memory that malloc would have them share a page of."""
+    torch.empty(30 << 20, dtype=torch.uint8)  # freed: from now on malloc keeps memory of this size
+    buffers = [host_buffer(torch.empty(_SIZE + 8, dtype=torch.uint8, device="cuda")) for _ in "12"]
+    assert all(buffer.is_pinned() for buffer in buffers)
+
+
+def refused_pinning(is_ours: bool) -> None:
+    """Launch a kernel after memory could not be pinned."""
+    x = torch.zeros(_SIZE, device="cuda")
+    os.environ["NULLCUDA_REGISTER_MAX"] = "0"
+    try:
+        if is_ours:
+            assert not host_buffer(x).is_pinned()
+        else:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostRegister(torch.empty(_SIZE).data_ptr(), _SIZE, 0)
+    finally:
+        del os.environ["NULLCUDA_REGISTER_MAX"]
+    x + 1
+
+
 def main() -> None:
     counters, x = Counters(), torch.zeros(_SIZE, device="cuda")
     waits: list[str] = []
+    log = io.StringIO()
+    logging.getLogger("cogfast").addHandler(logging.StreamHandler(log))
     counters.observe_syncs(lambda name: waits.append(name.decode()))
     found: dict[str, object] = {"start": counters.take()}
 
@@ -66,7 +95,7 @@ def main() -> None:
         error = None
         try:
             run()
-        except RuntimeError as raised:
+        except (RuntimeError, AssertionError) as raised:
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         found[name] = {"counts": counters.take(), "waits": [*waits], "error": error}
 
@@ -83,6 +112,9 @@ def main() -> None:
         place = ctypes.c_void_p((memory.value or 0) + (2 << 20) - offset)
         add(name, partial(runtime.cudaMemsetAsync, place, 0, ctypes.c_size_t(16), None))
     add("out of memory", lambda: torch.empty(1 << 40, device="cuda"))
+    add("buffers on a page", shared_page)
+    for name, is_ours in (("refused pinning, raw", False), ("refused pinning", True)):
+        add(name, partial(refused_pinning, is_ours))
     check = StreamCheck()
     side = torch.cuda.Stream()
     streams = {}
@@ -92,7 +124,8 @@ def main() -> None:
             streams[run.__name__] = sorted(check.problems)
             check.problems.clear()
             torch.cuda.synchronize()
-    print(json.dumps({**found, "streams": streams, "stream_uses": check.num_uses}))
+    found |= {"streams": streams, "stream_uses": check.num_uses, "log": log.getvalue()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,18 @@ def test_memory_ends(found: dict) -> None:
     assert "79.18 GiB" in found["out of memory"]["error"]
 
 
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(found: dict) -> None:
+    # CUDA keeps an error, and PyTorch raises it after the next launch.
+    assert found["refused pinning, raw"]["error"].startswith("AcceleratorError: CUDA error: out of")
+    assert found["refused pinning"]["error"] is None
+    assert "cannot pin 4194304 bytes of host memory" in found["log"]
+
+
+def test_buffers_do_not_share_a_page(found: dict) -> None:
+    assert found["buffers on a page"]["error"] is None
+    assert found["buffers on a page"]["counts"]["cudaHostRegister"] == 2
+
+
 def test_memory_that_a_stream_may_still_use_is_found(found: dict) -> None:
     streams = found["streams"]
     assert found["stream_uses"] == len(streams) == 4

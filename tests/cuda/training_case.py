@@ -27,10 +27,11 @@ from cogfast.train import assembly, trainer
 from cogfast.train.plan.memory import GIB, plan_memory, setup_of
 from tests.cuda.null_device import ROOT, Counters
 
-# Steps 1 and 2 allocate, and graphs are captured after step 2; step 4 logs. 3 and 5 are steady.
+# The first three steps allocate, and graphs are captured after step 2. Step 4 logs, 5 does not.
 NUM_STEPS, LOG_INTERVAL = 6, 4
-# The device has that much more than the plan, beside what the null runtime takes for its context.
-_CARD, _CONTEXT_BYTES = 1.03, 600 << 20
+# In the first steps the device has 3% more than the plan, beside what the runtime takes for its context.
+# PyTorch's allocator may have to unmap memory there, so that later steps have a larger one.
+_NUM_TIGHT, _TIGHT, _CONTEXT_BYTES, _LARGE = 2, 1.03, 600 << 20, 400_000_000_000
 # Counters of what must not happen. A graph would read the host's memory again in each replay.
 _FAULTS = ("fault ", "beside a capture", "capture ended", "first in a capture")
 _HOST_COPIES = ("node copy pinned", "node copy device to pinned", "node host function")
@@ -119,13 +120,15 @@ def main() -> None:
         setup = setup_of(planned, TrainArguments.from_config(planned), num_ranks)
         predicted = plan_memory(setup, None).step_peak
         if setup.choice != "auto":  # which takes what there is
-            os.environ["NULLCUDA_BYTES"] = str(int(predicted * _CARD) + _CONTEXT_BYTES)
+            os.environ["NULLCUDA_BYTES"] = str(int(predicted * _TIGHT) + _CONTEXT_BYTES)
         run, observer = prepare(config), Observer()
         end_step = run.profiler.end_step  # the last call of a step, after its log line
 
         def end(step: int) -> bool:
             is_written = end_step(step)
             observer.end_step()
+            if step == _NUM_TIGHT and setup.choice != "auto":
+                os.environ["NULLCUDA_BYTES"] = str(_LARGE)
             return is_written
 
         run.profiler.end_step = end
@@ -140,9 +143,8 @@ def main() -> None:
         "predicted_gib": predicted / GIB,
         "peak_gib": max(step["peak"] for step in observer.steps[2:]) / GIB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
-        # Before 2.13 PyTorch's norm of many tensors launches a kernel for each 33 million numbers.
-        "is_norm_in_pieces": [int(x) for x in torch.__version__.split(".")[:2]] < [2, 13],
+        # Before 2.13 PyTorch's operations on lists of tensors launch more kernels.
+        "has_short_lists": [int(x) for x in torch.__version__.split(".")[:2]] < [2, 13],
     }
     if check is not None:
         report |= {"stream_problems": sorted(check.problems), "stream_uses": check.num_uses}
