@@ -29,6 +29,8 @@ _ZERO_3_WAITS = (
     "cudaStreamSynchronize in runtime/zero/stage3.py:get_grad_norm_direct",
     "cudaStreamSynchronize in deepspeed/runtime/utils.py:is_invalid_grad_norm",
 )
+# The first three steps allocate, and graphs are captured after step 2. Step 4 logs, 5 does not.
+NUM_STEPS, LOG_INTERVAL = 6, 4
 LOG_LAUNCHES = 80  # beside those of other steps
 # The first step that allocates nothing: before, a capture returns cached memory, policy auto measures
 # what it has, and the device has little memory.

@@ -25,10 +25,9 @@ from cogfast.config import Config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train import assembly, trainer
 from cogfast.train.plan.memory import GIB, plan_memory, setup_of
+from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
 
-# The first three steps allocate, and graphs are captured after step 2. Step 4 logs, 5 does not.
-NUM_STEPS, LOG_INTERVAL = 6, 4
 # In the first steps the device has 3% more than the plan, beside what the runtime takes for its context.
 # PyTorch's allocator may have to unmap memory there, so that later steps have a larger one.
 _NUM_TIGHT, _TIGHT, _CONTEXT_BYTES, _LARGE = 2, 1.03, 600 << 20, 400_000_000_000

@@ -484,6 +484,7 @@ def launch_ema_adam(
 def launch_average(shadow: Tensor, p: Tensor, weight: Tensor) -> None:
     """Compute shadow += weight (p - shadow) as the kernel above does; float32, one length."""
     n = shadow.numel()
+    assert n < 2**31, f"{n} elements: the kernel's offsets are int32"
     average_kernel[(cdiv(n, BLOCK),)](shadow, p, weight, n, BLOCK=BLOCK, num_warps=4)
 
 

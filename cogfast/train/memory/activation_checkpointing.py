@@ -254,11 +254,15 @@ class ActivationCheckpointing:
 
     def _budget(self, setup: Setup) -> int:
         """Return the bytes that the plan of a step may have so that the step fits."""
-        device = self.groups.device
-        free, total = free_memory(device)
-        # The plan has what is allocated, too. No allocator counts on a CPU.
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else base_bytes(setup)
+        free, total = free_memory(self.groups.device)
+        held = self._held(setup)
         return free - total + usable(total) + held - gap_bytes(setup) - (self.excess or 0)
+
+    def _held(self, setup: Setup) -> int:
+        """Return the bytes that are allocated, which the plan of a step has, too."""
+        device = self.groups.device
+        # No allocator counts on a CPU.
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else base_bytes(setup)
 
     def advice(self) -> str:
         """Name the policy that would fit after an out-of-memory error, or say that none would."""
@@ -284,9 +288,21 @@ class ActivationCheckpointing:
                     f"{used} keeps {kept / GIB:.1f} GiB of activations; {policy} keeps "
                     f"{less / GIB:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
                 )
+        # The budget leaves memory for gaps, without which full may still fit.
+        least = training_phase(setup, ["full"] * len(self.policies)).total + (self.excess or 0)
+        free, _ = free_memory(self.groups.device)
+        has = free + self._held(setup)
+        sizes = (
+            f"a step takes {least / GIB:.1f} of the {has / GIB:.1f} GiB that this process can have"
+        )
+        if least <= has:
+            return (
+                f"{used} keeps {kept / GIB:.1f} GiB of activations; full keeps the least, and with it "
+                f"{sizes}: set args.activation_checkpointing=full, or use {smaller}"
+            )
         return (
-            f"{used} keeps {kept / GIB:.1f} GiB of activations; not even full, which keeps the "
-            f"least, would fit; set it, and use {smaller}"
+            f"{used} keeps {kept / GIB:.1f} GiB of activations; not even full, which keeps the least, "
+            f"would fit, since with it {sizes}; set it, and use {smaller}"
         )
 
 

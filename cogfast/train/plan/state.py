@@ -19,7 +19,6 @@ from cogfast.train.memory.quantized_base import base_linears
 _FLOAT32 = 4
 _DEFAULT_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 _LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
-_PREFETCHED = 50_000_000  # DeepSpeed's stage3_prefetch_bucket_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,12 +263,10 @@ def _alone_points(model: ModelSize, rules: ZeroRules, before: int) -> list[Gradi
 def _stage3_points(model: ModelSize, rules: ZeroRules) -> list[GradientPoint]:
     """Estimate ZeRO-3: gathered weights, the reduction's bucket and the partition of gradients."""
     number = rules.weight_bytes
-    num_layers = max(1, len(model.blocks))
-    # Two blocks, and what is fetched ahead.
-    gathered = min(2 * model.num_partitioned // num_layers + _PREFETCHED, _LIVE_PARAMETERS)
-    bucket = rules.bucket * number * (2 if rules.overlaps else 1)
+    # DeepSpeed keeps weights that are used again soon, which are those of the last blocks here.
+    gathered = min(model.num_partitioned, _LIVE_PARAMETERS)
     flat = rules.partition(model.num_trained) * max(number, rules.sum_bytes)
-    buffers = bucket + gathered * number
+    buffers = (rules.bucket + gathered) * number
     return [GradientPoint(block, flat, buffers) for block, _ in _arrivals(model)]
 
 

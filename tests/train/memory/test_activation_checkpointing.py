@@ -522,6 +522,9 @@ def start(folder: Path, data: Path, choice: str) -> Trainer:
 TINY_RUN = LayerShape(num_rows=4 * 20, width=32, num_heads=2, bytes_per_number=4)
 
 
+_ALL = 2**40  # bytes
+
+
 def with_memory_for(
     monkeypatch: pytest.MonkeyPatch, trainer: Trainer, *policies: Policy, missing: int = 0
 ) -> None:
@@ -531,7 +534,7 @@ def with_memory_for(
     # Weights and optimizer state are in memory already.
     gap = setup.rules.partition(setup.model.num_trained) * setup.rules.sum_bytes
     needed = training_phase(setup, policies).total - base_bytes(setup) + gap
-    memory = int(needed / (1 - MARGIN)) + 2 - missing
+    memory = max(0, int(needed / (1 - MARGIN)) + 2 - missing)
     monkeypatch.setattr(activation_checkpointing, "free_memory", lambda device: (memory, memory))
 
 
@@ -572,8 +575,10 @@ def test_auto_keeps_all_where_memory_is_plenty(tmp_path: Path, data: Path) -> No
             "pointwise",
             "full",
             9,
-            "pointwise in all 2 layers.* not even full, which.* set it, and",
+            "pointwise in all 2 layers.* full keeps the least, and with it a step takes 0.0 of the 0.0 "
+            "GiB that .*: set args.activation_checkpointing=full, or",
         ),
+        ("pointwise", "full", _ALL, "not even full, which keeps the .* set it, and use a smaller"),
         (
             "full",
             "full",
@@ -581,7 +586,7 @@ def test_auto_keeps_all_where_memory_is_plenty(tmp_path: Path, data: Path) -> No
             r"full \(full in all 2 layers\) keeps the least of all policies; use a smaller deeps",
         ),
     ],
-    ids=["pointwise", "attention-kept", "none-fits", "full"],
+    ids=["pointwise", "attention-kept", "fits-without-gaps", "none-fits", "full"],
 )
 def test_out_of_memory_names_the_policy_that_fits(
     tmp_path: Path, data: Path, monkeypatch, choice: str, fitting: Policy, missing: int, text: str

@@ -4,9 +4,11 @@ fetches, and what stays on the device."""
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,3 +253,36 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(base: 
         assert less == pytest.approx(3 * kept, rel=0.01)
     assert host_parts(plain, EVERYWHERE)["activations"] == 0
     assert set(choose_policies(setup, 10**15)) == {"attention_kept"}
+
+
+class _Event:
+    """Stands for an event of a stream on a GPU."""
+
+    is_complete = False
+
+    def query(self) -> bool:
+        return self.is_complete
+
+
+def test_a_dropped_buffer_lives_until_the_copies_are_done() -> None:
+    """The host may be a step ahead of the device when a larger bucket of videos comes."""
+    offloaded, events = OffloadedActivations(LAYERS, CPU), []
+
+    class Stream:
+        def record_event(self) -> _Event:
+            events.append(_Event())
+            return events[-1]
+
+    stream: Any = Stream()
+    offloaded.stream = stream
+    small, large = (torch.zeros(n) for n in (4, 8))
+    buffer = offloaded.take(0, small)
+    memory = weakref.ref(buffer)
+    offloaded.free[0].append(buffer)
+    del buffer
+    for _ in range(2):
+        offloaded.take(0, large)
+        assert memory() is not None and len(events) == 1
+    events[0].is_complete = True
+    offloaded.take(0, large)
+    assert memory() is None
