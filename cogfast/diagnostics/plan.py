@@ -220,7 +220,7 @@ def _verdict(plan: MemoryPlan, card_name: str) -> str:
 
 
 def _gap_lines(plan: MemoryPlan) -> list[str]:
-    """Return a warning if gaps in the allocator's memory may break a plan that fits."""
+    """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
     step, gap = plan.phases[0], gap_bytes(plan.setup)
     if plan.setup.is_sampling or plan.card is None or not plan.fits:
         return []
@@ -228,7 +228,7 @@ def _gap_lines(plan: MemoryPlan) -> list[str]:
         return []
     return [
         f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
-        "step. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets PyTorch's allocator use them."
+        "step. Where they do not fit, PyTorch's allocator moves free memory, and steps take longer."
     ]
 
 

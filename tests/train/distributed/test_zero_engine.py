@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import assemble_batches
+from cogfast.train.distributed.process_groups import use_expandable_segments
 from cogfast.train.distributed.zero_engine import deepspeed_config
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.trainer import Trainer
@@ -34,6 +38,68 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:
     base = write_config(folder / "base.yaml", data, **args)
     return Trainer(load_config([base], overrides, allow_import=["tests"]))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_optimizers_state_is_allocated_before_the_first_step(
+    tmp_path: Path, data: Path, stage: int
+) -> None:
+    """Activations cut a GPU's memory into pieces that are smaller than the state."""
+    engine = make(tmp_path, data, f"{STAGE}={stage}").engine
+    for part, weights in enumerate(engine.parts):
+        state = engine.state(part)
+        assert torch.equal(state["shadow"], weights) and state["shadow"] is not weights
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            assert not state[kind].any() and state[kind].numel() in (weights.numel(), 1)
+
+
+class Driver:
+    """Stands for CUDA's driver."""
+
+    def __init__(self, has_virtual_memory: bool) -> None:
+        self.value = has_virtual_memory
+
+    def cuInit(self, flags: int) -> None:
+        assert flags == 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> None:
+        device._obj.value = index
+
+    def cuDeviceGetAttribute(self, out: Any, attribute: int, device: ctypes.c_int) -> None:
+        assert (attribute, device.value) == (102, 3)
+        out._obj.value = self.value
+
+
+SEGMENTS = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("has_virtual_memory", "setting", "expected"),
+    [
+        (True, {}, SEGMENTS),
+        (False, {}, None),
+        (None, {}, None),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+        (True, {"PYTORCH_ALLOC_CONF": ""}, ""),
+    ],
+    ids=["default", "a virtual GPU", "no driver", "the user's", "the user's, new name"],
+)
+def test_expandable_segments_are_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+    has_virtual_memory: bool | None,
+    setting: dict[str, str],
+    expected: str | None,
+) -> None:
+    def load(name: str) -> Driver:
+        if has_virtual_memory is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return Driver(has_virtual_memory)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    # All changes of the environment are undone at the end of the test.
+    monkeypatch.setattr(os, "environ", {**setting})
+    use_expandable_segments(3)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
