@@ -13,7 +13,6 @@ that backward sees what was normed. docs/kernels.md counts the bytes; no GPU has
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import has_kernel, register_op
+from cogfast.kernels.torch_library import float32_on_cpu, has_kernel, register_op
 
 
 def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
@@ -31,6 +30,7 @@ def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
     return text, video
 
 
+@float32_on_cpu
 def adaptive_layernorm_reference(
     hidden: Tensor,
     weight: Tensor | None,
@@ -53,6 +53,7 @@ def adaptive_layernorm_reference(
     return hidden, torch.cat([text, torch.addcmul(shift_video, video, scale_video)], dim=1)
 
 
+@float32_on_cpu
 def layernorm_reference(
     hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
@@ -60,6 +61,7 @@ def layernorm_reference(
     return F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
 
 
+@float32_on_cpu
 def gated_residual_reference(
     hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
 ) -> Tensor:
@@ -73,6 +75,7 @@ def gated_residual_reference(
     return torch.cat([text, torch.addcmul(hidden_video, branch_video, gate_video)], dim=1)
 
 
+@float32_on_cpu
 def residual_adaptive_layernorm_reference(
     hidden: Tensor,
     branch: Tensor,
@@ -194,21 +197,6 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
         return dout if dn is None else dhidden, *rest, None, None
 
 
-def _in_float32(reference: Callable, hidden: Tensor, *inputs: Any) -> Any:
-    """Return a reference's outputs as a tuple, for rows that no kernel takes.
-
-    16-bit rows are computed in float32 and rounded once, because PyTorch's LayerNorm adds up the
-    gradients of 16-bit weights in 16 bits.
-    """
-    if hidden.dtype.itemsize > 2:
-        outputs = reference(hidden, *inputs)
-    else:
-        wide = [x.float() if isinstance(x, Tensor) else x for x in (hidden, *inputs)]
-        outputs = reference(*wide)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(x.to(hidden.dtype) for x in outputs)
-
-
 def _check_rows(op: str, hidden: Tensor, num_text: int) -> None:
     if hidden.dim() != 3:
         refuse(op, "hidden", hidden, "its shape must be [B, S, M]")
@@ -263,9 +251,7 @@ def adaptive_layernorm(
     _check_rows("adaptive_layernorm", hidden, num_text)
     _check_norm("adaptive_layernorm", hidden, weight, bias, shift, scale)
     if not has_kernel(hidden):
-        return _in_float32(
-            adaptive_layernorm_reference, hidden, weight, bias, shift, scale, num_text, eps
-        )
+        return adaptive_layernorm_reference(hidden, weight, bias, shift, scale, num_text, eps)
     no_residual = (None, None, None)  # branch, its bias and its gate
     return _AdaptiveLayerNorm.apply(hidden, *no_residual, weight, bias, shift, scale, num_text, eps)
 
@@ -303,7 +289,7 @@ def residual_adaptive_layernorm(
     _check_norm("residual_adaptive_layernorm", hidden, weight, bias, shift, scale)
     inputs = (hidden, branch, branch_bias, gate, weight, bias, shift, scale, num_text, eps)
     if not has_kernel(hidden):
-        return _in_float32(residual_adaptive_layernorm_reference, *inputs)
+        return residual_adaptive_layernorm_reference(*inputs)
     return _AdaptiveLayerNorm.apply(*inputs)
 
 
@@ -317,6 +303,6 @@ def gated_residual(
     _check_rows("gated_residual", hidden, num_text)
     _check_residual("gated_residual", hidden, branch, branch_bias, gate)
     if not has_kernel(hidden):
-        return _in_float32(gated_residual_reference, hidden, branch, branch_bias, gate, num_text)[0]
+        return gated_residual_reference(hidden, branch, branch_bias, gate, num_text)
     no_norm = (None, None, None, None)  # weight, bias, shift, scale
     return _AdaptiveLayerNorm.apply(hidden, branch, branch_bias, gate, *no_norm, num_text, 0.0)[0]

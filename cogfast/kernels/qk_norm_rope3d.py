@@ -84,15 +84,17 @@ def qk_norm_rope3d_reference(
     angles = None if rotation is None else rotation.per_row(num_text)
     results = []
     for x, norm in ((q, query_norm), (k, key_norm)):
-        # Rotate in float32, as diffusers does; a norm alone stays in the dtype of qkv.
-        if angles is not None:
+        # Rotate in float32, as diffusers does. A norm alone stays in the dtype of qkv, but on a CPU
+        # PyTorch adds up the gradients of 16-bit weights in 16 bits.
+        is_narrow = x.device.type == "cpu" and x.dtype.itemsize <= 2
+        if angles is not None or (norm is not None and is_narrow):
             x = x.float()
         if norm is not None:
             weight, bias = (None if p is None else p.to(x.dtype) for p in norm)
             x = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
         if angles is not None:
-            x = _rotate(x, angles).to(qkv.dtype)
-        results.append(x)
+            x = _rotate(x, angles)
+        results.append(x.to(qkv.dtype))
     return results[0], results[1], v
 
 

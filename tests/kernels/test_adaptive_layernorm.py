@@ -437,15 +437,19 @@ def test_low_precision_is_no_worse_than_the_reference(
 
 
 @NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["whole", "first", "last"])
-def test_opcheck(kind: str) -> None:
+def test_opcheck(kind: str, dtype: torch.dtype) -> None:
+    """The fake outputs have the dtypes of the real ones, also those of shape [0]."""
     inputs = make_inputs(SHAPES["one"], VARIANTS[kind])
-    given = [single(v) for v in inputs.values()]
+    given = [single(v, dtype) for v in inputs.values()]
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(forward_op, (*given, 1, EPS), test_utils=tests)
     calls = []
-    run_backward(lambda b: calls.append(tuple(b)) or backward_op(*b), SHAPES["one"], VARIANTS[kind])
-    torch.library.opcheck(backward_op, calls[0], test_utils=tests)
+    record = lambda b: calls.append(tuple(b)) or backward_op(*b)
+    for frozen in ((), NAMES[2:]):
+        run_backward(record, SHAPES["one"], VARIANTS[kind], frozen=frozen, dtype=dtype)
+        torch.library.opcheck(backward_op, calls.pop(), test_utils=tests)
 
 
 class TwoHalves(nn.Module):

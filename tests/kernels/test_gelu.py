@@ -192,9 +192,10 @@ def test_keeps_one_activation() -> None:
         assert len(activations) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @BIASES
-def test_opcheck(bias_kind: str) -> None:
-    dy, x, bias = draw_case((2, 3, 16), bias_kind, torch.float32)
+def test_opcheck(bias_kind: str, dtype: torch.dtype) -> None:
+    dy, x, bias = draw_case((2, 3, 16), bias_kind, dtype)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cogfast.gelu, (x, bias), test_utils=tests)
     arguments = (dy, x, bias, bias_kind == "bias")

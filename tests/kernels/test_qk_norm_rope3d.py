@@ -396,10 +396,11 @@ def test_text_on_a_cpu_is_not_rotated() -> None:
         assert torch.equal(x[:, :2], qkv[:, :2, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", ["all", "2B", "no-norm"])
-def test_ops_are_well_formed(variant: str) -> None:
+def test_ops_are_well_formed(variant: str, dtype: torch.dtype) -> None:
     case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS[variant])
-    qkv, affine, cotangents = case.to(torch.float32)
+    qkv, affine, cotangents = case.to(dtype)
     ops, numbers = torch.ops.cogfast, case.raw()
     torch.library.opcheck(ops.qk_norm_rope3d.default, (qkv, *affine, *numbers))
     for needs_sums in {False, case.has_norm}:

@@ -127,8 +127,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
     has_avx512 ? run(AVX512::NormBackward<T>{}) : run(AVX2::NormBackward<T>{});
   });
 
-  // An op cannot return None: a gradient that is not computed has shape [0].
-  auto vector = [](bool is_needed, const Tensor& like) { return is_needed ? at::zeros_like(like) : empty_float({0}); };
+  auto vector = [](bool is_needed, const Tensor& like) { return is_needed ? at::zeros_like(like) : Tensor(); };
   Tensor dgate = vector(has_gate_sum, gate), dbranch_bias = vector(has_branch_sum, branch_bias);
   const bool has_affine_sums = has_norm_sums && weight.defined();
   Tensor dweight = vector(has_affine_sums, weight), dbias = vector(has_affine_sums, bias);
@@ -159,7 +158,10 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
       }
     });
   }
-  auto as = [](const Tensor& x, const OptionalTensor& like) { return like ? x.to(like->scalar_type()) : x; };
+  // An op cannot return None: a gradient that is not computed has shape [0].
+  auto as = [&](const Tensor& x, const OptionalTensor& like) {
+    return x.defined() ? x.to(like->scalar_type()) : at::empty({0}, rows.options());
+  };
   return {dhidden,         dbranch,          as(dbranch_bias, branch_bias_), as(dgate, gate_), as(dweight, weight_),
           as(dbias, bias_), as(dshift, scale_), as(dscale, scale_)};
 }
