@@ -4,10 +4,12 @@ The CPU kernels are compiled if a C++ compiler and PyTorch are installed (pip in
 --no-build-isolation). Without them cogfast installs and runs, with PyTorch's ops on a CPU.
 """
 
+import logging
 import os
 import platform
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,7 +29,7 @@ LINUX_X86 = "; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 
 class BuildKernels(build_ext):
-    """Compile the CPU kernels; without a compiler, without PyTorch or on an error, leave them out."""
+    """Compile the CPU kernels; without a compiler or on an error, leave them out."""
 
     def get_ext_filename(self, name: str) -> str:
         import torch
@@ -40,8 +42,6 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         try:
             super().run()
-        except ImportError:
-            self.warn("PyTorch is not installed: the CPU kernels are not compiled")
         except (OSError, subprocess.CalledProcessError) as error:
             self.warn(f"the CPU kernels are not compiled: {error}")
 
@@ -70,12 +70,24 @@ class BuildKernels(build_ext):
         library.parent.mkdir(parents=True, exist_ok=True)
         # libgomp is not named: torch_cpu brings the one whose threads PyTorch's ops use.
         link = [compiler, "-shared", *outputs, *(f"-L{path}" for path in library_paths())]
-        subprocess.run([*link, "-ltorch_cpu", "-lc10", "-o", f"{library}.new"], check=True)
-        os.replace(f"{library}.new", library)
+        new = Path(f"{library}.new")
+        subprocess.run([*link, "-ltorch_cpu", "-lc10", "-o", new], check=True)
+        # Some compilers link what cannot be loaded: clang++ without libomp leaves symbols undefined.
+        load = "import sys, torch; torch.ops.load_library(sys.argv[1])"
+        try:
+            subprocess.run([sys.executable, "-c", load, new.absolute()], check=True)
+            os.replace(new, library)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def cpu_kernels() -> list[Extension]:
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return []
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # pip's isolated builds do not see the installed one
+        logging.warning("the CPU kernels are not compiled: torch cannot be imported (%s)", error)
         return []
     sources = [CPU / "registration.cpp", *sorted((CPU / "vector").glob("*.cpp"))]
     headers = [*CPU.glob("*.h"), *CPU.glob("vector/*.h"), *CPU.glob("vector/*.inc")]
