@@ -22,7 +22,7 @@ def test_a_wheel_is_built_without_torch(tmp_path: Path) -> None:
         else:
             source.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, source)
-    # What pip would install into the environment is in this one already; what it would not is hidden.
+    # This environment has what pip would install into an isolated one, which has no torch.
     hiding.mkdir()
     (hiding / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index"]

@@ -122,7 +122,7 @@ def test_kernels_for_avx2(which: str) -> None:
 
 # --- without the kernels ---
 
-# What every function of BlockKernels with a norm is given: its inputs' shapes for [2, S, M] rows.
+# {function of BlockKernels with a norm: (its call, the shapes of its inputs for rows [2, s, W])}
 W = 64
 M = (W,)
 VECTORS = (2, 2, W)
@@ -151,7 +151,7 @@ def test_gradients_of_norms_in_bf16_do_not_depend_on_the_number_of_rows(
 ) -> None:
     """Allow twice bf16's rounding of the float64 gradient. The sums of PyTorch's LayerNorm are off by
     2%, 32% and 78%."""
-    # As where they are not compiled
+    # No CPU tensor has a kernel, just like on a machine without a compiler.
     monkeypatch.setattr(torch_library, "CPU_DTYPES", ())
     call, shapes_of = NORMS[op]
     generator = torch.Generator().manual_seed(0)

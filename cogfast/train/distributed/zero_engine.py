@@ -26,6 +26,7 @@ from cogfast.kernels.quantized.moment_codes import CodedMoment, largest_key, rea
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.deepspeed_keys import stage_and_sums
 from cogfast.schema.merged_config import to_dict
 from cogfast.train.distributed.fused_step import (
     FusedStep,
@@ -45,8 +46,6 @@ _COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_int
 _COLLECTIVES += ("all_gather", "broadcast")
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
-# Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 6e-3.
-MOST_BF16_SUMMANDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     """Return the `deepspeed` section as DeepSpeed expects it, for an optimizer that cogfast builds.
 
     Stage 0 runs as stage 1: the same update with sharded state. (DeepSpeed's bf16 optimizer of
-    stage 0 is a different one and gives different losses.)
+    stage 0 is a different one and gives different losses.) `stage_and_sums` says which other runs do.
     """
     section = to_dict(config.deepspeed)
     for handled_here in ("optimizer", "scheduler", "train_batch_size"):
@@ -97,18 +96,20 @@ def deepspeed_config(config: Config, args: TrainArguments) -> dict:
     for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
         section[name] = {**(section.get(name) or {}), "enabled": is_on}
     zero = section.setdefault("zero_optimization", {})
-    zero["stage"] = args.zero_stage
-    if args.zero_stage == 0:
-        logger.warning("ZeRO stage 0 runs as stage 1: the same update with sharded state")
-        zero["stage"] = 1
+    zero["stage"], sum_dtype = stage_and_sums(section, args)
+    if zero["stage"] != args.zero_stage:
+        logger.warning(
+            "ZeRO stage %d runs as stage %d: the same update with sharded %s",
+            args.zero_stage,
+            zero["stage"],
+            "state" if zero["stage"] == 1 else "state and float32 sums of gradients",
+        )
     if args.bf16 and zero["stage"] < 3:
         # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
         section["bf16"]["check_grad_overflow"] = False
     data_types = section.get("data_types") or {}
-    is_long_sum = args.gradient_accumulation_steps > MOST_BF16_SUMMANDS
-    is_unset = data_types.get("grad_accum_dtype") is None
-    if args.bf16 and zero["stage"] == 2 and is_long_sum and is_unset:
-        section["data_types"] = {**data_types, "grad_accum_dtype": "fp32"}
+    if sum_dtype != data_types.get("grad_accum_dtype"):
+        section["data_types"] = {**data_types, "grad_accum_dtype": sum_dtype}
         logger.info(
             "the gradients of %d micro-batches are accumulated in float32, which takes up to 2 more "
             "bytes per trained parameter, divided by the data-parallel ranks "

@@ -22,11 +22,11 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.deepspeed_keys import stage_and_sums
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.assembly import DTYPES, build_on_meta
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.distributed.zero_engine import MOST_BF16_SUMMANDS
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.optimizer import build_optimizer
 from cogfast.train.plan.activations import LADDER, MARGIN, LayerShape, Policy
@@ -412,11 +412,8 @@ def rules_of(
     number = DTYPES[args.precision].itemsize
     device = (zero.get("offload_optimizer") or {}).get("device")
     is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
-    given = (section.get("data_types") or {}).get("grad_accum_dtype")
-    is_long_sum = args.gradient_accumulation_steps > MOST_BF16_SUMMANDS
-    if given is None and args.bf16 and args.zero_stage == 2 and is_long_sum:
-        given = "fp32"  # as in zero_engine.deepspeed_config
-    sum_bytes = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(given), number)
+    stage, sum_dtype = stage_and_sums(section, args)
+    sum_bytes = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(sum_dtype), number)
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     optimizer = build_optimizer(
         section.get("optimizer") or {}, [{"params": [weight]}], allow_import=config.allow_import
@@ -424,7 +421,7 @@ def rules_of(
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
     is_fused = is_fused_adam and args.zero_stage < 3 and not is_offloaded
     return ZeroRules(
-        stage=max(1, args.zero_stage),
+        stage=stage,
         data_size=data_size,
         weight_bytes=number,
         sum_bytes=sum_bytes,

@@ -144,7 +144,6 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
         refuse(config, "args.wandb", text)
     _check_precision(config, args)
-    _check_gradient_dtype(config, args)
     _check_optimizer_state(config, args)
     check_compilers(config, args, is_training=True)
     network = _network(config)
@@ -452,15 +451,6 @@ def _check_precision(config: Config, args: TrainArguments) -> None:
                 f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section takes "
                 f"precedence; set deepspeed.{name}.enabled=true",
             )
-
-
-def _check_gradient_dtype(config: Config, args: TrainArguments) -> None:
-    # DeepSpeed accumulates in float32 only where it partitions gradients.
-    dtype = OmegaConf.select(config.deepspeed, "data_types.grad_accum_dtype")
-    if args.bf16 and args.zero_stage < 2 and dtype in ("fp32", "float32", "float"):
-        key = "deepspeed.data_types.grad_accum_dtype"
-        text = f"{key}={dtype} in bf16 needs ZeRO stage 2 or 3; use zero_optimization.stage=2"
-        refuse(config, key, text)
 
 
 def _check_optimizer_state(config: Config, args: TrainArguments) -> None:
