@@ -16,9 +16,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cogfast.schema.arguments import PAIRS
 from cogfast.schema.components import instantiate, resolve
 from cogfast.schema.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
-from cogfast.schema.sections import check_sections, complete_sections
+from cogfast.schema.sections import check_sections, complete_sections, settle_pairs
 from cogfast.schema.values import KeyProblem, Problems, cut, one_line
 from cogfast.schema.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
@@ -78,7 +79,7 @@ def load_config(
         plain = to_dict(merged)
         check_resolved(plain)
         complete_sections(plain, origins)
-        unused = check_sections(plain, origins, tuple(allow_import))
+        unused = check_sections(plain, origins, tuple(allow_import)) | settle_pairs(plain, origins)
     except OmegaConfBaseException as error:
         key, what = error.full_key or "", str(error).splitlines()[0]
         raise ValueError(one_line(f"{find_origin(origins, key)}: {key}: {what}")) from None
@@ -93,11 +94,18 @@ def load_config(
 
 
 def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
-    """Return the configuration with these `key=value` words, which are not checked again."""
+    """Return the configuration with these `key=value` words, which are not checked again.
+
+    A word that sets a key of the deepspeed section sets its pair in `args`, too.
+    """
+    pairs = {f"deepspeed.{inner}": f"args.{name}" for name, inner in PAIRS.items()}
     merged, origins = OmegaConf.create(config.sections()), dict(config.origins)
     assert isinstance(merged, DictConfig), "a mapping of sections"
     for word in words:
         _override(merged, word, origins, origin)
+        key, equals, text = word.partition("=")
+        if key in pairs:
+            _override(merged, pairs[key] + equals + text, origins, origin)
     sections = {name: merged[name] for name in SECTIONS}
     return dataclasses.replace(config, **sections, origins=origins)
 

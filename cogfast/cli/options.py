@@ -60,7 +60,7 @@ class Request:
     is_of_run: bool = False  # whether `base` is the file of a run
     weights: str | None = None  # run folder to sample from; None: use args.load
     lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
-    ema: bool = False
+    ema: bool | None = None  # averaged weights; None: those of runs that have any
     seeds: tuple[int, ...] = ()  # more than one; else args.seed
     sampling: SamplingFlags = SamplingFlags()
 
@@ -184,8 +184,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
-        help="use the averaged (EMA) weights, or not; default: use those of FOLDER, if it has any, and "
-        "the plain weights of args.load",
+        help="use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, "
+        "where they have any, and the plain weights of args.load",
     )
     parser.add_argument(
         "--lora",
@@ -239,8 +239,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         images=found.image,
         out=found.out,
         weights=sources[0] if sources else None,
-        # A run is sampled with its averaged weights by default, a model folder has none.
-        ema=bool(sources) if found.ema is None else found.ema,
+        ema=found.ema,
         lora=tuple(found.lora or ()),
         seeds=seeds,
         sampling=SamplingFlags(

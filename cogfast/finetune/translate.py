@@ -282,6 +282,7 @@ def _validation_settings(args: Args) -> Settings:
         "args.eval_at_end": (True, TRAINER),
         "args.eval_with_ema": (False, TRAINER),  # as the exported weights
         "args.sampling_fps": (args.gen_fps, "--gen_fps"),
+        "args.negative_prompt": ("", TRAINER),  # the pipelines' default
     }
     if args.validation_images is not None and args.model_type == "i2v":
         images = args.validation_dir / args.validation_images

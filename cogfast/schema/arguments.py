@@ -7,8 +7,9 @@ begins a group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
@@ -33,6 +34,18 @@ DiffusersSchedule = Literal[
     "polynomial",
 ]
 Schedule = Literal["sat", DiffusersSchedule]
+# Key of args -> the key of the deepspeed section that sets the same; sections.settle_pairs says which wins
+PAIRS = {
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "bf16": "bf16.enabled",
+    "fp16": "fp16.enabled",
+    "zero_stage": "zero_optimization.stage",
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+}
+# With args.mode=inference, args.batch_size is the number of videos per prompt.
+TRAINING_PAIRS = ("batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +147,8 @@ class TrainArguments:
     max_bad_fraction: float = 0.05
 
     # --- training step ---
-    # samples per rank and micro-batch; videos per prompt when sampling
+    # samples per rank and micro-batch, the same as deepspeed.train_micro_batch_size_per_gpu; videos per prompt
+    # when sampling
     batch_size: Batch = 1
     # micro-batches per step
     gradient_accumulation_steps: Batch = 1
@@ -183,12 +197,12 @@ class TrainArguments:
     offload_blocks: Annotated[int, Range(0, 10**4)] = 0
     # train even if the weights of args.load are incomplete
     force_train: bool = False
-    # weights and activations in bfloat16, if the deepspeed section sets no precision
+    # weights and activations in bfloat16, the same as deepspeed.bf16.enabled
     bf16: bool = False
-    # weights and activations in float16, if the deepspeed section sets no precision
+    # weights and activations in float16, the same as deepspeed.fp16.enabled
     fp16: bool = False
-    # what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3);
-    # deepspeed.zero_optimization.stage replaces it
+    # what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3). The same as
+    # deepspeed.zero_optimization.stage
     zero_stage: Annotated[int, Range(0, 3)] = 2
     # the moments of FusedEmaAdam. 8bit: blockwise, 2 bytes per trained parameter in place of 8, divided by
     # the data-parallel ranks. A run may resume with the other value
@@ -209,9 +223,10 @@ class TrainArguments:
     hang_minutes: Annotated[float, Range(0, 10**5)] = 0.0
 
     # --- learning rate ---
-    # peak learning rate; deepspeed.optimizer.params.lr replaces it
+    # peak learning rate, the same as deepspeed.optimizer.params.lr
     lr: Annotated[float, Range(0, 1000)] = 1.0e-4
-    # deepspeed.optimizer.params.weight_decay replaces it
+    # weight decay, without norms and biases, the same as deepspeed.optimizer.params.weight_decay. If neither
+    # is set, a deepspeed.optimizer has none (0), as in SAT
     weight_decay: float = 0.01
     # sat: SAT's warm-up (at most 5% of lr for 100 steps, then a jump), then lr_decay_style;
     # the others: a linear warm-up, then the decay of that name, as diffusers names them
@@ -299,26 +314,16 @@ class TrainArguments:
     def from_config(cls, config: Config) -> TrainArguments:
         """Build the arguments from a checked configuration.
 
-        As in SAT, the deepspeed section takes precedence for batch size, accumulation, precision,
-        ZeRO stage, learning rate and weight decay.
+        The deepspeed section has the values that settle_pairs chose, and those that were set later.
         """
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in to_dict(config.args).items() if k in known}
         deepspeed = to_dict(config.deepspeed)
-        if values.get("mode") != "inference":
-            for name, key in (
-                ("batch_size", "train_micro_batch_size_per_gpu"),
-                ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-            ):
-                if deepspeed.get(key) is not None:
-                    values[name] = deepspeed[key]
-        for name in ("bf16", "fp16"):
-            if "bf16" in deepspeed or "fp16" in deepspeed:
-                values[name] = bool((deepspeed.get(name) or {}).get("enabled", False))
-        stage = (deepspeed.get("zero_optimization") or {}).get("stage")
-        values["zero_stage"] = values.get("zero_stage", 2) if stage is None else stage
-        optimizer = (deepspeed.get("optimizer") or {}).get("params") or {}
-        values |= {name: optimizer[name] for name in ("lr", "weight_decay") if name in optimizer}
+        is_training = values.get("mode") != "inference"
+        for name in PAIRS:
+            value = deepspeed_value(deepspeed, name)
+            if value is not None and (is_training or name not in TRAINING_PAIRS):
+                values[name] = value
         if values.get("activation_checkpointing") is None:
             values["activation_checkpointing"] = "auto" if _asks_to_recompute(config) else "none"
         if values.get("train_iters") is None and values.get("epochs") is None:
@@ -365,6 +370,20 @@ class ModelArguments:
     def from_config(cls, config: Config) -> ModelArguments:
         known = {f.name for f in fields(cls)}
         return cls(**{k: v for k, v in to_dict(config.model).items() if k in known})
+
+
+def deepspeed_value(section: Mapping[str, Any], name: str) -> Any:
+    """Return the value of the deepspeed section for a key of PAIRS; None if it has none."""
+    # A section that has one precision says that the other one is off, as in SAT.
+    if name in ("bf16", "fp16") and {"bf16", "fp16"} & set(section):
+        return bool(_select(section, PAIRS[name]))
+    return _select(section, PAIRS[name])
+
+
+def _select(node: Any, key: str) -> Any:
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def _asks_to_recompute(config: Config) -> bool:

@@ -7,10 +7,22 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from cogfast.schema.arguments import ModelArguments, TrainArguments
+from cogfast.schema.arguments import (
+    PAIRS,
+    TRAINING_PAIRS,
+    ModelArguments,
+    TrainArguments,
+    deepspeed_value,
+)
 from cogfast.schema.components import check_component, is_component
 from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS, fill_auto
-from cogfast.schema.merged_config import DEFAULT, SECTIONS, move_origin
+from cogfast.schema.merged_config import (
+    COMMAND_LINE,
+    DEFAULT,
+    SECTIONS,
+    find_origin,
+    move_origin,
+)
 from cogfast.schema.sat_classes import NETWORKS
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import (
@@ -100,6 +112,63 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
             args[key] = []
     _spread_checkpointing(config, origins)
     fill_auto(config, origins)
+    optimizer = deepspeed.get("optimizer")
+    params = optimizer.get("params") or {} if isinstance(optimizer, dict) else None
+    # SAT gives its optimizer the params alone, and FusedEmaAdam's default is 0.
+    has_none = isinstance(params, dict) and "weight_decay" not in params
+    if has_none and origins["args.weight_decay"] == DEFAULT:
+        args["weight_decay"] = 0.0
+
+
+def settle_pairs(config: dict[str, Any], origins: dict[str, str]) -> dict[str, str]:
+    """Give both keys of each pair in PAIRS the value that wins. Updates both arguments.
+
+    The command line wins over files. In one file the deepspeed section wins, as in SAT; two files, or
+    two words of the command line, must not contradict each other. Returns the keys of `args` that
+    a file sets in vain, with the reason.
+    """
+    args, deepspeed = config["args"], config.get("deepspeed") or {}
+    defaults, unused = TrainArguments(), {}
+    for name, inner in PAIRS.items():
+        value, found = args[name], deepspeed_value(deepspeed, name)
+        if args["mode"] == "inference" and name in TRAINING_PAIRS:
+            continue
+        key, other = f"args.{name}", f"deepspeed.{inner}"
+        # A section that has one precision switches the other one off.
+        is_implied = name in ("bf16", "fp16") and name not in deepspeed
+        here = origins.get(key, DEFAULT)
+        there = find_origin(origins, other)
+        if is_implied:
+            there = find_origin(origins, "deepspeed.fp16" if name == "bf16" else "deepspeed.bf16")
+        if found is None or found == value:
+            continue
+        if _level(here) > _level(there):
+            _put(deepspeed, inner, value)
+            origins[other] = here
+            continue
+        # A run's own file contains the defaults, too.
+        is_meant = here != DEFAULT and (_level(here) > 0 or value != getattr(defaults, name))
+        if is_meant and _level(here) == _level(there):
+            if here != there or _level(here) > 0:
+                of = "" if here == there else f" in {there}"
+                text = f"{key}={show(value)}, but {other}={show(found)}{of}; change one of them"
+                hint = "" if _level(here) else ", or set one on the command line"
+                raise KeyProblem(key, text + hint)
+            unused[key] = f"{other}={show(found)} takes precedence in a file"
+        args[name], origins[key] = found, there
+    return unused
+
+
+def _level(origin: str) -> int:
+    """Return 2 for key=value words, 1 for options of `cogfast finetune`, 0 for files and defaults."""
+    return 2 if origin == COMMAND_LINE else int(origin.startswith("--"))
+
+
+def _put(node: dict[str, Any], key: str, value: object) -> None:
+    *above, last = key.split(".")
+    for part in above:
+        node = node.setdefault(part, {})
+    node[last] = value
 
 
 def check_sections(

@@ -90,7 +90,7 @@ def assemble_transformer(
     args: TrainArguments,
     groups: ProcessGroups,
     weights: str | None = None,
-    ema: bool = False,
+    ema: bool | None = False,
     allow_missing: bool = False,
 ) -> DiffusionTransformer:
     """Build the transformer on the device and load its weights.

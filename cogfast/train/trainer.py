@@ -436,7 +436,8 @@ class Trainer:
         grid = TokenGrid.from_latents(latents, self.engine.transformer.patch_size)
         self.num_tokens = grid.num_tokens + conditioning.text.shape[1]
         if not self.is_size_known:
-            fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
+            of_batch = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
+            fps = float(self.args.sampling_fps or of_batch)
             num_frames = self.encoder.num_frames(batch)
             channels, frames, height, width = latents.shape[1:]
             self.latent_size = LatentSize(channels, frames, height, width, num_frames, fps)

@@ -68,11 +68,16 @@ def bucket_sizes(config: Config, model: TransformerConfig) -> list[LatentSize]:
 
 
 def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
-    """Return the size set in data.params, else the largest that the model supports."""
+    """Return the size set in data.params, else the largest that the model supports.
+
+    args.sampling_fps replaces the frame rate of the data.
+    """
     data = data_arguments(config)
-    if "max_num_frames" not in data or "video_size" not in data:
-        return LatentSize.of_model(model)
-    return _size_of(data, model, data["max_num_frames"], *checked_size(data["video_size"]))
+    if "max_num_frames" in data and "video_size" in data:
+        size = _size_of(data, model, data["max_num_frames"], *checked_size(data["video_size"]))
+    else:
+        size = LatentSize.of_model(model)
+    return dataclasses.replace(size, fps=float(config.args.get("sampling_fps") or size.fps))
 
 
 def largest_size(config: Config, model: TransformerConfig) -> LatentSize:

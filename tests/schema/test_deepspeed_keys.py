@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
-from cogfast.config import Config, load_config
+from cogfast.config import Config, load_config, with_words
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import to_dict
 from cogfast.train.distributed.zero_engine import deepspeed_config
@@ -185,8 +187,8 @@ def test_bucket_sizes_follow_the_width() -> None:
     ],
 )
 def test_two_values_of_one_thing_are_refused(overrides: tuple, message: str) -> None:
-    config = filled(*overrides)
     with pytest.raises(ValueError, match=message):
+        config = filled(*overrides)
         check_global_batch(config, TrainArguments.from_config(config), world_size=8)
 
 
@@ -195,6 +197,84 @@ def test_a_runs_saved_configuration_does_not_contradict_itself(tmp_path: Path) -
     saved.write_text(filled("deepspeed.train_micro_batch_size_per_gpu=4").to_yaml())
     config = load_config([saved], ["deepspeed.train_micro_batch_size_per_gpu=2"])
     check_global_batch(config, TrainArguments.from_config(config), world_size=1)
+
+
+# A value of args that the files' deepspeed section contradicts, and the key of the section
+COMMANDS = {
+    "args.lr=0.5": "optimizer.params.lr",
+    "args.weight_decay=0.3": "optimizer.params.weight_decay",
+    "args.zero_stage=3": "zero_optimization.stage",
+    "args.batch_size=9": "train_micro_batch_size_per_gpu",
+    "args.gradient_accumulation_steps=5": "gradient_accumulation_steps",
+    "args.bf16=false": "bf16.enabled",
+    "args.fp16=true": "fp16.enabled",
+}
+SFT = ROOT / "tests" / "golden" / "sat_configs" / "sft.yaml"
+
+
+@pytest.mark.parametrize("word", COMMANDS)
+@pytest.mark.parametrize("file", [SFT, ROOT / "configs/sft.yaml", ROOT / "configs/quickstart.yaml"])
+def test_the_command_line_wins_over_the_other_key_of_a_file(file: Path, word: str) -> None:
+    """With args on the command line and deepspeed in the file, and the other way round."""
+    key, _, text = word.partition("=")
+    wanted = yaml.safe_load(text)
+    other = f"deepspeed.{COMMANDS[word]}"
+    for config in (load_config([file], [word]), load_config([file], [f"{other}={text}"])):
+        args = TrainArguments.from_config(config)
+        assert getattr(args, key.removeprefix("args.")) == wanted
+        # Both keys have the value where --dry-run prints them.
+        printed = OmegaConf.create(config.to_yaml())
+        assert OmegaConf.select(printed, key) == wanted
+        assert OmegaConf.select(printed, other, default=wanted) == wanted
+        assert config.unused.keys().isdisjoint({key, other})
+    engine = deepspeed_config(load_config([file], [word]), args)
+    if "optimizer" not in other:  # cogfast builds the optimizer
+        assert OmegaConf.select(OmegaConf.create({"deepspeed": engine}), other) == wanted
+
+
+def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> None:
+    file = tmp_path / "sat.yaml"
+    text = "args: {lr: 0.5, batch_size: 3}\ndeepspeed: {train_micro_batch_size_per_gpu: 2, "
+    file.write_text(text + "optimizer: {type: AdamW, params: {lr: 0.25}}}")
+    config = load_config([file])
+    args = TrainArguments.from_config(config)
+    assert (args.lr, args.batch_size) == (0.25, 2)
+    assert config.unused["args.lr"] == "deepspeed.optimizer.params.lr=0.25 takes precedence in a file"
+    assert "args.batch_size" in config.describe().split("\n# ", 1)[1]
+
+
+def test_two_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    first, second = tmp_path / "lora.yaml", tmp_path / "sft.yaml"
+    first.write_text("args: {lr: 0.5}")
+    second.write_text("deepspeed: {optimizer: {type: AdamW, params: {lr: 0.25}}}")
+    message = (
+        r"lora.yaml: args.lr=0.5, but deepspeed.optimizer.params.lr=0.25 in sft.yaml; change one of "
+        "them, or set one on the command line"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_config([first, second])
+    config = load_config([first, second], ["args.lr=0.125"])
+    assert TrainArguments.from_config(config).lr == 0.125
+
+
+def test_a_setting_that_makes_a_run_fit_stays(tmp_path: Path) -> None:
+    """args.fit changes keys of the deepspeed section, whatever the command line says in args."""
+    config = load_config([SFT], ["args.batch_size=4"])
+    config = with_words(config, ["deepspeed.train_micro_batch_size_per_gpu=1"], "args.fit=auto")
+    assert TrainArguments.from_config(config).batch_size == 1
+    saved = tmp_path / "training_config.yaml"
+    saved.write_text(config.to_yaml())
+    again = load_config([saved])
+    assert TrainArguments.from_config(again).batch_size == 1
+    assert "args.batch_size" not in again.unused
+
+
+def test_weight_decay_that_nothing_sets_is_sats() -> None:
+    """SAT gives FusedEmaAdam its params alone; args.weight_decay is for SAT's own DeepSpeed files."""
+    optimizer = "deepspeed.optimizer={type: sat.ops.FusedEmaAdam, params: {lr: 1e-5}}"
+    assert TrainArguments.from_config(filled(optimizer)).weight_decay == 0
+    assert TrainArguments.from_config(filled(optimizer, "args.weight_decay=0.2")).weight_decay == 0.2
+    assert TrainArguments.from_config(filled()).weight_decay == 0.01
 
 
 @pytest.mark.parametrize("twice", ["a: 1, a: 2", "a: auto, a: 1"])

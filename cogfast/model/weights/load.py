@@ -44,7 +44,7 @@ class LoadReport:
 def load_transformer(
     transformer: DiffusionTransformer,
     path: str | Path,
-    ema: bool = False,
+    ema: bool | None = False,
     allow_missing: bool = False,
     shards: Mapping[str, Shard] | None = None,
     held: Mapping[str, Target] | None = None,

@@ -13,12 +13,13 @@ from cogfast.model.weights.formats.sat_files import find_sat_files, open_sat
 from cogfast.model.weights.source import WeightSource
 
 
-def open_source(path: Path, ema: bool = False) -> WeightSource:
+def open_source(path: Path, ema: bool | None = False) -> WeightSource:
     """Open the transformer's weights or adapters at `path`.
 
     path: a SAT folder, one iteration of it or its .pt file; a diffusers pipeline or transformer
     folder; a PEFT file or folder; a run of cogfast or one of its checkpoints; a folder in cogfast's
-    own format. ema: open the moving average, which SAT folders and runs may have.
+    own format. ema: open the moving average, which SAT folders and runs may have; None: that of a run,
+    if it has one.
     """
     # Runs first: their checkpoints are safetensors files, too.
     checkpoint = find_run_checkpoint(path)
@@ -26,7 +27,7 @@ def open_source(path: Path, ema: bool = False) -> WeightSource:
         return open_run(checkpoint, ema)
     source = _open_safetensors(path)
     if source is None:
-        return open_sat(find_sat_files(path, ema))
+        return open_sat(find_sat_files(path, bool(ema)))
     if not source.shapes:
         raise ValueError(
             f"{source.description}: it has no tensor of a transformer; copy its *.safetensors files "

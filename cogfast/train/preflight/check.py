@@ -431,7 +431,7 @@ def _check_weights(config: Config, args: TrainArguments) -> None:
 
 
 def _check_precision(config: Config, args: TrainArguments) -> None:
-    # Either section may set the dtype; deepspeed's takes precedence.
+    # Either section may set the dtype.
     section = "deepspeed" if {"bf16", "fp16"} & set(config.deepspeed) else "args"
     bf16, fp16 = (
         f"deepspeed.{name}.enabled" if section == "deepspeed" else f"args.{name}"
@@ -441,16 +441,6 @@ def _check_precision(config: Config, args: TrainArguments) -> None:
         refuse(config, fp16, f"{bf16} and {fp16} are both true; set one of them to false")
     if args.fp16 and not torch.cuda.is_available():
         refuse(config, fp16, f"{fp16}=true needs a GPU; on a CPU use {bf16}=true or neither")
-    for name in ("bf16", "fp16"):
-        key = f"args.{name}"
-        is_asked = config.origins.get(key, "default") != "default" and config.args[name]
-        if section == "deepspeed" and is_asked and not getattr(args, name):
-            refuse(
-                config,
-                key,
-                f"{key}=true, but deepspeed.{name}.enabled is not, and the deepspeed section takes "
-                f"precedence; set deepspeed.{name}.enabled=true",
-            )
 
 
 def _check_optimizer_state(config: Config, args: TrainArguments) -> None:

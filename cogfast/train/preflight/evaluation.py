@@ -8,6 +8,8 @@ from cogfast.config import Config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import brief
 from cogfast.schema.merged_config import refuse
+from cogfast.schema.places import is_none
+from cogfast.train.sampling.flags import check_negative_prompt
 from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
 from cogfast.train.sampling.sizes import open_image
 
@@ -20,6 +22,8 @@ def check_evaluation(config: Config, args: TrainArguments, takes_image: bool) ->
     """
     if not args.has_evaluation:
         return
+    if not is_none(config.model.get("sampler_config")):
+        check_negative_prompt(config)
     if args.eval_prompt_file is not None and args.eval_prompts:
         key = "args.eval_prompt_file"
         text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"

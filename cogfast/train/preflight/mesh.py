@@ -7,7 +7,7 @@ import os
 from cogfast.config import Config, data_arguments
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.merged_config import COMMAND_LINE, DEFAULT, refuse
+from cogfast.schema.merged_config import refuse
 from cogfast.train.distributed.context_parallel import check_context_parallel_size
 from cogfast.train.distributed.parallelize import check_model_parallel_size
 from cogfast.train.video_size import bucket_sizes, sampled_size
@@ -66,24 +66,7 @@ def check_mesh(
 
 
 def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
-    """Check that batch sizes are positive and multiply to deepspeed.train_batch_size if it is set.
-
-    The sections args and deepspeed must not contradict each other, as two files may.
-    """
-    defaults = TrainArguments()
-    for name, key in (
-        ("batch_size", "train_micro_batch_size_per_gpu"),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-    ):
-        if getattr(args, name) < 1:
-            refuse(config, f"args.{name}", f"args.{name}={getattr(args, name)} must be 1 or more")
-        given, other = config.args.get(name), config.deepspeed.get(key)
-        origin = config.origins.get(f"args.{name}", DEFAULT)
-        # The saved configuration of a run has the defaults, too; an option is always meant.
-        is_meant = given != getattr(defaults, name) or origin.startswith(("--", COMMAND_LINE))
-        if other is not None and given != other and origin != DEFAULT and is_meant:
-            text = f"args.{name}={given}, but deepspeed.{key}={other}; change one of them"
-            refuse(config, f"args.{name}", f"{text}, or set the latter to auto")
+    """Check that the batch sizes multiply to deepspeed.train_batch_size if it is set."""
     total = config.deepspeed.get("train_batch_size")
     # check_mesh has made sure that this divides.
     copies = _world(world_size) // (args.model_parallel_size * args.context_parallel_size)

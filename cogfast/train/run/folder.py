@@ -33,6 +33,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.schema.merged_config import to_dict
+from cogfast.schema.sections import settle_pairs
 from cogfast.schema.values import cut
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
@@ -283,6 +284,8 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
     before = _completed(manifest.get("config", {}))
+    if before:
+        settle_pairs(before, {})  # an earlier version recorded the values of both keys as given
     after = plain_sections(config)
     found = [] if not before else list(_changes(before, after).items())
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]

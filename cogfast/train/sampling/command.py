@@ -16,6 +16,7 @@ from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.values import counted
@@ -46,7 +47,7 @@ def sample(
     out: Path,
     seeds: Sequence[int],
     weights: str | None,
-    ema: bool,
+    ema: bool | None,
     loras: Sequence[LoraOverlay] = (),
 ) -> list[Path]:
     """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
@@ -55,7 +56,7 @@ def sample(
     0) has that seed + n, which reproduces it from its prompt alone; with several, each prompt gets a
     video of each seed, and the file names say it.
     weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
-    those of args.load. loras: adapters to merge.
+    those of args.load; None: those of runs that have any. loras: adapters to merge.
     """
     args = TrainArguments.from_config(config)
     if not args.compile:
@@ -118,6 +119,8 @@ def sample(
         device=groups.device,
         negative_prompt=args.negative_prompt,
     )
+    if ema is None:
+        ema = run is not None and "shadow" in RunFiles(run, manifest).kinds
     settings = {"weights": weights or args.load, "ema": ema}
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
     if args.negative_prompt is not None:

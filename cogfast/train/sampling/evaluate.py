@@ -250,6 +250,7 @@ class Evaluator:
             size,
             device=self.groups.device,
             num_steps=self.args.eval_sampling_steps,
+            negative_prompt=self.args.negative_prompt,
         )
         folder, start = samples_place(self.folder, step, self.args.folder_layout)
         write_samples(

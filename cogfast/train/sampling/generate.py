@@ -91,6 +91,8 @@ class VideoMaker:
             text = self.encoder.encode_text([p.text for p in prompts])
         else:
             text = _stack([p.embedding for p in prompts]).to(self.device)
+        if self.negative_prompt is not None and self._negative is None:
+            self._negative = self.encoder.encode_text([self.negative_prompt])
         image = self._image_latents(prompts) if self.encoder.image_input else None
         return Conditioning(text=text, image_latents=image)
 
@@ -118,8 +120,7 @@ class VideoMaker:
         """Return the text [B, L, E] of guidance's unconditional half."""
         if self.negative_prompt is None:
             return torch.zeros_like(like)
-        if self._negative is None:
-            self._negative = self.encoder.encode_text([self.negative_prompt])
+        assert self._negative is not None, "condition has encoded it"
         return self._negative.to(like).expand_as(like)
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:

@@ -58,13 +58,16 @@ class OpenLora:
     scale: float
 
 
-def open_loras(loras: Sequence[LoraOverlay], ema: bool) -> list[OpenLora]:
-    """Open the files without reading weights. ema: use the averaged adapters of runs."""
+def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[OpenLora]:
+    """Open the files without reading weights.
+
+    ema: use the averaged adapters of runs; None: of those that have any.
+    """
     opened = []
     for lora in loras:
         # Only runs have averaged weights.
         is_run = find_run_checkpoint(Path(lora.path)) is not None
-        opened.append(OpenLora(open_adapter(lora.path, ema and is_run), lora.scale))
+        opened.append(OpenLora(open_adapter(lora.path, ema if is_run else False), lora.scale))
     return opened
 
 

@@ -145,7 +145,9 @@ REFUSED = {
     "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
         "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
     ),
-    "args.fp16=true": "the deepspeed section takes precedence; set deepspeed.fp16.enabled=true",
+    "args.fp16=true": (
+        "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
+    ),
     "deepspeed.fp16.enabled=true": (
         "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
     ),

@@ -50,7 +50,7 @@ class Adapters:
         return f"rank {ranks}, alpha {alpha}, {counted(len(self.layers), 'layer')}, {names}"
 
 
-def open_adapter(path: str | Path, ema: bool = False) -> WeightSource:
+def open_adapter(path: str | Path, ema: bool | None = False) -> WeightSource:
     """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
 
     ValueError if there are none, or if tensors have unknown names.
