@@ -111,7 +111,7 @@ def assemble_transformer(
     # Weights that no file has set: they are initialized below.
     fresh = {*(name for name, _ in transformer.named_parameters()), *held}
 
-    def load(path: str, **options: bool) -> LoadReport:
+    def load(path: str, **options: bool | None) -> LoadReport:
         report = load_transformer(transformer, path, shards=shards, held=held, **options)
         fresh.intersection_update(report.missing)
         return report

@@ -251,11 +251,11 @@ def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
         request = parse_sample([str(source), "--prompt", "a=b", "--prompt", "c", "args.seed=3"])
         assert request.base == [str(run_folder / "training_config.yaml")]
         assert request.weights == str(source)
-        assert request.ema is True
+        assert request.ema is None
         assert request.prompts == ["a=b", "c"]
         assert request.overrides[-1] == "args.seed=3"
     assert parse_sample([str(run_folder), "--prompt", "x", "--no-ema"]).ema is False
-    assert parse_sample(["--base", "m.yaml", "--prompt", "x"]).ema is False
+    assert parse_sample(["--base", "m.yaml", "--prompt", "x"]).ema is None
     with pytest.raises(
         ValueError, match="it has no training_config.yaml either, so it is not a run's"
     ):

@@ -317,6 +317,7 @@ def test_cogkits_yaml_gives_the_options(options, tmp_path, pipelines):  # noqa: 
     args = Args.parse_args(["--yaml", str(file), "--learning_rate", "1e-3"])
     assert (args.model_type, args.learning_rate, args.mixed_precision) == ("t2v", 1e-3, "no")
     config = translate(args)
+    assert (config.args.sampling_fps, config.args.negative_prompt) == (None, None)
     assert config.deepspeed.zero_optimization.stage == 3
     assert config.args.experiment_name == "t2v-train"
     assert config.data.target == "cogfast.data.datasets.VideoManifest"

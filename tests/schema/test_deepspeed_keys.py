@@ -239,7 +239,9 @@ def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> Non
     config = load_config([file])
     args = TrainArguments.from_config(config)
     assert (args.lr, args.batch_size) == (0.25, 2)
-    assert config.unused["args.lr"] == "deepspeed.optimizer.params.lr=0.25 takes precedence in a file"
+    assert (
+        config.unused["args.lr"] == "deepspeed.optimizer.params.lr=0.25 takes precedence in a file"
+    )
     assert "args.batch_size" in config.describe().split("\n# ", 1)[1]
 
 
@@ -273,7 +275,9 @@ def test_weight_decay_that_nothing_sets_is_sats() -> None:
     """SAT gives FusedEmaAdam its params alone; args.weight_decay is for SAT's own DeepSpeed files."""
     optimizer = "deepspeed.optimizer={type: sat.ops.FusedEmaAdam, params: {lr: 1e-5}}"
     assert TrainArguments.from_config(filled(optimizer)).weight_decay == 0
-    assert TrainArguments.from_config(filled(optimizer, "args.weight_decay=0.2")).weight_decay == 0.2
+    assert (
+        TrainArguments.from_config(filled(optimizer, "args.weight_decay=0.2")).weight_decay == 0.2
+    )
     assert TrainArguments.from_config(filled()).weight_decay == 0.01
 
 

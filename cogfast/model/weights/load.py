@@ -52,8 +52,8 @@ def load_transformer(
     """Copy the weights at `path` into the transformer and return a report.
 
     path: a SAT folder (with `latest`), one iteration of it or its .pt file; a diffusers pipeline or
-    transformer folder; a run of cogfast or one of its checkpoints. ema: load the moving average, if
-    there is one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
+    transformer folder; a run of cogfast or one of its checkpoints. ema: load the moving average; None:
+    that of a run, if it has one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
     keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
     weights in fp16. shards: the shard that the transformer holds of a parameter, by name; only it is
     read where the format allows it. held: weights that are no parameters, by name. ValueError for

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 
+from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
@@ -231,15 +232,35 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
 @pytest.mark.parametrize("family", ["2b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
 def test_videos_have_the_frames_of_the_data(tmp_path: Path, data: Path, family: str) -> None:
     """Captions, and for I2V first frames, of the held-out clips; padding frames are dropped."""
-    make(tmp_path, data, family, eval_num_samples=2, eval_sampling_steps=2).train()
+    fps = 24 if family == "2b" else None
+    options = {"eval_num_samples": 2, "eval_sampling_steps": 2, "sampling_fps": fps}
+    make(tmp_path, data, family, **options).train()
     names = json.loads((samples(tmp_path) / "prompts.json").read_text())
     assert list(names.values()) == ["bar number 0 moves", "bar number 3 moves"]
     for name in names:
         video = open_video(str(samples(tmp_path) / name))
         assert len(video) == (17 if family.startswith("1.5") else 9)
-        assert video.fps == pytest.approx(8)
+        assert video.fps == pytest.approx(fps or 8)
         video.close()
     assert (samples(tmp_path) / "contact_sheet.png").stat().st_size > 1000
+
+
+def test_an_evaluation_uses_the_negative_prompt_as_sampling_does(
+    tmp_path: Path, data: Path
+) -> None:
+    options = {"eval_prompts": ["a bar"], "only_log_video_latents": True, "negative_prompt": "dim"}
+    # The rate is high: after two small steps the text still changes nothing.
+    make(tmp_path, data, overrides=("args.lr=0.05",), **options).train()
+    (of_run,) = (load_file(path)["latents"] for path in samples(tmp_path).glob("*.safetensors"))
+    found = {}
+    for name, words in {"dim": [], "none": ["args.negative_prompt=null"]}.items():
+        out = tmp_path / name
+        given = ["--prompt", "a bar", "--seed", "0", "args.only_save_latents=true", *words]
+        run = str(run_folder(tmp_path / "runs"))
+        assert main(["sample", run, "--out", str(out), *given]) == 0
+        (found[name],) = (load_file(path)["latents"] for path in out.glob("*.safetensors"))
+    differences = {name: float((of_run - one).abs().max()) for name, one in found.items()}
+    assert differences["dim"] < 1e-6 and differences["none"] > 1e-4
 
 
 @pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])

@@ -16,6 +16,7 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.data.video.reader import open_video
 from cogfast.train.sampling.generate import VideoMaker
+from cogfast.train.sampling.lora_overlay import LoraOverlay, open_loras
 from cogfast.train.sampling.sizes import read_image
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
@@ -292,6 +293,32 @@ def test_lora_needs_its_base_and_a_full_run_does_not(
     assert torch.equal(latents(tmp_path / "after"), latents(tmp_path / "before"))
     assert main(["sample", str(lora), "--out", str(tmp_path / "none"), *arguments]) == 2
     assert str(base) in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_averaged_weights_are_taken_where_a_run_has_them(
+    tmp_path: Path, data: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    """AdamW keeps no average, as a run and as the adapters of another run that has one."""
+    plain = train(
+        tmp_path / "adamw",
+        data,
+        "5b",
+        f"args.load={runs['5b']}",
+        lora_rank=4,
+        optimizer="torch.optim.AdamW",
+    )
+    arguments = ["--prompt", "a", LATENTS]
+    sample(plain, tmp_path / "alone", *arguments)
+    sample(runs["5b"], tmp_path / "added", *arguments, "--lora", str(plain))
+    settings = json.loads((tmp_path / "alone" / "settings.json").read_text())
+    assert settings["ema"] is False
+    assert json.loads((tmp_path / "added" / "settings.json").read_text())["ema"] is True
+    assert main(["sample", str(plain), "--out", str(tmp_path / "no"), *arguments, "--ema"]) == 2
+    assert "has no EMA weights" in capsys.readouterr().err
+    lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
+    both = open_loras([LoraOverlay(str(lora)), LoraOverlay(str(plain))], None)
+    kinds = [one.adapter.description.partition(" of step")[0] for one in both]
+    assert kinds == ["EMA weights", "weights"]
 
 
 def test_sizes_come_from_args_before_the_data(tmp_path: Path, runs: dict[str, Path]) -> None:

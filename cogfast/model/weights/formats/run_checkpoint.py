@@ -170,11 +170,14 @@ class RunFiles:
         }
 
 
-def open_run(checkpoint_dir: Path, ema: bool | None = False, manifest: dict | None = None) -> WeightSource:
+def open_run(
+    checkpoint_dir: Path, ema: bool | None = False, manifest: dict | None = None
+) -> WeightSource:
     """Open a run's trained weights (master weights, or their moving average) and the frozen weights
     that the checkpoint stores. The first read verifies the checksums of all files.
 
-    ema: None: the moving average if there is one. manifest: of files that this process has just written; they are not verified.
+    ema: None: the moving average if there is one. manifest: of files that this process has just
+    written; they are not verified.
     """
     is_verified = manifest is not None
     manifest = read_manifest(checkpoint_dir) if manifest is None else manifest
