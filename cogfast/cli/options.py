@@ -259,7 +259,7 @@ def _add_sampling_flags(parser: Parser) -> None:
             "--frames",
             "N",
             number_up_to(int, 10**5),
-            "number of frames: 8k+1, with CogVideoX1.5 16k+1" + own,
+            "number of frames: 8k+1" + own,
         ),
         ("--size", "HxW", _size, "rows and columns in pixels, such as 480x720" + own),
         ("--fps", "N", number_up_to(int, 1000), "frames per second of the video files" + own),

@@ -83,7 +83,7 @@ class TokenGrid:
 def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
     """Prepend copies of the first frame to latents [B, C, T, h, w] until patches divide T.
 
-    CogVideoX 1.5 joins two latent frames in a token, but 16N+1 frames give an odd T. Upstream's
+    CogVideoX 1.5 joins two latent frames in a token, but 8N+1 frames give an odd T. Upstream's
     diffusers trainer pads this way (finetune/models/cogvideox_i2v/lora_trainer.py).
     """
     # -T % t is the number of frames up to the next multiple of t.
@@ -96,10 +96,10 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
 def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: str) -> None:
     """Raise ValueError for a frame count that the family cannot take; it names counts that fit.
 
-    CogVideoX 1.0 supports 8N+1 frames, 1.5 supports 16N+1, up to the length of the position table.
+    CogVideoX supports 8N+1 frames, up to the length of the position table: an odd number of latent
+    frames, as all models were trained. For 1.5, pad_latent_frames makes it even.
     """
-    # Two latent frames (8 pixel frames) per patch frame: an odd T, as all models were trained.
-    step = 8 * patch.t
+    step = 2 * TEMPORAL_COMPRESSION
     below = (num_frames - 1) // step * step + 1
     if num_frames == below and 1 <= num_frames <= max_frames:
         return

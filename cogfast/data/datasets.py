@@ -231,7 +231,7 @@ class ListedVideos(CaptionedVideos, ABC):
     video_size: Sequence[Side]
     # frames per second that clips are read at
     fps: FramesPerSecond
-    # frames of a clip: 8N+1, for CogVideoX1.5 16N+1
+    # frames of a clip: 8N+1
     max_num_frames: NumFrames
     # frames of a video that are left out at each end, or fewer if it would be too short otherwise
     skip_frms_num: SkippedFrames = 0.0

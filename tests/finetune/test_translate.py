@@ -377,7 +377,7 @@ WRONG = {
     "57 frames of 1.5": (
         "1.5_5b",
         {"train_resolution": "57x32x48"},
-        "data.params.max_num_frames=57: CogVideoX 1.5 supports 16N\\+1 frames, at most 33; use 33",
+        "data.params.max_num_frames=57: CogVideoX 1.5 supports 8N\\+1 frames, at most 33; use 33",
     ),
     "more frames than the model has": (
         "5b",

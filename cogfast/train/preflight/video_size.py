@@ -40,21 +40,18 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
         )
     patch: PatchSize = network["patch_size"]
     patch_t = patch.t
-    step = 2 * patch_t  # latent frames of 8 or 16 pixel frames
     surplus = (latent_frames - 1) % patch_t
     frames = num_pixel_frames(latent_frames - surplus)
-    # Upstream's rule: CogVideoX was trained on 8N+1 frames, 1.5 on 16N+1.
-    if (frames - 1) % (8 * patch_t) == 0:
+    # CogVideoX was trained on an odd number of latent frames, before the padding of 1.5.
+    step = 2 * TEMPORAL_COMPRESSION
+    if (frames - 1) % step == 0:
         return
-    below = (latent_frames - 1) // step * step + patch_t
-    fits = " or ".join(str(n) for n in (below, below + step) if n <= most)
-    padding = f" ({surplus} of them padding)" if surplus else ""
+    fits = " or ".join(str(n) for n in (latent_frames - 1, latent_frames + 1) if n <= most)
     refuse(
         config,
         key,
-        f"{key}={latent_frames} latent frames{padding} decode to {frames} video frames, but CogVideoX "
-        f"{patch.version} supports {8 * patch_t}N+1 video frames ({step}N+{patch_t} latent frames); "
-        f"use {fits}",
+        f"{key}={latent_frames} latent frames decode to {frames} video frames, but CogVideoX "
+        f"{patch.version} supports {step}N+1 video frames (2N+1 latent frames); use {fits}",
     )
 
 

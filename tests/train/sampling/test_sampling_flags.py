@@ -90,7 +90,7 @@ def test_guidance_of_one_is_none_and_more_than_one_makes_it():
             48,
             "CogVideoX 1.0 supports 8N+1 frames, at most 49; use 41 or 49",
         ),
-        ("cogvideox1.5_5b", 81, 22, 73, "CogVideoX 1.5 supports 16N+1 frames"),
+        ("cogvideox1.5_5b", 73, 20, 75, "CogVideoX 1.5 supports 8N+1 frames"),
     ],
 )
 def test_frames_are_those_of_the_video(
