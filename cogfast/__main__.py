@@ -105,12 +105,12 @@ def train(argv: Sequence[str]) -> None:
     with _without_collection():
         config = load_config(*given)
     start_logging()
+    from cogfast.train.preflight.inferred import infer_layout, infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
-    from cogfast.train.preflight.precision import infer_precision
 
     # A hub id becomes a folder first, since the weights in it may decide the precision.
     may_download = not (request.dry_run or request.is_of_run)
-    config = fill_from_pipeline(config, may_download=may_download)
+    config = fill_from_pipeline(infer_layout(config), may_download=may_download)
     infer_precision(config)
     if request.dry_run:
         if is_first_rank():
@@ -139,10 +139,10 @@ def cache(argv: Sequence[str]) -> None:
         config = load_config(request.base, request.overrides, request.allow_import)
     start_logging()
     from cogfast.train.preflight.check import check_cache
+    from cogfast.train.preflight.inferred import infer_layout, infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
-    from cogfast.train.preflight.precision import infer_precision
 
-    config = fill_from_pipeline(config)
+    config = fill_from_pipeline(infer_layout(config))
     infer_precision(config)
     check_cache(config)
     from cogfast.train.caching.command import cache_latents
@@ -157,8 +157,8 @@ def sample(argv: Sequence[str]) -> None:
     from cogfast.config import load_config
     from cogfast.schema.arguments import TrainArguments
     from cogfast.schema.merged_config import DEFAULT
+    from cogfast.train.preflight.inferred import infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
-    from cogfast.train.preflight.precision import infer_precision
 
     is_of_run = request.weights is not None
     # A run may have been downloaded: its file must not say what is read as prompts or where to write.

@@ -288,6 +288,9 @@ class ListedVideos(CaptionedVideos, ABC):
 
 
 def _missing_folder(key: str, source: str) -> str | None:
+    if source and Path(source).is_file():
+        text = "is a file; give folders of videos, or set data.target=cogfast.data.datasets.VideoManifest"
+        return f"{key}: {cut(source, 160)} {text}, which reads .csv, .jsonl and .json files"
     return None if source and Path(source).is_dir() else _no_source(key, "folder", source)
 
 

@@ -19,12 +19,12 @@ from cogfast.model.weights.vae.names import read_vae_config
 from cogfast.schema.json_files import brief, read_json
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import show
+from cogfast.train.preflight.inferred import precision_values
 from cogfast.train.preflight.pipeline_folder import (
     SCHEDULER,
     discretization_values,
     scheduler_file,
 )
-from cogfast.train.preflight.precision import precision_values
 
 # configs/ in the source tree and in an installed package
 _CONFIGS = (

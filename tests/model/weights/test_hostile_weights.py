@@ -41,7 +41,7 @@ IMPORTED_LATE = (
     "encodings.cp437",
     "cogfast.train.sampling.pipeline_defaults",
     "cogfast.train.sampling.lora_overlay",
-    "cogfast.train.preflight.precision",
+    "cogfast.train.preflight.inferred",
     "cogfast.data.datasets",
     "cogfast.diffusion.loss",
     "cogfast.diffusion.sampler",
