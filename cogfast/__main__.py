@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from cogfast.cli.log_lines import is_first_rank, start_logging
 from cogfast.cli.standard_streams import keep_streams
 from cogfast.core.machine_limits import check_open_files, describe_lack
-from cogfast.schema.values import Problems, one_line, printable
+from cogfast.schema.values import Problems, nearest, one_line, printable
 from cogfast.train.distributed.process_watch import (
     OTHER_RANK,
     is_lost_connection,
@@ -325,9 +325,14 @@ def _run(argv: list[str]) -> int:
         return 0 if argv else 2
     try:
         if argv[0] not in _COMMANDS:
+<<<<<<< HEAD
             raise ValueError(f"unknown command {argv[0]!r}; use one of {', '.join(_COMMANDS)}")
         check_open_files()
         _call(_COMMANDS[argv[0]], [argument for argument in argv[1:] if argument != "--traceback"])
+=======
+            hint = nearest(argv[0], _COMMANDS) or f"; use one of {', '.join(_COMMANDS)}"
+            raise ValueError(f"unknown command {argv[0]!r}{hint}")
+        _COMMANDS[argv[0]]([argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
         is_known = _is_known(error)
         is_lost = is_of_another_rank(error)

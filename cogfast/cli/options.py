@@ -73,8 +73,10 @@ class Parser(argparse.ArgumentParser):
         # argparse lists the unknown options, but does not suggest a known one.
         if message.startswith("unrecognized arguments: -"):
             flag_given = message.split()[2].partition("=")[0]
-            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            text = f"{self.prog} has no option {flag_given}{nearest(flag_given, known)}"
+            # All options have the dashes in common, so that these are not compared.
+            known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+            hint = nearest(flag_given.lstrip("-"), known).replace("mean ", "mean --")
+            text = f"{self.prog} has no option {flag_given}{hint or '; --help lists the options'}"
         raise ValueError(text)
 
 
@@ -139,7 +141,10 @@ def _config_of_replay(folder: Path) -> str:
 def whole_request(found: argparse.Namespace) -> Request:
     """Build the request of a command that needs --base and accepts key=value arguments."""
     if not found.base:
-        raise ValueError("--base is missing; give model.yaml and sft.yaml")
+        raise ValueError(
+            "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
+            "configs/sft.yaml"
+        )
     # `--base a.yaml b.yaml key=value`: nargs="+" also takes the overrides that follow.
     base, moved = _split_overrides(found.base)
     for override in found.overrides:
@@ -149,7 +154,7 @@ def whole_request(found: argparse.Namespace) -> Request:
             )
     return Request(
         base=base,
-        overrides=[*_flag_overrides(found), *moved, *found.overrides],
+        overrides=_all_overrides(found, [*moved, *found.overrides]),
         allow_import=found.allow_import,
     )
 
@@ -200,7 +205,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="output folder; default: args.output_dir, with a run the folder samples",
+        help="output folder, without samples of an earlier call; default: args.output_dir, with a run the "
+        "folder samples",
     )
     _add_sampling_flags(parser)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
@@ -231,7 +237,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         run_config, fitting = find_config(Path(sources.pop()))
     return Request(
         base=base or [str(run_config)],
-        overrides=[*fitting, *_flag_overrides(found), *moved, *overrides],
+        overrides=[*fitting, *_all_overrides(found, [*moved, *overrides])],
         allow_import=found.allow_import,
         dry_run=found.dry_run,
         prompts=found.prompt,
@@ -352,7 +358,10 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
 
 
 def new_parser(command: str, what: str) -> Parser:
-    parser = Parser(prog=f"cogfast {command}", description=what, allow_abbrev=False)
+    more = (
+        "Each key of args is an option, too, as in SAT: --train-iters 100 is args.train_iters=100."
+    )
+    parser = Parser(prog=f"cogfast {command}", description=what, epilog=more, allow_abbrev=False)
     parser.add_argument(
         "--base",
         nargs="+",
@@ -405,13 +414,26 @@ def parse_words(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> 
     return parser.parse_intermixed_args(list(argv))
 
 
-def _flag_overrides(found: argparse.Namespace) -> list[str]:
+def _all_overrides(found: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return SAT's flags as key=value overrides, then `words`. ValueError if both set one key."""
+    flags, moved = _flag_overrides(found)
+    words = [*moved, *words]
+    by_words = {word.partition("=")[0] for word in words}
+    for key in (flag.partition("=")[0] for flag in flags):
+        if key in by_words:
+            name = f"--{key.removeprefix('args.')}"
+            raise ValueError(f"{name} and {key} on the command line set the same; keep one")
+    return [*flags, *words]
+
+
+def _flag_overrides(found: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return SAT's flags as key=value overrides.
 
-    A flag with a list value also takes the key=value arguments behind it; they follow its override.
+    A flag with a list value also takes the key=value arguments behind it, which are returned too.
     """
     hints = typing.get_type_hints(TrainArguments)
     values = vars(found)
+    behind: list[str] = []
     overrides = [] if found.seed is None else [f"args.seed={found.seed}"]
     if values.get("resume") is not None:
         # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
@@ -427,12 +449,13 @@ def _flag_overrides(found: argparse.Namespace) -> list[str]:
             value, moved = _split_overrides(value)
             is_text = str in kinds
             items = [json.dumps(v, ensure_ascii=False) if is_text else v for v in value]
-            overrides += [f"{key}=[{', '.join(items)}]", *moved]
+            overrides.append(f"{key}=[{', '.join(items)}]")
+            behind += moved
         elif isinstance(value, str) and (str in kinds or key[5:] not in hints):
             overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
         else:
             overrides.append(f"{key}={str(value).lower() if value is True else value}")
-    return overrides
+    return overrides, behind
 
 
 def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -284,6 +284,13 @@ def _check_combinations(args: Args) -> None:
             f"--validation_videos {cut(args.validation_videos)}: no CogVideoX model here takes a "
             "video as its condition; leave it out"
         )
+    frames, height, width = args.train_resolution
+    if frames % 8 != 1 and width % 8 == 1:
+        given = f"{frames}x{height}x{width}"
+        raise ValueError(
+            f"--train_resolution {given}: it is frames x height x width, and {frames} is no number of "
+            f"frames (8N+1); did you mean {width}x{frames}x{height}?"
+        )
     if args.trust_cache and str(args.latent_cache) == "none":
         raise ValueError(
             "--trust_cache copies entries into the latent cache, but --latent_cache none has none; leave "

@@ -14,6 +14,7 @@ from cogfast.schema.values import KeyProblem, check_mapping, check_type, join, s
 
 NETWORK_KEY = "model.network_config.params"
 POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
+LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
 POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
 PATCH_EMBED = "dit_video_concat.ImagePatchEmbeddingMixin"
@@ -422,7 +423,10 @@ def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -
     """Return the params of a `{target, params}` node whose target must be one of `targets`."""
     node, key = modules[name], join(where, name)
     if not isinstance(node, Mapping) or "target" not in node:
-        raise KeyProblem(key, f"{key}={show(node)} must be a mapping with target and params")
+        text = f"{key}={show(node)} must be a mapping with target and params"
+        if name == "lora_config":
+            text = f"{key}.target is missing; add configs/lora.yaml to --base, which has it"
+        raise KeyProblem(key, text)
     for part in node:
         if part not in ("target", "params"):
             raise unknown_key(key, part, ("target", "params"))

@@ -24,6 +24,7 @@ from cogfast.schema.merged_config import (
     move_origin,
 )
 from cogfast.schema.sat_classes import NETWORKS
+from cogfast.schema.sat_network import LORA_KEY
 from cogfast.schema.sat_unused import UNUSED
 from cogfast.schema.values import (
     KeyProblem,
@@ -67,6 +68,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 }
 # SAT's sft.yaml puts these at the top of the deepspeed section, but DeepSpeed reads them in fp16.
 _LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+# Names of other trainers -> the params of LoRA
+_LORA_NAMES = {"lora_rank": "r", "lora_r": "r", "lora_alpha": "lora_alpha"}
 _CONDITIONER = "sgm.modules.GeneralConditioner"
 # DeepSpeed's optimizer names, and those of their params that torch's AdamW does not have.
 _DEEPSPEED_ADAM = ("adam", "adamw")
@@ -263,6 +266,11 @@ def _check_section(
                 raise KeyProblem(key, f"{key}={show(value)}: {fix}")
         elif key in UNUSED:
             unused[key] = UNUSED[key]
+        elif name in _LORA_NAMES and where == "args":
+            text = (
+                f"unknown key {key}; set {LORA_KEY}.{_LORA_NAMES[name]}, and add configs/lora.yaml"
+            )
+            raise KeyProblem(key, f"{text} to --base")
         elif name not in components:
             raise unknown_key(where, str(name), [*names, *silent, *single, *components])
 
@@ -374,9 +382,10 @@ def _check_optimizer(
             check_type(f"{where}.params.{name}", params.get(name, True), bool)
         params = {k: v for k, v in params.items() if k not in _DEEPSPEED_ADAM_KEYS}
     elif "." not in kind:
+        own = " with args.optimizer_moments=8bit" if "8bit" in kind.lower() else ""
         raise KeyProblem(
             f"{where}.type",
-            f"{where}.type={kind}: use sat.ops.FusedEmaAdam, Adam, AdamW or a class of torch.optim",
+            f"{where}.type={kind}: use sat.ops.FusedEmaAdam{own}, Adam, AdamW or a class of torch.optim",
         )
     target = "torch.optim.AdamW" if kind.lower() in _DEEPSPEED_ADAM else kind
     try:

@@ -94,7 +94,12 @@ def check_keys(section: Mapping, known: Collection[str], where: str) -> None:
 def check_type(key: str, value: object, annotation: object) -> None:
     """Raise KeyProblem if a YAML value does not fit the type annotation."""
     if not fits(value, annotation):
-        raise KeyProblem(key, f"{key}={show(value)} must be {describe_type(annotation)}")
+        text = f"{key}={show(value)} must be {describe_type(annotation)}"
+        # A size as other programs write it: 64x96 is [64,96].
+        sides = value.split("x") if isinstance(value, str) else []
+        if len(sides) > 1 and all(side.isdigit() for side in sides):
+            text += f"; write {key}=[{','.join(sides)}]"
+        raise KeyProblem(key, text)
 
 
 def check_mapping(key: str, value: object) -> Mapping:

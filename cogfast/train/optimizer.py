@@ -131,7 +131,8 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
     # diffusers accepts a warm-up that does not end; warn_of_long_warmup reports it.
     if warmup_steps is not None and warmup_steps > num_steps and args.lr_first_step:
         raise ValueError(
-            f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps"
+            f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps; set "
+            f"args.warmup_steps={num_steps} or less"
         )
     if schedule == "sat":
         end = max(1, num_steps if args.lr_decay_iters is None else args.lr_decay_iters)

@@ -90,6 +90,12 @@ def test_overrides_may_come_anywhere(sat_configs, arguments):
 
 BAD_ARGUMENTS = {
     "--train-itres 3": "cogfast train has no option --train-itres; did you mean --train-iters?",
+    "--verbose": "cogfast train has no option --verbose; --help lists the options",
+    "--foo": "cogfast train has no option --foo; --help lists the options",
+    "--train-iters 5 args.train_iters=2": (
+        "--train_iters and args.train_iters on the command line set the same; keep one"
+    ),
+    "--seed 5 args.seed=2": "--seed and args.seed on the command line set the same; keep one",
     "fast": "no such file",
     "--seed x": "command line: args.seed='x' must be a whole number",
     "--sdedit": "args.sdedit=true: SAT's code does not read it; use false",
@@ -110,7 +116,9 @@ def test_commands_without_files_or_with_wrong_names(capsys):
     assert main(["train"]) == 2
     assert "--base is missing" in capsys.readouterr().err
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'; use one of train, cache, sample" in capsys.readouterr().err
+    assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
+    assert main(["xyzzy"]) == 2
+    assert "unknown command 'xyzzy'; use one of train, cache, sample" in capsys.readouterr().err
     assert main(["sample", "--prompt", "x"]) == 2
     assert "either --base model.yaml inference.yaml or one folder" in capsys.readouterr().err
     assert main(["sample", "nowhere", "--prompt", "x"]) == 2

@@ -132,6 +132,17 @@ WRONG = {
     "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
     "deepspeed.scheduler=WarmupLR": "deepspeed.scheduler='WarmupLR' must be a mapping",
     "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Adam, AdamW or a class",
+    "deepspeed.optimizer.type=adamw8bit": (
+        "type=adamw8bit: use sat.ops.FusedEmaAdam with args.optimizer_moments=8bit, Adam, AdamW"
+    ),
+    "data.params.video_size=64x96": "); write data.params.video_size=[64,96]",
+    f"{MODEL}.modules.lora_config.params.lora_alpha=128": (
+        f"{MODEL}.modules.lora_config.target is missing; add configs/lora.yaml to --base"
+    ),
+    "args.lora_rank=8": (
+        f"unknown key args.lora_rank; set {MODEL}.modules.lora_config.params.r, and add "
+        "configs/lora.yaml to --base"
+    ),
     "deepspeed.optimizer.params.betas=[0.9]": "betas=[0.9] must be a list of 2 (a number, a number)",
 }
 

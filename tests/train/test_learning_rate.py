@@ -205,7 +205,7 @@ def test_saved_defaults_are_not_named():
         ({"warmup_steps": -1}, r"args.warmup_steps=-1 must be 0 or more"),
         (
             {"lr_schedule": "linear", "warmup_steps": 200},
-            r"args.warmup_steps=200 must not exceed the run's 100 steps",
+            r"args.warmup_steps=200 must not exceed the run's 100 steps; set args.warmup_steps=100 or less",
         ),
         ({"warmup_steps": 200}, r"args.warmup_steps=200 must not exceed the run's 100 steps"),
         (

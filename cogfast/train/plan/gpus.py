@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cogfast.schema.values import nearest
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -56,10 +58,12 @@ def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:
     except ValueError:
         gib = math.nan
     if not 1 <= gib <= 10_000:  # true for nan
-        names = ", ".join(gpu.name for gpu in GPUS)
-        raise ValueError(
-            f"--gpu {text[:80]!r} is not known; use {names}, or its memory in GiB, such as 80"
-        )
+        names = [gpu.name for gpu in GPUS]
+        like = [each for each in names if name and each.startswith(name)]
+        hint = f"; did you mean {' or '.join(like)}?" if like else nearest(name, names)
+        if not hint:
+            hint = f"; use {', '.join(names)}, or its memory in GiB, such as 80"
+        raise ValueError(f"--gpu {text[:80]!r} is not known{hint}")
     return f"{gib:g} GiB", int(gib * 2**30), None
 
 

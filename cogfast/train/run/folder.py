@@ -131,12 +131,14 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     if checkpoint is not None and run.is_dir() and run_of(checkpoint).samefile(run):
         return checkpoint
     problem = None
+    # Users of `cogfast finetune` know its option.
+    how = "--resume_from_checkpoint " if args.folder_layout == "finetune" else "args.resume="
     if own is not None:
-        problem = f"has a run with {own.name}; resume it with args.resume=latest"
+        problem = f"has a run with {own.name}; resume it with {how}latest"
     elif any(step_of(path) is not None for path in run.glob("checkpoint-*")):
-        problem = "has checkpoints that cogfast did not write; resume one with args.resume=PATH"
+        problem = f"has checkpoints that cogfast did not write; resume one with {how}PATH"
     elif (run / "metrics.jsonl").exists() and args.resume != "auto":
-        problem = "has a run without a checkpoint; start it again with args.resume=auto"
+        problem = f"has a run without a checkpoint; start it again with {how}auto"
     if problem is not None:
         raise ValueError(f"args.run_folder={run} {problem}, or set another folder")
     return checkpoint

@@ -63,6 +63,7 @@ def sample(
         run_without_dynamo()
     check_sample(config, weights, has_images=any(image is not None for image in images))
     check_negative_prompt(config)
+    _refuse_results(out)
     sizes = sampled_sizes(config, args, images)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
@@ -143,7 +144,7 @@ def sample(
         kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
         raise RuntimeError(
             f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space "
-            "and sample again, or set another folder with --out"
+            "and sample again into another folder (--out)"
         ) from None
     if args.only_save_latents:
         logger.info(
@@ -153,6 +154,16 @@ def sample(
         logger.info("wrote %s and contact_sheet.png to %s", counted(len(files), "video"), out)
     groups.close()
     return files
+
+
+def _refuse_results(out: Path) -> None:
+    """Raise ValueError if an earlier call has written into `out`: its prompts and seeds would be lost."""
+    # The first is there also if the call was interrupted.
+    found = [name for name in ("settings.json", "prompts.json") if (out / name).exists()]
+    if found:
+        raise ValueError(
+            f"--out {out}: has the samples of an earlier call ({found[0]}); give another folder with --out"
+        )
 
 
 def _limit_decoding(

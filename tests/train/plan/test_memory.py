@@ -249,13 +249,21 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture) -> None:
     [
         (
             ("--gpu", "h1000"),
-            "--gpu 'h1000' is not known; use b200, h200, .* 4090, or its memory in GiB",
+            "--gpu 'h1000' is not known; did you mean h100",
+        ),
+        (
+            ("--gpu", "h100"),
+            "--gpu 'h100' is not known; did you mean h100-pcie or h100-nvl or h100-80?",
+        ),
+        (
+            ("--gpu", "mine"),
+            "--gpu 'mine' is not known; use b200, h200, .* 4090, or its memory in GiB",
         ),
         (("--gpus", "3", "--tp", "2"), "model_parallel_size=2 must divide the number of ranks, 3"),
         (("--tp", "5"), "args.model_parallel_size=5 must divide num_attention_heads=48"),
         (("--gpus", "0"), "'0' must be a whole number from 1"),
     ],
-    ids=["gpu", "ranks", "heads", "none"],
+    ids=["almost a gpu", "a part of its name", "gpu", "ranks", "heads", "none"],
 )
 def test_wrong_words(words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture) -> None:
     assert plan_command(*words) == 2

@@ -191,6 +191,22 @@ def test_each_prompt_gets_a_video_of_each_seed(
     )
 
 
+def test_a_folder_with_samples_is_not_written_into(
+    tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    """Their prompts, settings and sheet would be those of the last call only."""
+    words = ["sample", str(runs["5b"]), "--out", str(tmp_path), LATENTS, "--prompt"]
+    assert main([*words, "a bar"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main([*words, "two bars"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(
+        f"--out {tmp_path}: has the samples of an earlier call (settings.json); give another folder "
+        "with --out"
+    )
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
     arguments = ["--prompt", "a", LATENTS]
     sample(runs["5b"], tmp_path / "ema", *arguments, "--ema")
