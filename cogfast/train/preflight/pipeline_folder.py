@@ -18,9 +18,10 @@ from cogfast.config import Config, resolve
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.model.weights.vae.names import read_vae_config
-from cogfast.schema.json_files import Range, read_json
+from cogfast.schema.json_files import Range, brief, read_json
 from cogfast.schema.merged_config import DEFAULT, refuse, to_dict
 from cogfast.schema.places import is_none
+from cogfast.schema.values import show
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER
 from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
 
@@ -35,7 +36,7 @@ _SCHEDULES = (
     "loss_fn_config.params.sigma_sampler_config.params.discretization_config",
     "sampler_config.params.discretization_config",
 )
-SCHEDULER = {
+_SCHEDULER = {
     "_class_name": str,
     "snr_shift_scale": NotRequired[Annotated[float, Range(0.01, 100)]],
     "beta_start": NotRequired[Annotated[float, Range(1e-9, 1)]],
@@ -44,21 +45,56 @@ SCHEDULER = {
     "set_alpha_to_one": NotRequired[bool],
     "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
 }
+# diffusers' schedulers for CogVideoX -> SAT's samplers
+SAMPLERS = {
+    "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
+    "CogVideoXDDIMScheduler": "VideoDDIMSampler",
+}
+# Key of scheduler_config.json -> (value that CogVideoX needs, diffusers' default)
+_SCHEDULE = {
+    "beta_schedule": ("scaled_linear", "scaled_linear"),
+    "prediction_type": ("v_prediction", "epsilon"),
+    "rescale_betas_zero_snr": (True, False),
+    "num_train_timesteps": (1000, 1000),
+    "trained_betas": (None, None),
+}
 # Key of scheduler_config.json -> (param of the discretization, diffusers' default)
-DISCRETIZATION = {
+_DISCRETIZATION = {
     "snr_shift_scale": ("shift_scale", 3.0),
     "beta_start": ("linear_start", 0.00085),
     "beta_end": ("linear_end", 0.0120),
 }
 
 
-def scheduler_file(folder: Path) -> Path:
-    return folder / "scheduler" / "scheduler_config.json"
+def read_scheduler(folder: Path) -> dict[str, Any] | None:
+    """Read a pipeline's scheduler_config.json; None if it has none.
+
+    ValueError if the scheduler is not CogVideoX's: a model of another schedule or prediction would be
+    trained and sampled wrongly.
+    """
+    file = folder / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        return None
+    scheduler = read_json(file, _SCHEDULER)
+    kind = scheduler["_class_name"]
+    if kind not in SAMPLERS:
+        wrong, needed = f"_class_name={brief(kind)}", " or ".join(SAMPLERS)
+    else:
+        given = {key: scheduler.get(key, absent) for key, (_, absent) in _SCHEDULE.items()}
+        keys = [key for key, (only, _) in _SCHEDULE.items() if given[key] != only]
+        if not keys:
+            return scheduler
+        wrong = ", ".join(f"{key}={brief(show(given[key]))}" for key in keys)
+        needed = ", ".join(f"{key}={show(_SCHEDULE[key][0])}" for key in keys)
+    raise ValueError(
+        f"{file}: {wrong} is not CogVideoX's noise schedule, which has {needed}; use the folder of a "
+        "CogVideoX model"
+    )
 
 
 def discretization_values(scheduler: dict[str, Any]) -> dict[str, float]:
     """Return the params of the discretization for the content of a scheduler_config.json."""
-    return {param: scheduler.get(key, absent) for key, (param, absent) in DISCRETIZATION.items()}
+    return {param: scheduler.get(key, absent) for key, (param, absent) in _DISCRETIZATION.items()}
 
 
 def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
@@ -75,13 +111,14 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
         origins = config.origins | {"args.load": f"hub model {load}"}
         config = dataclasses.replace(config, args=args, origins=origins)
         load = str(folder)
-    if load is None or not (Path(load) / "vae" / "config.json").is_file():
+    parts = ("vae/config.json", "scheduler/scheduler_config.json")
+    if load is None or not any((Path(load) / part).is_file() for part in parts):
         return config
     model, folder = to_dict(config.model), Path(load)
     # Dotted keys that are taken from the folder, and keys whose values in the files it replaces whole.
     found, replaced = [], []
     stage = model.get("first_stage_config")
-    if _has_no_path(config, stage):
+    if (folder / "vae" / "config.json").is_file() and _has_no_path(config, stage):
         kept = _kept_params(stage)
         model["first_stage_config"] = {
             "target": "cogfast.model.autoencoder.VideoAutoencoder",
@@ -153,9 +190,10 @@ def _check_scale(config: Config, folder: Path, factor: float) -> None:
 
 def _fill_schedules(model: dict[str, Any], folder: Path) -> list[str]:
     """Fill the noise schedules of a model section; return the keys that were set."""
-    if not scheduler_file(folder).is_file():
+    scheduler = read_scheduler(folder)
+    if scheduler is None:
         return []
-    values = discretization_values(read_json(scheduler_file(folder), SCHEDULER))
+    values = discretization_values(scheduler)
     defaults = inspect.signature(ZeroSNRDDPMDiscretization).parameters
     found = []
     # Denoiser, loss and sampler may each have a schedule of their own in the YAML.
@@ -176,7 +214,7 @@ def _fill_schedules(model: dict[str, Any], folder: Path) -> list[str]:
                     name,
                     params[name],
                     value,
-                    scheduler_file(folder),
+                    folder / "scheduler" / "scheduler_config.json",
                 )
     return found
 

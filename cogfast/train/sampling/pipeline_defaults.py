@@ -16,14 +16,12 @@ from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.names import read_vae_config
-from cogfast.schema.json_files import brief, read_json
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.schema.values import show
 from cogfast.train.preflight.inferred import precision_values
 from cogfast.train.preflight.pipeline_folder import (
-    SCHEDULER,
+    SAMPLERS,
     discretization_values,
-    scheduler_file,
+    read_scheduler,
 )
 
 # configs/ in the source tree and in an installed package
@@ -42,18 +40,6 @@ _NUMBERS = (
     "elementwise_affine",
 )
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
-_SAMPLERS = {
-    "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
-    "CogVideoXDDIMScheduler": "VideoDDIMSampler",
-}
-# Key of scheduler_config.json -> (value that CogVideoX needs, diffusers' default)
-_SCHEDULE = {
-    "beta_schedule": ("scaled_linear", "scaled_linear"),
-    "prediction_type": ("v_prediction", "epsilon"),
-    "rescale_betas_zero_snr": (True, False),
-    "num_train_timesteps": (1000, 1000),
-    "trained_betas": (None, None),
-}
 # Key of scheduler_config.json, also a param of the samplers -> diffusers' default
 _SPACING = {"timestep_spacing": "leading", "set_alpha_to_one": True, "steps_offset": 0}
 
@@ -122,22 +108,9 @@ def _lora_node(model: TransformerConfig) -> dict[str, Any]:
 
 def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
     """Return sampler, noise schedule and positions of a diffusers pipeline; {} without a scheduler."""
-    file = scheduler_file(folder)
-    if not file.is_file():
+    scheduler = read_scheduler(folder)
+    if scheduler is None:
         return {}
-    scheduler = read_json(file, SCHEDULER)
-    kind = scheduler["_class_name"]
-    wrong = {
-        key: scheduler.get(key, absent)
-        for key, (only, absent) in _SCHEDULE.items()
-        if scheduler.get(key, absent) != only
-    }
-    if kind not in _SAMPLERS or wrong:
-        needed = ", ".join(f"{key}={only}" for key, (only, _) in _SCHEDULE.items())
-        raise ValueError(
-            f"{file}: {brief(kind)} with {brief(show(wrong)) if wrong else 'its settings'} is not "
-            f"CogVideoX's sampling; use {' or '.join(_SAMPLERS)} with {needed}"
-        )
     where = "model.denoiser_config.params.discretization_config.params"
     values: dict[str, Any] = {}
     for name, value in discretization_values(scheduler).items():
@@ -147,5 +120,5 @@ def _pipeline_values(folder: Path, is_rotary: bool) -> dict[str, Any]:
         values[f"{POSITION_KEY}.positions"] = "pipeline"
     for key, absent in _SPACING.items():
         values[f"model.sampler_config.params.{key}"] = scheduler.get(key, absent)
-    target = f"sgm.modules.diffusionmodules.sampling.{_SAMPLERS[kind]}"
+    target = f"sgm.modules.diffusionmodules.sampling.{SAMPLERS[scheduler['_class_name']]}"
     return {"model.sampler_config.target": target, **values}

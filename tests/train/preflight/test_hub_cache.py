@@ -25,7 +25,8 @@ SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" fo
 INDEX = {"weight_map": {"a": SHARDS[0].partition("/")[2], "b": SHARDS[1].partition("/")[2]}}
 NEEDED = {
     "model_index.json": b'{"_class_name": "CogVideoXPipeline"}',
-    "scheduler/scheduler_config.json": b'{"_class_name": "CogVideoXDDIMScheduler"}',
+    "scheduler/scheduler_config.json": b'{"_class_name": "CogVideoXDDIMScheduler", '
+    b'"prediction_type": "v_prediction", "rescale_betas_zero_snr": true}',
     "tokenizer/spiece.model": b"pieces",
     "tokenizer/tokenizer_config.json": b'{"tokenizer_class": "T5Tokenizer"}',
     "text_encoder/config.json": b'{"model_type": "t5"}',

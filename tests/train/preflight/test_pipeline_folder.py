@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ VAE = {
     "latent_channels": 16,
     "scaling_factor": 0.7,
 }
-SCHEDULER = {"_class_name": "CogVideoXDDIMScheduler", "snr_shift_scale": 1.0}
+SCHEDULER = {
+    "_class_name": "CogVideoXDDIMScheduler",
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "snr_shift_scale": 1.0,
+}
 STAGE, SCALE = "model.first_stage_config", "model.scale_factor"
 MODEL_DIR = "model.conditioner_config.params.emb_models[0].params.model_dir"
 SHIFT = "params.discretization_config.params.shift_scale"
@@ -128,6 +134,35 @@ def test_the_noise_schedule_comes_from_the_pipeline(
         other = filled(tmp_path / "2b", model="cogvideox_2b")
     assert OmegaConf.select(other.model, f"denoiser_config.{SHIFT}") == 3.0
     assert "shift_scale=3.0, but the model of args.load was trained with 1.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "CogVideoXDPMScheduler or"),
+        ({"prediction_type": "epsilon"}, "prediction_type=.epsilon. is .* has prediction_type=.v_"),
+        ({"rescale_betas_zero_snr": False}, "zero_snr=false is .* has rescale_betas_zero_snr=true"),
+        (
+            {"beta_schedule": "linear"},
+            "beta_schedule=.linear. is .* has beta_schedule=.scaled_linear",
+        ),
+    ],
+)
+def test_a_pipeline_of_another_schedule_is_refused_by_every_command(
+    changed: dict, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write_pipeline(tmp_path / "pipeline", scheduler=SCHEDULER | changed)
+    files = [str(ROOT / "configs" / f"{name}.yaml") for name in ("cogvideox_5b", "sft")]
+    cache = f"args.latent_cache={tmp_path / 'cache'}"
+    for command, extra in (("train", ["--dry-run"]), ("cache", [cache]), ("sample", ["--dry-run"])):
+        assert main([command, "--base", *files, f"args.load={folder}", *extra]) == 2
+        error = capsys.readouterr().err
+        assert "scheduler_config.json: " in error and "is not CogVideoX's noise schedule" in error
+        assert re.search(named, error), error
+    # Its autoencoder may be elsewhere.
+    (folder / "vae" / "config.json").unlink()
+    with pytest.raises(ValueError, match="is not CogVideoX's noise schedule"):
+        filled(folder)
 
 
 @pytest.fixture(scope="module")
