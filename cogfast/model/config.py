@@ -225,6 +225,19 @@ def member_of(patch: PatchSize, has_image: bool, is_rotary: bool) -> Member:
     return next((m for m in alike if m.is_rotary == is_rotary), alike[0])
 
 
+def derived_models(in_channels: int, out_channels: int) -> str:
+    """Name the released models, derived from CogVideoX, that have such inputs; "" if there are none."""
+    found = {
+        # 16 noised, 1 of the mask, 16 of the masked video
+        2 * out_channels
+        + 1: "CogVideoX-Fun's inpainting models (InP) have a mask and a masked video",
+        # 16 noised, 16 of the image, 16 of the pose
+        3 * out_channels: "SkyReels-A1 has an image and a pose",
+    }
+    text = found.get(in_channels)
+    return "" if text is None else f"{text} beside the noised latents, which cogfast does not make"
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The properties in which the members differ. in_channels includes image latents."""
@@ -250,6 +263,24 @@ class Family:
     @property
     def member(self) -> Member:
         return member_of(self.patch, self.in_channels > self.out_channels, self.is_rotary)
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether a model has the channels of image-to-video, but lacks a part of such a member."""
+        has_part = self.has_ofs if self.patch.joins_frames else self.has_learned_table
+        return self.in_channels == 2 * self.out_channels and not has_part
+
+    @property
+    def maybe_derived(self) -> str:
+        """Say which released model, derived from CogVideoX, it may be; "" if none is known."""
+        if not self.is_derived:
+            return derived_models(self.in_channels, self.out_channels)
+        part = "an ofs embedding" if self.patch.joins_frames else "a learned position table"
+        other = "" if self.is_rotary else ", as cogvideox-2b-img2vid"
+        return (
+            f"{self.in_channels} input channels without {part} are those of CogVideoX-Fun's control "
+            f"models, whose second half is a control video{other}"
+        )
 
     def __str__(self) -> str:
         patch = "x".join(map(str, (self.patch.t, self.patch.h, self.patch.w)))

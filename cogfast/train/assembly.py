@@ -29,6 +29,7 @@ from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
+from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
@@ -122,7 +123,7 @@ def assemble_transformer(
         base = load(args.load, allow_missing=allow_missing)
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
-        logger.info("%s", base)
+        base.log()
         report = None if weights is None else load(weights, ema=ema)
     elif report is not None and report.lacking:
         _refuse_part(str(weights), report)
@@ -134,7 +135,9 @@ def assemble_transformer(
         fresh.intersection_update(loaded.missing)
         logger.info("%s: %s", adapter.description, adapters_of(adapter))
     if report is not None:
-        logger.info("%s", report)
+        report.log()
+    if new := sum(map(is_lora_parameter, fresh)):
+        logger.info("LoRA: %d adapter tensors start from their initial values", new)
     initialize(transformer, args.seed, shards, fresh, held)
     if args.compile:
         compile_blocks(transformer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from cogfast.model.weights.lora.adapters import check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
+from cogfast.schema.values import counted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +35,23 @@ class LoadReport:
 
     def __str__(self) -> str:
         line = f"{self.description}: {self.num_loaded} tensors loaded"
-        for what, names in (
-            ("not in it", self.missing),
-            ("unknown", self.unexpected),
-            ("ignored", self.ignored),
-        ):
+        # Adapters come from elsewhere or are new, and a base model has what a run's checkpoint lacks.
+        missing = [n for n in self.missing if n not in self.lacking and not is_lora_parameter(n)]
+        for what, names in (("not in it", missing), ("ignored", self.ignored)):
             if names:
                 line += f"; {len(names)} {what}: {first_of(names)}"
         return line
+
+    def log(self) -> None:
+        """Log what was loaded, and a warning for tensors that the model does not have."""
+        logger.info("%s", self)
+        if self.unexpected:
+            logger.warning(
+                "%s: %s with unknown names, which the model does not have and cogfast does not use: %s",
+                self.description,
+                counted(len(self.unexpected), "tensor"),
+                first_of(self.unexpected),
+            )
 
 
 def load_transformer(
@@ -166,11 +179,18 @@ def _fix(name: str) -> str:
 def check_family(path: str, found: Family, config: TransformerConfig) -> None:
     """Raise ValueError if a checkpoint's tensors belong to another member than the config."""
     wanted = Family.of_config(config)
-    if found != wanted:
+    if found == wanted:
+        return
+    # The nearest member says nothing about a model that is none.
+    if found.maybe_derived and not wanted.maybe_derived:
         raise ValueError(
-            f"{path}: the checkpoint is {found}, the config says {wanted}; use "
-            f"{found.member.config_file} or a checkpoint of {wanted.member.name}"
+            f"{path}: the checkpoint is a model derived from {found} ({found.maybe_derived}); the config "
+            f"says {wanted}; use a checkpoint of {wanted.member.name}"
         )
+    raise ValueError(
+        f"{path}: the checkpoint is {found}, the config says {wanted}; use "
+        f"{found.member.config_file} or a checkpoint of {wanted.member.name}"
+    )
 
 
 def check_depth_and_width(path: str, shapes: Shapes, config: TransformerConfig) -> None:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from cogfast.config import Config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
-from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
@@ -323,6 +323,8 @@ def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
             if key not in known:
                 texts.setdefault(key, []).append(text)
     if texts:
+        # First, since a pipeline's folder settles VAE and text encoder, too.
+        texts = {key: texts[key] for key in sorted(texts, key=lambda key: key != "args.load")}
         named = [(find_origin(config.origins, key), text) for key in texts for text in texts[key]]
         raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
 
@@ -482,7 +484,7 @@ def _network(config: Config) -> dict[str, Any]:
     if given not in (made, 2 * made):
         key = f"{NETWORK_KEY}.in_channels"
         text = f"{key}={given} must equal out_channels={made}, or twice that for image-to-video"
-        refuse(config, key, text)
+        refuse(config, key, "; ".join(filter(None, (text, derived_models(given, made)))))
     return network
 
 

@@ -56,6 +56,12 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
         raise ValueError(text) from None
     model = identify(source)
     family = Family.of_config(model)
+    if model.in_channels not in (model.out_channels, 2 * model.out_channels):
+        known = family.maybe_derived or "no model of the family has these"
+        raise ValueError(
+            f"{folder}: the model has {model.in_channels} input channels for {model.out_channels} of "
+            f"output: {known}; use a CogVideoX model"
+        )
     files = [place / Path(family.member.config_file).name for place in _CONFIGS]
     file = next((path for path in files if path.is_file()), None)
     if file is None:

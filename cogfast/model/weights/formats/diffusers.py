@@ -24,7 +24,8 @@ from cogfast.model.weights.formats.safetensors_files import (
 from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
-from cogfast.schema.json_files import Range, brief, read_json
+from cogfast.schema.json_files import Range, brief, check, read_json
+from cogfast.schema.values import show
 
 _BLOCK = "transformer_blocks.{i}."
 # {cogfast's module: diffusers' modules that it consists of}, {i} the block; .weight or .bias follow.
@@ -56,6 +57,21 @@ _STEM = "diffusion_pytorch_model"
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
 _DIFFUSERS_OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
+# Keys of config.json with the only values that cogfast's network has. They are diffusers' defaults.
+_FIXED = {
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
+    "timestep_activation_fn": "silu",
+}
+# Classes in model_index.json of the pipelines that run CogVideoX's models: whether they take an image.
+_PIPELINES = {
+    "CogVideoXPipeline": False,
+    "CogVideoXVideoToVideoPipeline": False,
+    "CogVideoXImageToVideoPipeline": True,
+}
 
 
 def _num_parts(our_name: str) -> int:
@@ -108,7 +124,7 @@ def find_diffusers_folder(path: Path) -> Path | None:
 
 def open_diffusers(folder: Path) -> WeightSource:
     """Open the weights in a diffusers transformer folder."""
-    config = read_json(folder / "config.json", _Config)
+    config = _read_config(folder)
     files = SafetensorsFiles(folder)
     held = our_names(files.names())
     if not held:
@@ -167,10 +183,57 @@ class _Config:
     temporal_compression_ratio: Annotated[int, Range(1, 64)] = TEMPORAL_COMPRESSION
     sample_height: Annotated[int, Range(1, 2**14)] = 60
     sample_width: Annotated[int, Range(1, 2**14)] = 90
+    in_channels: Annotated[int, Range(1, 2**12)] = 16
+    out_channels: Annotated[int, Range(1, 2**12)] = 16
+    norm_elementwise_affine: bool = True
+    ofs_embed_dim: Annotated[int, Range(1, 2**16)] | None = None
     use_rotary_positional_embeddings: bool = False
     use_learned_positional_embeddings: bool = False
     spatial_interpolation_scale: Annotated[float, Range(0.01, 100)] = 1.875
     temporal_interpolation_scale: Annotated[float, Range(0.01, 100)] = 1.0
+
+
+def _read_config(folder: Path) -> _Config:
+    """Read config.json. ValueError for another class, and for values that cogfast's network lacks."""
+    file = folder / "config.json"
+    given = read_json(file)
+    kind = given.get("_class_name", CLASS_NAME)
+    if kind != CLASS_NAME:
+        raise ValueError(
+            f"{file}: _class_name={brief(show(kind))} is another network than CogVideoX's {CLASS_NAME}; "
+            "use the transformer folder of a CogVideoX model"
+        )
+    for key, value in _FIXED.items():
+        if given.get(key, value) != value:
+            raise ValueError(
+                f"{file}: {key}={brief(show(given[key]))}, but cogfast's network has "
+                f"{show(value)}, as all CogVideoX models; use a CogVideoX model, or correct the file"
+            )
+    config = check(given, _Config, str(file))
+    _check_pipeline_class(folder, config)
+    return config
+
+
+def _check_pipeline_class(folder: Path, config: _Config) -> None:
+    """Raise ValueError if the pipeline around a transformer folder gives it other inputs."""
+    file = folder.parent / "model_index.json"
+    if folder.name != "transformer" or not file.is_file():
+        return
+    kind = read_json(file).get("_class_name")
+    text = f"{file}: _class_name={brief(show(kind))}"
+    if kind not in _PIPELINES:
+        raise ValueError(
+            f"{text} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
+            f"make; use a folder of {', '.join(_PIPELINES)}"
+        )
+    # 5B-I2V and 1.5-I2V have these parts; what a text-to-video pipeline cannot run may be anything.
+    is_i2v = config.use_learned_positional_embeddings or config.ofs_embed_dim is not None
+    if not (_PIPELINES[kind] or is_i2v) and config.in_channels != config.out_channels:
+        raise ValueError(
+            f"{text} is for text-to-video, but the transformer has in_channels={config.in_channels} and "
+            f"out_channels={config.out_channels}: it may be a CogVideoX-Fun control (32) or inpainting "
+            "(33) model, whose inputs cogfast does not make; use a CogVideoX model"
+        )
 
 
 def _facts(config: _Config) -> dict[str, Any]:
@@ -178,6 +241,9 @@ def _facts(config: _Config) -> dict[str, Any]:
     is_rotary = config.use_rotary_positional_embeddings
     facts = {
         "patch_size": PatchSize(config.patch_size_t or 1, config.patch_size, config.patch_size),
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+        "elementwise_affine": config.norm_elementwise_affine,
         "text_length": config.max_text_seq_length,
         "num_frames": config.sample_frames,
         "time_compressed_rate": config.temporal_compression_ratio,
@@ -246,16 +312,12 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
     return {
         "_class_name": CLASS_NAME,
         "_diffusers_version": "0.32.0",  # the first with all five models
-        "activation_fn": "gelu-approximate",
-        "attention_bias": True,
+        **_FIXED,
         "attention_head_dim": config.head_width,
         "dropout": 0.0,
-        "flip_sin_to_cos": True,
-        "freq_shift": 0,
         "in_channels": config.in_channels,
         "max_text_seq_length": config.text_length,
         "norm_elementwise_affine": config.elementwise_affine,
-        "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
         "num_attention_heads": config.num_attention_heads,
         "num_layers": config.num_layers,
         "ofs_embed_dim": config.ofs_embed_dim,
@@ -271,7 +333,6 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
         "temporal_interpolation_scale": 1.0 if is_rotary else config.time_interpolation,
         "text_embed_dim": config.text_hidden_size,
         "time_embed_dim": config.time_embed_dim,
-        "timestep_activation_fn": "silu",
         "use_learned_positional_embeddings": config.learnable_position,
         "use_rotary_positional_embeddings": is_rotary,
     }

@@ -1,0 +1,128 @@
+"""Models derived from CogVideoX: their folders are refused, with what they may be."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cogfast.model.config import Family
+from cogfast.model.weights.formats.diffusers import write_diffusers
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.load import check_family, load_transformer
+from cogfast.model.weights.open import open_source
+from cogfast.train.sampling.pipeline_defaults import find_config
+from tests.model.weights.test_peft import source_of
+from tests.support.tiny_transformers import FAMILY, tiny
+
+
+def write(folder: Path, family: str, pipeline: str | None = None, **changes: object) -> Path:
+    """Write the transformer folder of a tiny model, in a pipeline of class `pipeline`."""
+    transformer = tiny(family, **changes)
+    write_diffusers(source_of(transformer, None), transformer.config, folder / "transformer")
+    if pipeline is not None:
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    return folder
+
+
+def change_config(folder: Path, **values: object) -> None:
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("_class_name", "ConsisIDTransformer3DModel"),
+        ("_class_name", "CogVideoXControlnet"),
+        ("flip_sin_to_cos", False),
+        ("freq_shift", 1),
+        ("timestep_activation_fn", "gelu"),
+        ("activation_fn", "geglu"),
+        ("norm_eps", 1e-6),
+        ("attention_bias", False),
+        ("norm_elementwise_affine", False),
+        ("in_channels", 32),
+    ],
+)
+def test_a_network_that_differs_is_refused_by_name(key: str, value: object, tmp_path: Path) -> None:
+    """Its tensors have the names and shapes of CogVideoX's; only config.json tells."""
+    folder = write(tmp_path, "5b")
+    assert load_transformer(tiny("5b"), folder).missing == ["unused_position_embeddings"]
+    change_config(folder, **{key: value})
+    ours = {"norm_elementwise_affine": "elementwise_affine"}.get(key, key)
+    with pytest.raises(ValueError, match=f"(?i){ours}=.?{value}"):
+        identify(open_source(folder))
+    # diffusers' own default is CogVideoX's value.
+    change_config(folder, _class_name="CogVideoXTransformer3DModel", in_channels=16)
+    file = folder / "transformer" / "config.json"
+    given = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in given.items() if k != key}))
+    identify(open_source(folder))
+
+
+def test_the_class_of_the_pipeline_is_read(tmp_path: Path) -> None:
+    """CogVideoX-Interpolation has 5B-I2V's tensors; control models may have its table, too."""
+    for i, kind in enumerate(("CogVideoXFunControlPipeline", "ConsisIDPipeline", "StableVideo")):
+        folder = write(tmp_path / str(i), "5b_i2v", kind)
+        for path in (folder, folder / "transformer"):
+            with pytest.raises(ValueError, match=f"model_index.json: _class_name='{kind}'"):
+                open_source(path)
+    fun = write(tmp_path / "fun", "5b_i2v", "CogVideoXPipeline", learnable_position=False)
+    with pytest.raises(
+        ValueError, match=r"in_channels=32 .* may be a CogVideoX-Fun control \(32\)"
+    ):
+        open_source(fun)
+    for family, kind in (
+        ("5b", "CogVideoXPipeline"),
+        ("5b", "CogVideoXVideoToVideoPipeline"),
+        ("5b_i2v", "CogVideoXImageToVideoPipeline"),
+        ("1.5_5b_i2v", "CogVideoXImageToVideoPipeline"),
+    ):
+        open_source(write(tmp_path / family / kind, family, kind))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("5b", {"in_channels": 33}, "CogVideoX-Fun's inpainting models"),
+        ("1.5_5b", {"in_channels": 33}, "CogVideoX-Fun's inpainting models"),
+        ("5b_i2v", {"in_channels": 48}, "SkyReels-A1 has an image and a pose"),
+        ("5b", {"in_channels": 32}, "without a learned position table .* CogVideoX-Fun's control"),
+        ("2b", {"in_channels": 32}, "as cogvideox-2b-img2vid"),
+        ("1.5_5b", {"in_channels": 32}, "without an ofs embedding"),
+    ],
+)
+def test_refusals_say_what_a_file_may_be(
+    family: str, changes: dict, named: str, tmp_path: Path
+) -> None:
+    """Not that it is an image-to-video model, which needs a checkpoint of the same model."""
+    found = Family.of_config(replace(FAMILY[family], **changes))
+    config = FAMILY["1.5_5b_i2v" if family.startswith("1.5") else "5b_i2v"]
+    with pytest.raises(ValueError, match=f"a model derived from .*{named}"):
+        check_family("args.load=x", found, config)
+    if changes["in_channels"] != 32:
+        folder = write(tmp_path, family, **changes)
+        with pytest.raises(ValueError, match=f"has {changes['in_channels']} input .*{named}"):
+            find_config(folder)
+
+
+def test_unknown_tensors_have_a_warning_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, "5b")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(file) | {"local_face_extractor.weight": torch.zeros(2)}, file)
+    report = load_transformer(tiny("5b", lora_rank=2), folder)
+    with caplog.at_level(logging.INFO, logger="cogfast"):
+        report.log()
+    plain, warning = caplog.records
+    assert "tensors loaded" in plain.message and "matrix_A" not in plain.message
+    assert warning.levelno == logging.WARNING
+    assert "1 tensor with unknown names" in warning.message
+    assert "local_face_extractor.weight" in warning.message
