@@ -325,14 +325,10 @@ def _run(argv: list[str]) -> int:
         return 0 if argv else 2
     try:
         if argv[0] not in _COMMANDS:
-<<<<<<< HEAD
-            raise ValueError(f"unknown command {argv[0]!r}; use one of {', '.join(_COMMANDS)}")
-        check_open_files()
-        _call(_COMMANDS[argv[0]], [argument for argument in argv[1:] if argument != "--traceback"])
-=======
             hint = nearest(argv[0], _COMMANDS) or f"; use one of {', '.join(_COMMANDS)}"
             raise ValueError(f"unknown command {argv[0]!r}{hint}")
-        _COMMANDS[argv[0]]([argument for argument in argv[1:] if argument != "--traceback"])
+        check_open_files()
+        _call(_COMMANDS[argv[0]], [argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
         is_known = _is_known(error)
         is_lost = is_of_another_rank(error)

@@ -122,6 +122,7 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
     }
     if args.model_type == "i2v":
         settings["model.noised_image_dropout"] = (0.0, TRAINER)
+        settings["model.image_latent_scale"] = ("trainer", TRAINER)
     if args.training_type == "lora":
         settings |= {
             "model.not_trainable_prefixes": (["all"], "--training_type"),

@@ -23,6 +23,7 @@ Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
 Moments = Literal["fp32", "8bit"]
+ImageLatentScale = Literal["trainer", "pretrained", "pipeline"]
 EmaDevice = Literal["device", "cpu"]
 # those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
 DiffusersSchedule = Literal[
@@ -359,6 +360,10 @@ class ModelArguments:
     noised_image_all_concat: bool = False
     # fraction of samples trained without the image
     noised_image_dropout: float = 0.0
+    # scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as both
+    # upstream trainers; pretrained: 1, as SAT samples; pipeline: 1 / scale_factor, as diffusers'
+    # pipeline of CogVideoX1.5-5B-I2V
+    image_latent_scale: ImageLatentScale = "trainer"
     # prefixes of SAT's parameter names that are not trained; "all" trains only LoRA matrices
     not_trainable_prefixes: list[str] = field(
         default_factory=lambda: ["first_stage_model", "conditioner"]

@@ -33,6 +33,7 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
+from cogfast.model.weights.vae.image_scale import scale_of
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.merged_config import refuse
 from cogfast.schema.places import is_none
@@ -183,6 +184,7 @@ def assemble_encoder(
         partial(build_frozen, text_node, "model.conditioner_config.params.emb_models[0]"),
         broadcast_within_model=groups.broadcast_tensor_in_model,
         scale_factor=model.scale_factor,
+        image_scale=scale_of(model.image_latent_scale, model.scale_factor),
         patch=transformer.patch_size,
         latent_input=model.latent_input,
         image_input=model.noised_image_input,

@@ -50,8 +50,8 @@ class Encoder:
     """The frozen encoders of one transformer.
 
     build_first_stage, build_text_encoder: build the frozen modules on the device; called on first use.
-    scale_factor: latents = scale_factor * sample of the first stage. patch: latent frames are padded
-    to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
+    scale_factor: latents = scale_factor * sample of the first stage. image_scale: the same for image
+    latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
     image_input: image-to-video; the first frame is encoded to image latents, followed by zeros or,
     with image_on_all_frames, repeated. *_dropout: fraction of samples whose image latents or text
     embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
@@ -68,6 +68,7 @@ class Encoder:
         build_text_encoder: Callable[[], TextEncoder | None],
         *,
         scale_factor: float,
+        image_scale: float | None = None,
         patch: PatchSize,
         latent_input: bool = False,
         image_input: bool = False,
@@ -85,6 +86,7 @@ class Encoder:
         self._first_stage: FirstStage | None = None
         self._text_encoder: TextEncoder | None = None
         self.scale_factor, self.patch = scale_factor, patch
+        self.image_scale = scale_factor if image_scale is None else image_scale
         self.latent_input = latent_input
         self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
         self.image_dropout, self.text_dropout = image_dropout, text_dropout
@@ -206,7 +208,7 @@ class Encoder:
             pixels, latents = None, batch["encoded_videos"].float()  # [B, C, T, h, w], scaled
         elif "latent_mean" in batch:  # [B, C, T, h, w], not scaled
             moments = Moments(batch["latent_mean"], batch.get("latent_logvar"))
-            pixels, latents = None, self._sample(moments, rng, "first_stage")
+            pixels, latents = None, self._sample(moments, rng, "first_stage", self.scale_factor)
         elif self.latent_input:
             pixels, latents = None, batch["mp4"].transpose(1, 2).float() * self.scale_factor
         else:
@@ -251,7 +253,16 @@ class Encoder:
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
-        return self._sample(self.encode_moments(pixels), rng, purpose)
+        return self._sample(self.encode_moments(pixels), rng, purpose, self.scale_factor)
+
+    def encode_image(self, frame: Tensor, rng: SlotRandom) -> Tensor:
+        """Encode first frames [B, 3, 1, H, W] in [-1, 1] to image latents [B, C, 1, h, w]."""
+        moments = self.encode_moments(frame)
+        return self._sample(moments, rng, "image_first_stage", self.image_scale)
+
+    def scale_image(self, latents: Tensor) -> Tensor:
+        """Return image latents for latents of the data, which have scale_factor."""
+        return latents.float() * (self.image_scale / self.scale_factor)
 
     @torch.no_grad()
     def encode_moments(self, pixels: Tensor) -> Moments:
@@ -280,10 +291,10 @@ class Encoder:
             variants.append(self.encode_moments(self._noised(frames, rng)))
         return _joined(variants, partial(torch.stack, dim=1))
 
-    def _sample(self, moments: Moments, rng: SlotRandom, purpose: str) -> Tensor:
-        """Sample scaled latents [B, C, T, h, w] in float32, with new noise for each slot and step."""
+    def _sample(self, moments: Moments, rng: SlotRandom, purpose: str, scale: float) -> Tensor:
+        """Sample latents * scale [B, C, T, h, w] in float32, with new noise for each slot and step."""
         noise = None if moments.logvar is None else rng.normal(purpose, moments.mean.shape)
-        return self._broadcast_within_model(moments.sample(noise) * self.scale_factor)
+        return self._broadcast_within_model(moments.sample(noise) * scale)
 
     @torch.no_grad()
     def encode_text(self, captions: Sequence[str]) -> Tensor:
@@ -301,9 +312,10 @@ class Encoder:
     ) -> Tensor:
         """Return the latents of the noised first frame, padded to all frames: [B, C, T, h, w]."""
         if "image_latents" in batch:
-            image = batch["image_latents"].float()  # [B, C, 1, h, w], scaled
+            image = self.scale_image(batch["image_latents"])  # [B, C, 1, h, w]
         elif "noised_image_mean" in batch:
-            image = self._sample(_one_variant(batch, rng), rng, "image_first_stage")
+            moments = _one_variant(batch, rng)
+            image = self._sample(moments, rng, "image_first_stage", self.image_scale)
         else:
             if "images" in batch:
                 frame = in_unit_range(batch["images"])[:, :, None]  # [B, 3, 1, H, W] in [-1, 1]
@@ -315,7 +327,7 @@ class Encoder:
                     "image_latents; use a data set that returns one of them with encoded_videos"
                 )
             # Upstream noises the pixels of the image, not its latents.
-            image = self.encode_video(self._noised(frame.float(), rng), rng, "image_first_stage")
+            image = self.encode_image(self._noised(frame.float(), rng), rng)
         return self.pad_to_frames(image, latents.shape[2])
 
     def pad_to_frames(self, image: Tensor, num_frames: int) -> Tensor:

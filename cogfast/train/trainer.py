@@ -55,6 +55,7 @@ from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
 from cogfast.train.preflight.header_scan import record_bad, survey_datasets
+from cogfast.train.preflight.pipeline_folder import warn_of_image_scale
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.export import Exporter
@@ -115,6 +116,7 @@ class Trainer:
             log_unused(config)
             warn_of_different_schedules(self.diffusion)
             warn_of_pipeline_positions(config)
+            warn_of_image_scale(config)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -370,6 +372,7 @@ class Trainer:
             log_results(metrics.history, self.evaluator.samples)
             is_lora = config.lora_rank is not None
             log_commands(self.config, self.folder, self.num_steps, is_lora)
+            warn_of_image_scale(self.config, is_end=True)
             return
         reason = (
             stop.reason if stop.is_stopping else f"args.exit_interval={self.args.exit_interval}"
@@ -382,6 +385,7 @@ class Trainer:
             self._how_to_resume(),
         )
         log_results(metrics.history, self.evaluator.samples)
+        warn_of_image_scale(self.config, is_end=True)
 
     def _how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""

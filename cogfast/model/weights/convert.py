@@ -31,6 +31,7 @@ from cogfast.model.weights.lora.strength import header_only, lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
+from cogfast.model.weights.vae.image_scale import log_difference_of_run
 from cogfast.model.weights.verify import check_memory, verify_peft
 from cogfast.model.weights.verify import verify as verify_target
 from cogfast.schema.values import counted
@@ -81,6 +82,11 @@ def convert(
             "out"
         )
     source = open_source(source_path, ema)
+    # Files of a run may need code in diffusers' pipeline.
+    for run in (
+        filter(None, (source_path, merge_lora, add_lora)) if to in ("peft", "diffusers") else ()
+    ):
+        log_difference_of_run(Path(run))
     _refuse_unexpected(source, allow_unexpected)
     # Filled while the target is written, since merged weights are computed when they are read.
     rounding = MergeRounding(kind)

@@ -17,7 +17,9 @@ from omegaconf import OmegaConf
 from cogfast.config import Config, resolve
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
+from cogfast.model.weights.vae.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.weights.vae.names import read_vae_config
+from cogfast.schema.arguments import ModelArguments
 from cogfast.schema.json_files import Range, brief, read_json
 from cogfast.schema.merged_config import DEFAULT, refuse, to_dict
 from cogfast.schema.places import is_none
@@ -95,6 +97,21 @@ def read_scheduler(folder: Path) -> dict[str, Any] | None:
 def discretization_values(scheduler: dict[str, Any]) -> dict[str, float]:
     """Return the params of the discretization for the content of a scheduler_config.json."""
     return {param: scheduler.get(key, absent) for key, (param, absent) in _DISCRETIZATION.items()}
+
+
+def warn_of_image_scale(config: Config, is_end: bool = False) -> None:
+    """Warn if the first frame's scale is not that of diffusers' pipeline. is_end: of a run."""
+    model = ModelArguments.from_config(config)
+    if not model.noised_image_input:
+        return
+    patch, load = config.model.network_config.params.patch_size, config.args.get("load")
+    stock = stock_scale(not isinstance(patch, int) and patch[0] > 1, Path(load) if load else None)
+    text = difference(model.image_latent_scale, stock, model.scale_factor)
+    if text is not None and is_end:
+        code = pipeline_code(model.image_latent_scale, model.scale_factor)
+        logger.warning("%s; before sampling there: %s", text, code)
+    elif text is not None:
+        logger.warning("%s; model.image_latent_scale=%s is the same", text, stock)
 
 
 def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:

@@ -17,7 +17,8 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
-from cogfast.schema.arguments import TrainArguments
+from cogfast.model.weights.vae.image_scale import scale_of_run
+from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.values import counted
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
@@ -28,6 +29,7 @@ from cogfast.train.plan.activations import free_memory
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
+from cogfast.train.preflight.pipeline_folder import warn_of_image_scale
 from cogfast.train.run.folder import git
 from cogfast.train.sampling.flags import check_negative_prompt
 from cogfast.train.sampling.generate import Prompt, VideoMaker, write_samples
@@ -75,6 +77,9 @@ def sample(
     if groups.is_main:
         log_unused(config)
         warn_of_different_schedules(diffusion)
+        if weights is None:
+            warn_of_image_scale(config)
+        _warn_of_scale_of_loras(config, loras)
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     # Rounded and offloaded weights are for training; adapters are merged into the original ones.
@@ -166,6 +171,22 @@ def _refuse_results(out: Path) -> None:
         )
 
 
+def _warn_of_scale_of_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
+    """Warn of adapters that were trained with another scale of the first frame than this one."""
+    model = ModelArguments.from_config(config)
+    for lora in loras if model.noised_image_input else ():
+        trained = scale_of_run(Path(lora.path))
+        if trained is not None and trained[0] != model.image_latent_scale:
+            logger.warning(
+                "--lora %s was trained with model.image_latent_scale=%s, and this samples with %s; add "
+                "model.image_latent_scale=%s",
+                lora.path,
+                trained[0],
+                model.image_latent_scale,
+                trained[0],
+            )
+
+
 def _limit_decoding(
     encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
 ) -> DecodePlan:
@@ -226,6 +247,7 @@ def _settings(
         "num_frames": size.num_frames,
         "fps": size.fps,
         "scale_factor": maker.encoder.scale_factor,
+        "image_scale": maker.encoder.image_scale if maker.encoder.image_input else None,
         "decode_tile": plan.tile if plan is not None else None,
         "model_parallel_size": args.model_parallel_size,
         "context_parallel_size": args.context_parallel_size,

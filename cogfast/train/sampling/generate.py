@@ -136,10 +136,11 @@ class VideoMaker:
                 f"{missing[0]!r} has none; give --image, or prompt@@image lines"
             )
         if prompts[0].image is None:
-            latents = _stack([p.image_latents for p in prompts]).to(self.device).float()
+            given = _stack([p.image_latents for p in prompts]).to(self.device)
+            latents = self.encoder.scale_image(given)
         else:
             frames = _stack([p.image for p in prompts]).to(self.device)[:, :, None]
-            latents = self.encoder.encode_video(frames, self._random(prompts), "image_first_stage")
+            latents = self.encoder.encode_image(frames, self._random(prompts))
         return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
 
 

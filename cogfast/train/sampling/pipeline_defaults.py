@@ -15,6 +15,7 @@ from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
+from cogfast.model.weights.vae.image_scale import stock_scale
 from cogfast.model.weights.vae.names import read_vae_config
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.train.preflight.inferred import precision_values
@@ -75,6 +76,9 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
     if (folder / "vae" / "config.json").is_file():
         factor = read_vae_config(folder / "vae").scaling_factor
         values |= {} if factor is None else {"model.scale_factor": factor}
+        if family.member.has_image:
+            joins_frames = model.patch_size.joins_frames
+            values["model.image_latent_scale"] = stock_scale(joins_frames, folder)
     return file, [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 

@@ -18,6 +18,7 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
 )
+from diffusers.pipelines.cogvideo import pipeline_cogvideox_image2video
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file
@@ -27,7 +28,8 @@ from transformers import AutoTokenizer, T5EncoderModel
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
-from cogfast.schema.arguments import TrainArguments
+from cogfast.model.weights.vae.image_scale import pipeline_code, scale_of
+from cogfast.schema.arguments import ImageLatentScale, TrainArguments
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.sampling.sizes import sampled_sizes
 from cogfast.train.video_size import LatentSize
@@ -74,7 +76,8 @@ class Pipelines:
         return self.folder / family
 
     def load(self, family: str) -> CogVideoXPipeline:
-        pipeline = CogVideoXPipeline.from_pretrained(self.path(family))
+        kind = CogVideoXImageToVideoPipeline if "i2v" in family else CogVideoXPipeline
+        pipeline = kind.from_pretrained(self.path(family))
         pipeline.transformer.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -129,6 +132,8 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
             snr_shift_scale=3.0 if family == "2b" else 1.0,
         )
         kind = CogVideoXImageToVideoPipeline if "i2v" in family else CogVideoXPipeline
+        # As published.
+        vae.register_to_config(invert_scale_latents=family == "1.5_5b_i2v")
         kind(
             tokenizer=AutoTokenizer.from_pretrained(folder / "t5"),
             text_encoder=T5EncoderModel.from_pretrained(folder / "t5"),
@@ -235,6 +240,45 @@ def test_a_picture_and_a_pipeline_are_enough(
     assert decode_all(video).shape == shape
     assert settings["fps"] == (16 if family.startswith("1.5") else 8)
     assert settings["decode_tile"] is None
+
+
+@pytest.mark.parametrize("scale", ["trainer", "pretrained", "pipeline"])
+def test_each_scale_of_the_first_frame_gives_diffusers_latents(
+    scale: ImageLatentScale,
+    pipelines: Pipelines,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The code that a run logs at its end gives the stock pipeline of 1.5-I2V the run's scale."""
+    folder = pipelines.path("1.5_5b_i2v")
+    picture = Image.effect_noise(SIZE[::-1], 80).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    given = [folder, "--image", tmp_path / "a.png", *LATENTS, "args.sampling_num_frames=6"]
+    settings = sample(tmp_path / "own", *given, f"model.image_latent_scale={scale}")
+    assert ("latents have scale" in capsys.readouterr().err) == (scale != "pipeline")
+
+    def draw(output: object, generator: object) -> Tensor:
+        """cogfast's noise in the place of the generator's."""
+        found = output.latent_dist
+        noise = SlotRandom(0, 0, [SEED], 0).normal("image_first_stage", found.mean.shape)
+        return found.mean + found.std * noise
+
+    monkeypatch.setattr(pipeline_cogvideox_image2video, "retrieve_latents", draw)
+    pipe = pipelines.load("1.5_5b_i2v")
+    pixels = pipe.decode_latents(latents(tmp_path / "own").transpose(0, 1)[None])
+    exec(pipeline_code(scale, 0.7), {"pipe": pipe})
+    expected = pipelines.latents(pipe, 17, image=picture)
+    assert_close(latents(tmp_path / "own"), expected)
+    assert settings["image_scale"] == scale_of(scale, 0.7)
+    # What it decodes is as before.
+    assert_close(pipe.decode_latents(latents(tmp_path / "own").transpose(0, 1)[None]), pixels)
+    if scale == "pipeline":
+        sample(tmp_path / "alone", *given)  # as the folder's vae/config.json says
+        assert torch.equal(latents(tmp_path / "alone"), latents(tmp_path / "own"))
+    else:
+        plain = pipelines.latents(pipelines.load("1.5_5b_i2v"), 17, image=picture)
+        assert (plain - expected).norm() > 1e-3 * plain.norm()
 
 
 def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> None:

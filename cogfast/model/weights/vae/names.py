@@ -90,6 +90,7 @@ class VaeConfig:
     sample_height: Annotated[int, Range(16, 2**14)] = 480
     sample_width: Annotated[int, Range(16, 2**14)] = 720
     scaling_factor: Annotated[float, Range(1e-3, 1e3)] | None = None
+    invert_scale_latents: bool = False
     use_quant_conv: bool = False
     use_post_quant_conv: bool = False
 
