@@ -149,6 +149,36 @@ def test_image_latents_are_the_noised_first_frame(on_all_frames: bool) -> None:
     torch.testing.assert_close(conditioning.image_latents, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [SCALE, 1.0, 1 / SCALE])
+def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
+    """Pixels, pictures, latents of the data and those of a latent cache; clips keep theirs."""
+    sigma = (-3.0 + 0.5 * RNG.normal("image_noise_strength", (4, 1, 1, 1, 1))).exp()
+    batch = clips()
+    frame = batch["mp4"][:, :1].transpose(1, 2)
+    frame = frame + sigma * RNG.normal("image_noise", frame.shape)
+    z = pooled(frame) + STD * RNG.normal("image_first_stage", (4, 3, 1, 2, 2))
+    encoded = {
+        "encoded_videos": torch.randn(4, 3, 3, 2, 2),
+        "prompt_embedding": torch.randn(4, 2, 3),
+    }
+    cached = {
+        "noised_image_mean": pooled(frame)[:, None],  # as `encode_noised` keeps it: not scaled
+        "noised_image_logvar": torch.full((4, 1, 3, 1, 2, 2), 2 * math.log(STD)),
+    }
+    built = encoder(image_input=True, image_scale=scale)
+    for given in (
+        batch,
+        encoded | {"images": batch["mp4"][:, 0]},
+        encoded | {"image_latents": SCALE * z},
+        encoded | cached,
+    ):
+        latents, conditioning = built(given, RNG)
+        found = conditioning.image_latents[:, :, :1]
+        torch.testing.assert_close(found, scale * z, rtol=0, atol=1e-6)
+        plain, _ = encoder(image_input=True)(given, RNG)
+        assert torch.equal(latents, plain)
+
+
 def noised_by_hand(image: Tensor, key: str, variant: int) -> Tensor:
     """The frame [3, 1, H, W] of a cache's variant, of its key and its number alone."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from safetensors.torch import load_file
 
+from cogfast.cli.log_lines import start_logging
 from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
@@ -18,6 +20,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.weights.load import load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
+from cogfast.model.weights.vae.image_scale import scale_of_run
 from cogfast.train.trainer import Trainer
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import (
@@ -87,6 +90,40 @@ def test_checkpoints_hold_the_file_of_the_adapters(base: Path, tmp_path: Path) -
         layer = getattr(theirs.transformer_blocks[1].attn1, linear)
         torch.testing.assert_close(layer.get_delta_weight("default_0"), b @ a / RANK)
         assert b.abs().max() > 0
+
+
+def test_a_run_whose_first_frame_has_another_scale_than_the_pipelines_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """SAT's files have no such key: 1.5-I2V is trained with the trainers' scale."""
+    data = write_clips(tmp_path / "data")
+    plain = build_transformer(model_section("1.5_5b_i2v", data))
+    randomize(plain, seed=1)
+    save_as_sat(plain, tmp_path / "base")
+    options: Any = {"load": str(tmp_path / "base"), "train_iters": 1}
+    base = write_config(tmp_path / "base.yaml", data, "1.5_5b_i2v", RANK, **options)
+    start_logging()
+    losses_of, code = {}, "pipe.vae.register_to_config(invert_scale_latents=False)"
+    text = r"have scale 0.7 \(model.image_latent_scale=trainer\), but .* pipeline 1.43 \(pipeline\)"
+    for scale in ("trainer", "pipeline"):
+        given = [f"args.save={tmp_path / scale}"]
+        given += [f"model.image_latent_scale={scale}"] if scale == "pipeline" else []
+        Trainer(load_config([base], given)).train()
+        run = run_folder(tmp_path / scale)
+        losses_of[scale] = losses(run)
+        log = capsys.readouterr().err
+        assert len(re.findall(text, log)) == (2 if scale == "trainer" else 0), log
+        assert (code in log) == (scale == "trainer")
+        assert "LoRA: 16 adapter tensors start from their initial values" in log
+        assert "matrix_A" not in log and "with unknown names" not in log
+        convert(run, tmp_path / f"peft-{scale}", "peft")
+        assert (code in capsys.readouterr().err) == (scale == "trainer")
+        assert scale_of_run(run) == (scale, "pipeline", 0.7)
+    assert losses_of["trainer"] != losses_of["pipeline"]
+    # A run keeps its scale, and is sampled with it.
+    changed = [f"args.save={tmp_path / 'trainer'}", "args.resume=latest", "args.train_iters=2"]
+    with pytest.raises(ValueError, match="model.image_latent_scale: trainer -> pipeline"):
+        Trainer(load_config([base], [*changed, "model.image_latent_scale=pipeline"]))
 
 
 def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> None:
