@@ -86,6 +86,7 @@ def facts(config: Config) -> dict:
         "section": {
             **asdict(ModelArguments.from_config(config)),
             "latent_input": None,  # true in upstream's 1.5-5B, which its data sets cannot feed
+            "image_latent_scale": None,  # SAT has no such key
         },
         "levels": denoiser.table.values.tolist(),
         "denoiser": type(denoiser.scaling),
@@ -106,6 +107,13 @@ def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
     ours, theirs = facts(load_as_upstream(name)), facts(load_config([sat_configs / f"{name}.yaml"]))
     for key, value in theirs.items():
         assert ours[key] == value, key
+    scales = [
+        ModelArguments.from_config(config).image_latent_scale
+        for config in (load_as_upstream(name), load_config([sat_configs / f"{name}.yaml"]))
+    ]
+    # The released 1.5-I2V and diffusers' pipeline have another scale than SAT's trainer.
+    own = "pipeline" if name == "cogvideox1.5_5b_i2v" else "trainer"
+    assert scales == [own, "trainer"]
 
 
 @pytest.mark.parametrize("more", [("sft",), ("lora", "sft"), ("inference",), ("lora", "inference")])

@@ -132,7 +132,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
             snr_shift_scale=3.0 if family == "2b" else 1.0,
         )
         kind = CogVideoXImageToVideoPipeline if "i2v" in family else CogVideoXPipeline
-        # As published.
+        # Published folders have this key, too.
         vae.register_to_config(invert_scale_latents=family == "1.5_5b_i2v")
         kind(
             tokenizer=AutoTokenizer.from_pretrained(folder / "t5"),
@@ -271,7 +271,7 @@ def test_each_scale_of_the_first_frame_gives_diffusers_latents(
     expected = pipelines.latents(pipe, 17, image=picture)
     assert_close(latents(tmp_path / "own"), expected)
     assert settings["image_scale"] == scale_of(scale, 0.7)
-    # What it decodes is as before.
+    # Decoding is as before.
     assert_close(pipe.decode_latents(latents(tmp_path / "own").transpose(0, 1)[None]), pixels)
     if scale == "pipeline":
         sample(tmp_path / "alone", *given)  # as the folder's vae/config.json says

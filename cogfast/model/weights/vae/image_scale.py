@@ -17,7 +17,7 @@ from cogfast.schema.json_files import check
 
 logger = logging.getLogger(__name__)
 
-# What a run's manifest says about it; runs before this key had the scale of the trainers.
+# The keys of a run's manifest that it depends on.
 _MODEL = {
     "scale_factor": float,
     "noised_image_input": bool,
@@ -75,6 +75,7 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
     if not model.get("noised_image_input"):
         return None
     model = check(model, _MODEL, f"{checkpoint}/manifest.json")
+    # Runs from before the key have the trainers' scale.
     name = model.get("image_latent_scale", "trainer")
     name = check(name, ImageLatentScale, f"{checkpoint}/manifest.json: image_latent_scale")
     patch = model["network_config"]["params"]["patch_size"]
