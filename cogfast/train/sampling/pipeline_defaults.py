@@ -7,6 +7,7 @@ pipeline.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from cogfast.train.preflight.pipeline_folder import (
     discretization_values,
     read_scheduler,
 )
+
+logger = logging.getLogger(__name__)
 
 # configs/ in the source tree and in an installed package
 _CONFIGS = (
@@ -62,6 +65,10 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
         raise ValueError(
             f"{folder}: the model has {model.in_channels} input channels for {model.out_channels} of "
             f"output: {known}; use a CogVideoX model"
+        )
+    if family.is_derived:
+        logger.warning(
+            "%s: %s; it is taken for %s", folder, family.maybe_derived, family.member.name
         )
     files = [place / Path(family.member.config_file).name for place in _CONFIGS]
     file = next((path for path in files if path.is_file()), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,15 +100,19 @@ def test_the_class_of_the_pipeline_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_say_what_a_file_may_be(
-    family: str, changes: dict, named: str, tmp_path: Path
+    family: str, changes: dict, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not that it is an image-to-video model, which needs a checkpoint of the same model."""
     found = Family.of_config(replace(FAMILY[family], **changes))
     config = FAMILY["1.5_5b_i2v" if family.startswith("1.5") else "5b_i2v"]
     with pytest.raises(ValueError, match=f"a model derived from .*{named}"):
         check_family("args.load=x", found, config)
-    if changes["in_channels"] != 32:
-        folder = write(tmp_path, family, **changes)
+    folder = write(tmp_path, family, **changes)
+    if changes["in_channels"] == 32:
+        # As a model of the user's own may be.
+        find_config(folder)
+        assert re.search(f"{named}.*; it is taken for CogVideoX", caplog.text)
+    else:
         with pytest.raises(ValueError, match=f"has {changes['in_channels']} input .*{named}"):
             find_config(folder)
 
@@ -126,3 +131,19 @@ def test_unknown_tensors_have_a_warning_of_their_own(
     assert warning.levelno == logging.WARNING
     assert "1 tensor with unknown names" in warning.message
     assert "local_face_extractor.weight" in warning.message
+
+
+def test_a_whole_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "5b") / "transformer"
+    file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    shard = "diffusion_pytorch_model-00001-of-00001.safetensors"
+    save_file(tensors, folder / shard)
+    index = {"weight_map": dict.fromkeys(tensors, shard)}
+    (folder / f"{file.name}.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match=f"has {file.name}, which holds a whole .* keep the files of one"
+    ):
+        open_source(tmp_path)
+    file.unlink()
+    open_source(tmp_path)

@@ -104,7 +104,15 @@ def _index_of(folder: Path) -> dict[str, str] | None:
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if not indexes:
         return None
-    return read_json(indexes[0], {"weight_map": dict[str, InsideName]})["weight_map"]
+    index = read_json(indexes[0], {"weight_map": dict[str, InsideName]})["weight_map"]
+    # Programs differ in which of the two they read.
+    whole = indexes[0].name.removesuffix(".index.json")
+    if whole not in index.values() and (folder / whole).is_file():
+        raise ValueError(
+            f"{folder}: has {whole}, which holds a whole model, and {brief(indexes[0].name)}, which names "
+            "other files; keep the files of one"
+        )
+    return index
 
 
 def _files_of(folder: Path, index: dict[str, str] | None) -> list[Path]:
