@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_file
+from cogfast.model.weights.source import check_finite, check_tensors, first_of
 from cogfast.schema.json_files import InsideName, Range, brief, read_json
+from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,9 @@ _NORM_EPS = 1e-6
 
 # transformers can build T5's tokenizer from either file.
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
+# The tokens that T5's tokenizers have beside their vocabulary; mT5's extra ids begin with a space.
+_ADDED_TOKEN = re.compile(r"<pad>|</s>|<unk>|▁?<extra_id_\d{1,3}>")
+_PADDING_ID = 0
 _Tokenizer = Literal[
     "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
 ]
@@ -129,12 +136,23 @@ class T5TextEncoder(_PaddedT5):
 
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
-        _check_settings(Path(weights), Path(vocabulary))
+        has_safetensors = _check_settings(Path(weights), Path(vocabulary))
         # The folder may have been downloaded: none of its code may run.
         given = {"local_files_only": True, "trust_remote_code": False}
         self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
         _check_vocabulary(self.tokenizer, vocabulary)
-        self.transformer = _read(T5EncoderModel.from_pretrained, weights, **given, dtype=dtype)
+        self.transformer, report = _read(
+            T5EncoderModel.from_pretrained,
+            weights,
+            **given,
+            dtype=dtype,
+            use_safetensors=has_safetensors,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report has them
+        )
+        _check_complete(report, weights)
+        for name, weight in self.transformer.named_parameters():
+            check_finite(weights, name, weight)
         self.padding_id: int = self.tokenizer.pad_token_id
         self.folder = vocabulary
         # A vocabulary of another model fails here and not in the first step.
@@ -170,7 +188,7 @@ class T5TextEncoder(_PaddedT5):
             return len(self.tokenizer(caption)["input_ids"])
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self.transformer(input_ids=ids).last_hidden_state
+        return self.transformer(input_ids=ids)[0]  # a tuple if config.json has return_dict: false
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
@@ -431,6 +449,7 @@ class _T5Config:
     relative_attention_max_distance: Annotated[int, Range(1, 2**16)] = 128
     layer_norm_epsilon: Annotated[float, Range(1e-12, 1e-2)] = 1e-6
     feed_forward_proj: Literal["relu", "gated-gelu", "gelu", "gated-silu"] = "relu"
+    is_decoder: Literal[False] = False
 
     @property
     def num_parameters(self) -> int:
@@ -442,10 +461,12 @@ class _T5Config:
 @dataclass(frozen=True, slots=True)
 class _TokenizerConfig:
     tokenizer_class: _Tokenizer | None = None
+    extra_ids: Annotated[int, Range(0, 100)] = 100
 
 
-def _check_settings(weights: Path, vocabulary: Path) -> None:
-    """Raise ValueError if the folder's files name another class or sizes that its weights lack."""
+def _check_settings(weights: Path, vocabulary: Path) -> bool:
+    """Return whether the weights are in safetensors files. ValueError if the folder's files name
+    another class, sizes that its weights lack, or tensors that are no weights of a T5."""
     # transformers builds whatever class and sizes config.json names, before it reads the weights.
     config = read_json(weights / "config.json", _T5Config)
     files = [*weights.glob("*.safetensors"), *weights.glob("*.bin")]
@@ -459,6 +480,39 @@ def _check_settings(weights: Path, vocabulary: Path) -> None:
         read_json(index, {"weight_map": dict[str, InsideName]})
     if (vocabulary / "tokenizer_config.json").exists():
         read_json(vocabulary / "tokenizer_config.json", _TokenizerConfig)
+    # transformers takes the single file if there is an index, too.
+    single = weights / "model.safetensors"
+    if single.is_file() or (weights / "model.safetensors.index.json").is_file():
+        found = SafetensorsFiles(single if single.is_file() else weights)
+        names = found.names()
+        shapes = {name: found.shape(name) for name in names}
+        check_tensors(weights, shapes, {name: found.dtype(name) for name in names})
+        return True
+    pickled = sorted(weights.glob("pytorch_model*.bin"))
+    for file in pickled:
+        # Scans the pickle before transformers reads it.
+        tensors = only_tensors(file, read_torch_file(file))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_tensors(file, shapes, {name: tensor.dtype for name, tensor in tensors.items()})
+    return False if pickled else None
+
+
+def _check_complete(report: Mapping[str, Any], folder: str) -> None:
+    """Raise ValueError if weights do not fit their config.json. report: transformers' loading info."""
+    # T5's decoder is left out by transformers, but not the last layer behind it.
+    unknown = {name for name in report["unexpected_keys"] if not name.startswith("lm_head.")}
+    resized = {name for name, *_ in report["mismatched_keys"]}
+    found = {"missing": report["missing_keys"], "unknown": unknown, "of another shape": resized}
+    wrong = [
+        f"{counted(len(names), 'tensor')} {what} ({first_of(sorted(names))})"
+        for what, names in found.items()
+        if names
+    ]
+    if wrong:
+        raise ValueError(
+            f"model_dir={folder}: its weights are not those of its config.json: {', '.join(wrong)}; "
+            "copy the folder again"
+        )
 
 
 @contextmanager
@@ -477,22 +531,48 @@ def _panics_as_errors(folder: str) -> Iterator[None]:
 
 def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
     """Call transformers' loader and turn its errors about damaged files into one ValueError."""
+    from transformers.utils import logging as their_logging
+
+    level = their_logging.get_verbosity()
     with _panics_as_errors(folder):
         try:
+            # Its table of missing tensors would be repeated by our error.
+            their_logging.set_verbosity_error()
             return load(folder, **given)
         except Exception as error:  # the loaders of its file formats raise errors of many types
             reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
             raise ValueError(
                 f"model_dir={folder}: transformers cannot read it ({reason}); copy the folder again"
             ) from None
+        finally:
+            their_logging.set_verbosity(level)
 
 
 def _check_vocabulary(tokenizer, folder: str) -> None:
-    """Raise ValueError for a vocabulary in which plain words are unknown."""
+    """Raise ValueError for a vocabulary in which plain words are unknown, and for a tokenizer that
+    does not end a caption with </s> and pad it with <pad> on the right, as T5's does."""
     with _panics_as_errors(folder):
         ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
+        ended = tokenizer("a video of the sea")["input_ids"]
     if not ids or tokenizer.unk_token_id in ids:
         raise ValueError(
             f"model_dir={folder}: its vocabulary lacks plain English words, which become "
             "<unk>; copy spiece.model or tokenizer.json from the T5 download into the folder"
+        )
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    odd = [token for token in added if not _ADDED_TOKEN.fullmatch(token)]
+    sides, padding = {tokenizer.padding_side, tokenizer.truncation_side}, tokenizer.pad_token
+    wrong = None
+    if odd:
+        wrong = f"added tokens such as {brief(odd[0])!r}"
+    elif sides != {"right"}:
+        wrong = "padding or truncation on the left"
+    elif padding != "<pad>" or tokenizer.pad_token_id != _PADDING_ID:
+        wrong = f"the padding {brief(str(padding))!r}, token {tokenizer.pad_token_id}"
+    elif ended != [*ids, _END]:
+        wrong = f"tokens {ended} for a caption of {ids}"
+    if wrong is not None:
+        raise ValueError(
+            f"model_dir={folder}: its tokenizer has {wrong}; T5's appends </s> = {_END} and pads with "
+            f"<pad> = {_PADDING_ID} on the right; copy the tokenizer's files of the T5 download again"
         )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
+import math
 import shutil
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from cogfast.model.text_encoder import ByteTextEncoder, T5TextEncoder
@@ -18,6 +22,7 @@ from tests.support.tiny_run import launch_ranks
 
 CAPTIONS = ["a red circle moves right", "", "the sea, the sea, the sea " * 20]
 MAX_LENGTH = 24
+ATTENTION = "encoder.block.1.layer.0.SelfAttention"
 CORPUS = [
     "a red circle moves right and a blue square moves left",
     "a video of the sea at night, with waves that break on the rocks",
@@ -128,7 +133,6 @@ def test_a_vocabulary_beyond_the_encoder_is_refused(t5_folder: Path, tmp_path: P
     """An embedding of a row that is not there would end in a traceback or, on a GPU, in the process."""
     folder = tmp_path / "t5"
     shutil.copytree(t5_folder, folder)
-    (folder / "spiece.model").write_bytes(b"")
     encoder = T5EncoderModel(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1))
     encoder.save_pretrained(folder)
     with pytest.raises(ValueError, match=r"its vocabulary has the token \d+, the encoder has 20;"):
@@ -179,6 +183,116 @@ def test_folders_without_a_t5_are_refused(what: str, t5_folder: Path, tmp_path: 
         shutil.copy(t5_folder / "spiece.model", tmp_path)
         with pytest.raises(ValueError, match="model_dir=.* has no config.json"):
             T5TextEncoder(str(tmp_path))
+
+
+Change = Callable[[dict[str, torch.Tensor]], object]
+# What weights may have wrong: the change of the tensors, and the error.
+WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
+    "a tensor is missing": (
+        lambda w: w.pop(f"{ATTENTION}.q.weight"),
+        r"1 tensor missing \(encoder.block.1.layer.0.SelfAttention.q.weight\)",
+    ),
+    "more layers": (
+        lambda w: w.update({"encoder.block.2.layer.0.layer_norm.weight": torch.ones(32)}),
+        r"1 tensor unknown \(encoder.block.2.layer.0.layer_norm.weight\)",
+    ),
+    "another width": (
+        lambda w: w.update({f"{ATTENTION}.k.weight": torch.zeros(32, 31)}),
+        r"1 tensor of another shape \(encoder.block.1.layer.0.SelfAttention.k",
+    ),
+    "integers": (
+        lambda w: w.update({f"{ATTENTION}.k.weight": torch.ones(32, 32, dtype=torch.int8)}),
+        r"SelfAttention.k.weight is (I8|int8), but weights must be",
+    ),
+    "complex": (
+        lambda w: w.update({f"{ATTENTION}.k.weight": torch.zeros(32, 32, dtype=torch.complex64)}),
+        r"SelfAttention.k.weight is (C64|complex64), but weights must be",
+    ),
+    "NaN": (
+        lambda w: w["shared.weight"][3].fill_(math.nan),
+        r"shared.weight has 32 of 6144 numbers that are NaN or infinite",
+    ),
+    "infinity": (
+        lambda w: w["encoder.final_layer_norm.weight"][0].fill_(-math.inf),
+        r"final_layer_norm.weight has 1 of 32 numbers",
+    ),
+    "escapes": (
+        lambda w: w.update({"\x1b]0;pwned\x07\x1b[31m evil": torch.ones(2)}),
+        r"\?\]0;pwned\?\?\[31m evil is not a tensor's name",
+    ),
+    "nothing": (lambda w: w.clear(), r"tensors missing|truncated or damaged"),
+}
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("what", WRONG_WEIGHTS)
+def test_weights_that_are_not_those_of_the_config_are_refused(
+    what: str, ending: str, t5_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers gives random values to what is missing and casts what is no float."""
+    folder = shutil.copytree(t5_folder, tmp_path / "t5")
+    weights = load_file(folder / "model.safetensors")
+    change, error = WRONG_WEIGHTS[what]
+    if ending == "bin":
+        (folder / "model.safetensors").unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+        # Enough bytes for the sizes of config.json, which are checked first.
+        (folder / "unused.safetensors").write_bytes(bytes(200_000))
+    change(weights)
+    if ending == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        if what == "nothing":
+            (folder / "model.safetensors").write_bytes(bytes(200_000))
+    with pytest.raises(ValueError, match=error) as caught:
+        T5TextEncoder(str(folder), max_length=MAX_LENGTH)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    printed = "".join(capfd.readouterr())
+    assert "LOAD REPORT" not in printed and "pwned" not in printed
+
+
+def test_a_whole_t5_in_both_formats_is_read_from_safetensors(
+    t5_folder: Path, tmp_path: Path
+) -> None:
+    """A download of the whole T5 has its decoder and last layer, too. A pickle beside it is not read."""
+    expected = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)(CAPTIONS)
+    folder = shutil.copytree(t5_folder, tmp_path / "t5")
+    weights = load_file(folder / "model.safetensors")
+    more = {"lm_head.weight": torch.ones(2), "decoder.final_layer_norm.weight": torch.ones(2)}
+    save_file(weights | more, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
+    # Its key would make the encoder return a tuple.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    assert torch.equal(T5TextEncoder(str(folder), max_length=MAX_LENGTH)(CAPTIONS), expected)
+    (folder / "model.safetensors").unlink()
+    torch.save(weights | more, folder / "pytorch_model.bin")
+    assert torch.equal(T5TextEncoder(str(folder), max_length=MAX_LENGTH)(CAPTIONS), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    {
+        "left": ({"padding_side": "left"}, "padding or truncation on the left"),
+        "pad token": ({"pad_token": "</s>"}, "the padding '</s>', token 1"),
+        "a new pad token": ({"pad_token": "<sea>"}, "'<sea>'"),
+        "an added word": (
+            {"added_tokens_decoder": {"9": {"content": "sea", "special": False}}},
+            "added tokens such as 'sea'",
+        ),
+        "extra ids": ({"extra_ids": 10_000_000}, "extra_ids=10000000 must be .* from 0 to 100"),
+    }.values(),
+    ids=str,
+)
+def test_a_tokenizer_with_other_settings_than_t5s_is_refused(
+    settings: dict, error: str, t5_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(t5_folder, tmp_path / "t5")
+    settings = {"tokenizer_class": "T5Tokenizer"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=error):
+        T5TextEncoder(str(folder), max_length=MAX_LENGTH)
 
 
 def test_byte_encoder_reads_utf8_bytes() -> None:
