@@ -285,6 +285,86 @@ def test_incomplete_lora_files_are_refused(tmp_path: Path) -> None:
         write_peft(source, folder)
 
 
+QUERY = "transformer_blocks.0.attn1.to_q"
+# What adapter_config.json says, and the error if the file of 4 targets and rank 4 contradicts it.
+CONTRADICTIONS: dict[str, tuple[dict, str]] = {
+    "rank": ({"r": 8}, "r=8 for transformer_blocks.1.attn1.to_v, whose matrices have rank 4"),
+    "rank pattern": ({"r": 4, "rank_pattern": {"0.attn1.to_q": 2}}, f"r=2 for {QUERY}, whose"),
+    "DoRA": ({"use_dora": True}, "use_dora=true, but the file has no magnitudes"),
+    "excluded": (
+        {"exclude_modules": ["attn1.to_k"]},
+        r"exclude_modules=\['attn1.to_k'\], but .*to_k",
+    ),
+    "excluded pattern": ({"exclude_modules": ".*to_k"}, "exclude_modules='?.*to_k'?, but .*to_k"),
+    "layers": ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\], but .*blocks.1.attn1"),
+    "whole modules": ({"modules_to_save": ["proj_out"]}, r"modules_to_save=\['proj_out'\], which"),
+    "bias": ({"bias": "all"}, "bias=all, but the file has no bias"),
+    "target": (
+        {"target_modules": ["to_q", "proj_out"]},
+        "that include proj_out, which the file lacks",
+    ),
+    "one target": (
+        {"target_modules": ["to_q", "transformer_blocks.2.attn1.to_q"]},
+        "that include transformer_blocks.2.attn1.to_q, which",
+    ),
+    "patterns": (
+        {"alpha_pattern": {f"to_q{i}": 1 for i in range(2001)}},
+        "more than 2000 patterns",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_settings_that_the_file_contradicts_are_refused(what: str, tmp_path: Path) -> None:
+    settings, error = CONTRADICTIONS[what]
+    source = source_of(tiny("5b", lora_rank=4), 4.0)
+    file = write_peft(source, tmp_path / "ours")
+    with safe_open(file, framework="pt") as opened:
+        header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    plain = {"r": 4, "lora_alpha": 4, "target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}
+    plain |= {
+        "bias": "none",
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "rank_pattern": {},
+    }
+    # Names that the model does not have are harmless, as in PEFT.
+    plain["target_modules"] += ["add_k_proj"]
+    tensors = load_file(file)
+    for is_header in (True, False):
+        folder, metadata = tmp_path / str(is_header), {}
+        folder.mkdir()
+        for given, match in ((plain, None), (plain | settings, error)):
+            if is_header:
+                stored = header | {f"transformer.{key}": value for key, value in given.items()}
+                metadata = {"lora_adapter_metadata": json.dumps(stored)}
+            else:
+                (folder / "adapter_config.json").write_text(json.dumps(given))
+            save_file(tensors, folder / FILE_NAME, metadata)
+            if match is None:
+                assert open_peft(folder).lora_alpha == 4
+                continue
+            with pytest.raises(ValueError, match=match):
+                open_peft(folder)
+
+
+def test_a_module_that_the_header_lists_and_two_adapters(tmp_path: Path) -> None:
+    source = source_of(tiny("5b", lora_rank=4), 4.0)
+    file = write_peft(source, tmp_path / "ours")
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    save_file({k: t for k, t in tensors.items() if QUERY not in k}, file, metadata)
+    with pytest.raises(
+        ValueError, match=f"target_modules that include {QUERY}, which the file lacks"
+    ):
+        open_peft(file)
+    again = {k.replace("lora_A", "lora_A.second"): t.clone() for k, t in tensors.items()}
+    save_file(tensors | again, file)
+    with pytest.raises(ValueError, match="lora_A.* belong to the same linear, .* several adapters"):
+        open_peft(file)
+
+
 def test_header_names_ranks_that_differ(tmp_path: Path) -> None:
     source = source_of(tiny("5b", lora_rank=4), 1.5)
     name = "blocks.0.attention.out.matrix_{}.0"

@@ -11,11 +11,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,14 +33,17 @@ from cogfast.model.weights.lora.strength import (
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import Range, brief, check, parse_json, read_json
-from cogfast.schema.values import counted
+from cogfast.schema.values import counted, show
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _HEADER_KEY = "lora_adapter_metadata"
 _COMPONENT = "transformer."  # prefix of every name: the pipeline's component
 _PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
+_T = TypeVar("_T")
 _Alpha = Annotated[float, Range(1e-6, 1e6)]
+_Rank = Annotated[int, Range(1, 2**16)]
+_MOST_BLOCKS, _MOST_PATTERNS = 1000, 2000  # whose linears are looked for, and of a setting
 _NO_ALPHA = (
     " (stores no alpha: strength 1; change it with cogfast convert --to peft --lora-alpha X)"
 )
@@ -94,7 +97,7 @@ def open_peft(path: str | Path) -> WeightSource:
     # kohya's scripts store an alpha beside each pair, as a tensor.
     alpha_keys = {key: match for key in keys if (match := _ALPHA.fullmatch(key))}
     alphas = {_plain_module(m["module"]): _number(file, files, k) for k, m in alpha_keys.items()}
-    found = _Keys.of([key for key in keys if key not in alpha_keys])
+    found = _Keys.of([key for key in keys if key not in alpha_keys], file)
     if not found.ours:
         raise ValueError(
             f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
@@ -103,7 +106,9 @@ def open_peft(path: str | Path) -> WeightSource:
         )
     shapes = {name: files.shape(key) for name, key in found.ours.items()}
     _check_pairs(file, found, shapes)
-    settings = _settings(file, files.metadata)
+    where, settings = _settings(file, files.metadata)
+    if settings is not None:
+        _check_settings(where, settings, found, shapes)
     strengths = {}
     for name in sorted(shapes):
         if ".matrix_B." in name:
@@ -224,16 +229,8 @@ class _Keys:
     unexpected: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, keys: Sequence[str]) -> _Keys:
-        found = cls()
-        blocks = {
-            m[1] for key in keys for m in [re.search(r"transformer_blocks\.(\d+)\.", key)] if m
-        }
-        parts = {}
-        for linear in _LINEARS:
-            # Linears outside of the blocks have no {i}: one round finds them, also without blocks.
-            for ours in {linear.replace("{i}", i) for i in blocks | {"0"}}:
-                parts |= {theirs: (ours, i) for i, theirs in enumerate(linear_parts(ours))}
+    def of(cls, keys: Sequence[str], file: Path) -> _Keys:
+        found, parts = cls(), _parts(filter(None, map(_block_of, keys)))
         for key in keys:
             match = next((m for m in (s.fullmatch(key) for s in _SPELLINGS) if m), None)
             if match is None or (module := _plain_module(match["module"])) not in parts:
@@ -241,9 +238,32 @@ class _Keys:
                 continue
             ours, part = parts[module]
             name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
+            if name in found.ours:
+                raise ValueError(
+                    f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
+                    "file has several adapters; give a file with one"
+                )
             found.ours[name] = key
             found.modules[name] = module
         return found
+
+
+def _block_of(name: str) -> str | None:
+    """Return the number of the block in a key or a linear's name."""
+    match = re.search(r"transformer_blocks\.(\d+)\.", name)
+    return None if match is None else match[1]
+
+
+def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Return {diffusers' linear: (cogfast's linear, index of the part)} of these blocks and of the
+    linears outside of blocks."""
+    parts: dict[str, tuple[str, int]] = {}
+    numbers = {*blocks, "0"}
+    for linear in _LINEARS:
+        # Linears outside of the blocks have no {i}: one round finds them, also without blocks.
+        for ours in {linear.replace("{i}", i) for i in numbers}:
+            parts |= {theirs: (ours, i) for i, theirs in enumerate(linear_parts(ours))}
+    return parts
 
 
 def _plain_module(name: str) -> str:
@@ -297,16 +317,26 @@ def _partner(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The settings of peft.LoraConfig that decide strengths, with its defaults."""
+    """The settings of peft.LoraConfig that decide strengths, with its defaults, and those that the
+    tensors must agree with."""
 
     peft_type: Literal["LORA"] | None = "LORA"
     lora_alpha: _Alpha = 8.0
     alpha_pattern: dict[str, _Alpha] | None = None
     use_rslora: bool | None = False
+    r: _Rank | None = None
+    rank_pattern: dict[str, _Rank] | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    modules_to_save: list[str] | None = None
+    bias: str | None = None
+    use_dora: bool | None = False
 
 
-def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
-    """Return PEFT's settings from the header, else from adapter_config.json; None if there are none."""
+def _settings(file: Path, header: Mapping[str, str]) -> tuple[str, _Settings | None]:
+    """Return the name and content of PEFT's settings in the header, else in adapter_config.json; None
+    if there are none."""
     if _HEADER_KEY in header:
         where = f"{file}: {_HEADER_KEY}"
         found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
@@ -317,12 +347,23 @@ def _settings(file: Path, header: Mapping[str, str]) -> _Settings | None:
     else:
         where = str(file.parent / _PEFT_SETTINGS)
         settings = read_json(where, _Settings) if Path(where).is_file() else None
-    for pattern in (settings.alpha_pattern if settings is not None else None) or {}:
-        _check_pattern(pattern, where)
-    return settings
+    if settings is not None:
+        excluded = settings.exclude_modules
+        for key, patterns in {
+            "alpha_pattern": settings.alpha_pattern,
+            "rank_pattern": settings.rank_pattern,
+            "exclude_modules": [excluded] if isinstance(excluded, str) else [],
+        }.items():
+            if len(patterns or ()) > _MOST_PATTERNS:
+                raise ValueError(
+                    f"{where}: {key} has more than {_MOST_PATTERNS} patterns; copy it again"
+                )
+            for pattern in patterns or ():
+                _check_pattern(key, pattern, where)
+    return where, settings
 
 
-def _check_pattern(pattern: str, where: str) -> None:
+def _check_pattern(key: str, pattern: str, where: str) -> None:
     """Raise ValueError for a regular expression whose matching could take exponential time."""
     is_simple = len(re.findall(r"[*+?{]", pattern)) <= 3 and not re.search(r"\)[*+?{]", pattern)
     try:
@@ -331,7 +372,7 @@ def _check_pattern(pattern: str, where: str) -> None:
         is_simple = False
     if not is_simple or len(pattern) > 200:
         raise ValueError(
-            f"{where}: alpha_pattern has {brief(pattern)!r}, which must be a regular expression with "
+            f"{where}: {key} has {brief(pattern)!r}, which must be a regular expression with "
             "at most three repetitions and none of a group; write the modules' names"
         )
 
@@ -341,9 +382,75 @@ def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
     if settings is None:
         # Strength 1, as in diffusers.
         return float(rank)
-    alpha = settings.lora_alpha
-    for pattern, special in (settings.alpha_pattern or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):  # as peft.utils.other.get_pattern_key
-            alpha = special
-            break
+    alpha = _in_pattern(module, settings.alpha_pattern, settings.lora_alpha)
     return alpha * math.sqrt(rank) if settings.use_rslora else alpha
+
+
+def _in_pattern(module: str, patterns: Mapping[str, _T] | None, default: _T) -> _T:
+    """Return the value of the first pattern that matches a linear."""
+    for pattern, special in (patterns or {}).items():
+        if _compiled(pattern).match(module):
+            return special
+    return default
+
+
+@lru_cache(maxsize=_MOST_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")  # as peft.utils.other.get_pattern_key
+
+
+def _is_named(module: str, names: Container[str] | str) -> bool:
+    """Return whether PEFT's exclude_modules or target_modules, a pattern or a set of ends of names,
+    name a linear."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    parts = module.split(".")
+    return any(".".join(parts[i:]) in names for i in range(len(parts)))
+
+
+def _check_settings(
+    where: str, settings: _Settings, found: _Keys, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError if the file does not have the tensors that its settings describe."""
+    wrong = None
+    for name, module in found.modules.items():
+        rank = _in_pattern(module, settings.rank_pattern, settings.r)
+        if ".matrix_A." in name and rank not in (None, shapes[name][0]):
+            wrong = f"r={rank} for {module}, whose matrices have rank {shapes[name][0]}"
+    held = set(found.modules.values())
+    excluded = settings.exclude_modules or ()
+    excluded = excluded if isinstance(excluded, str) else frozenset(excluded)
+    layers = settings.layers_to_transform
+    layers = {layers} if isinstance(layers, int) else None if layers is None else set(layers)
+    is_left_out = lambda module: (
+        _is_named(module, excluded)
+        or (
+            layers is not None
+            and (block := _block_of(module)) is not None
+            and int(block) not in layers
+        )
+    )
+    extra = sorted(filter(is_left_out, held))
+    if extra:
+        key = "layers_to_transform"
+        if _is_named(extra[0], excluded):
+            key = "exclude_modules"
+        wrong = f"{key}={brief(show(getattr(settings, key)))}, but the file adapts {extra[0]}"
+    targets = settings.target_modules
+    if isinstance(targets, list):  # a single string is a pattern, which need not match all linears
+        blocks = {int(block) for block in map(_block_of, [*held, *targets]) if block}
+        ends = frozenset(targets)
+        for module in _parts(map(str, range(min(max(blocks, default=0) + 1, _MOST_BLOCKS)))):
+            # Not all models have the offset's embedding.
+            is_wanted = _is_named(module, ends) and not module.startswith("ofs_embedding")
+            if is_wanted and module not in held and not is_left_out(module):
+                wrong = f"target_modules that include {module}, which the file lacks"
+    for name in (settings.modules_to_save or ())[:100]:
+        if not any(name in key for key in found.unexpected):
+            wrong = f"modules_to_save={brief(show(settings.modules_to_save))}, which the file lacks"
+    if settings.bias not in (None, "none") and not any("bias" in k for k in found.unexpected):
+        wrong = f"bias={brief(settings.bias or '')}, but the file has no bias"
+    if settings.use_dora:
+        wrong = "use_dora=true, but the file has no magnitudes of DoRA"
+    if wrong is not None:
+        raise ValueError(f"{where}: has {wrong}; copy the LoRA's files again")
