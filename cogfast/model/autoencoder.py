@@ -26,7 +26,7 @@ from cogfast.core.shapes import (
     num_pixel_frames,
 )
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
-from cogfast.model.weights.source import check_tensors, first_of
+from cogfast.model.weights.source import check_finite, check_tensors, first_of
 from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
 from cogfast.schema.sat_network import autoencoder_sizes
 from cogfast.schema.values import counted
@@ -353,7 +353,8 @@ def video_autoencoder_from_sat(
 def _load(
     inner: nn.Module, state: dict[str, Tensor], where: str, fix: str, dtype: torch.dtype
 ) -> None:
-    """Load copies of all tensors in `dtype`. ValueError for missing or unexpected tensors."""
+    """Load copies of all tensors in `dtype`. ValueError for missing or unexpected tensors, and for
+    numbers that are not finite."""
     wanted = inner.state_dict()
     missing = [name for name in wanted if name not in state]
     unexpected = [name for name in state if name not in wanted]
@@ -371,7 +372,8 @@ def _load(
                 f"{list(wanted[name].shape)}; set ch, ch_mult and num_res_blocks to the checkpoint's"
             )
     # Copy: a file's tensors may share memory, and a memory-mapped file may be moved or deleted.
-    inner.load_state_dict({k: v.to(dtype, copy=True) for k, v in state.items()}, assign=True)
+    copies = {k: check_finite(where, k, v).to(dtype, copy=True) for k, v in state.items()}
+    inner.load_state_dict(copies, assign=True)
 
 
 def _count(names: Sequence[str]) -> str:

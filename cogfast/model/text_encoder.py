@@ -464,7 +464,7 @@ class _TokenizerConfig:
     extra_ids: Annotated[int, Range(0, 100)] = 100
 
 
-def _check_settings(weights: Path, vocabulary: Path) -> bool:
+def _check_settings(weights: Path, vocabulary: Path) -> bool | None:
     """Return whether the weights are in safetensors files. ValueError if the folder's files name
     another class, sizes that its weights lack, or tensors that are no weights of a T5."""
     # transformers builds whatever class and sizes config.json names, before it reads the weights.

@@ -24,7 +24,8 @@ _LINE = _FONT_SIZE + 4
 
 
 def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
-    """Convert a video to uint8 [F, H, W, 3], from the same or from [3, F, H, W] in [-1, 1]."""
+    """Convert a video to uint8 [F, H, W, 3], from the same or from [3, F, H, W] in [-1, 1]. ValueError
+    for numbers that are not finite."""
     if isinstance(video, np.ndarray):
         video = torch.from_numpy(video)
     if video.dtype == torch.uint8:
@@ -34,7 +35,13 @@ def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
     if video.ndim != 4 or video.shape[0] != 3:
         raise ValueError(f"video of shape {list(video.shape)}; give [3, F, H, W] in [-1, 1]")
     # Truncation instead of rounding would darken the video by half a level.
-    levels = video.detach().float().cpu().clamp(-1, 1).add(1).mul(127.5).round()
+    pixels = video.detach().float().cpu()
+    if pixels.numel() and not all(extreme.isfinite() for extreme in pixels.aminmax()):
+        raise ValueError(
+            "the video has NaN or infinite pixels: its weights are damaged, or overflow in fp16; check "
+            "them, or sample in bf16 or float32"
+        )
+    levels = pixels.clamp(-1, 1).add(1).mul(127.5).round()
     return levels.to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
 

@@ -19,8 +19,12 @@ def open_source(path: Path, ema: bool | None = False) -> WeightSource:
     path: a SAT folder, one iteration of it or its .pt file; a diffusers pipeline or transformer
     folder; a PEFT file or folder; a run of cogfast or one of its checkpoints; a folder in cogfast's
     own format. ema: open the moving average, which SAT folders and runs may have; None: that of a run,
-    if it has one.
+    if it has one. Reading a tensor that is not finite raises ValueError.
     """
+    return _open(path, ema).checked()
+
+
+def _open(path: Path, ema: bool | None) -> WeightSource:
     # Runs first: their checkpoints are safetensors files, too.
     checkpoint = find_run_checkpoint(path)
     if checkpoint is not None:

@@ -133,7 +133,7 @@ class Evaluator:
             )
         except OtherRankError as error:
             logger.info("%s at step %d: %s; training continues", what, step, error)
-        except (OSError, WriteError) as error:  # a full disk
+        except (OSError, WriteError, ValueError) as error:  # a full disk, frames of NaN
             logger.warning("%s at step %d failed (%s); training continues", what, step, error)
         except Exception as error:
             if is_of_another_rank(error):  # a rank is lost, so no other can continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from cogfast.model.weights.lora.adapters import (
     merge_lora,
     open_adapter,
 )
-from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.source import WeightSource, check_finite
 from cogfast.train.distributed.parallelize import find_shards
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,15 @@ class LoraOverlay:
         if not colon or os.path.exists(text):
             return cls(text)
         try:
-            return cls(path, float(scale))
+            number = float(scale)
         except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             raise ValueError(
-                f"--lora {text}: no such file or folder, nor PATH:SCALE with a number; "
+                f"--lora {text}: no such file or folder, nor PATH:SCALE with a finite number; "
                 "use lora.safetensors:0.8"
-            ) from None
+            )
+        return cls(path, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +99,26 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
         read=lambda name, _: torch.zeros(shapes[name]),
         dtypes=dict.fromkeys(shapes, torch.float32),
     )
+    # By each adapted weight, the differences of all files that adapt it.
+    deltas: dict[str, list[WeightSource]] = {}
     for lora in loras:
-        adapter = lora.adapter
-        delta = merge_lora(zeros, adapter, lora.scale)
-        rounding = MergeRounding(transformer.dtype)
-        for plain in sorted({f"{name.split('.matrix_')[0]}.weight" for name in adapter.shapes}):
-            name, parameter = parameters[plain]
+        delta = merge_lora(zeros, lora.adapter, lora.scale)
+        for plain in {f"{name.split('.matrix_')[0]}.weight" for name in lora.adapter.shapes}:
+            deltas.setdefault(plain, []).append(delta)
+    rounding = MergeRounding(transformer.dtype)
+    for plain in sorted(deltas):
+        name, parameter = parameters[plain]
+        merged = parameter.float()
+        for delta in deltas[plain]:
             added = delta.read(plain, shards.get(name)).to(parameter.device)
-            # Added in float32 and rounded once.
-            merged = parameter.float() + added.reshape(parameter.shape)
-            rounding.add(name, parameter, merged)
-            parameter.copy_(merged)
-        logger.info("%s, %s, scale %g", adapter.description, adapters_of(adapter), lora.scale)
-        report = rounding.report(_KEEPS_FLOAT32)
-        if report is not None:
-            logger.info("%s: %s", adapter.description, report)
+            merged = merged + added.reshape(parameter.shape)
+        rounding.add(name, parameter, merged)
+        # The sum of all files is in float32 and rounded once.
+        parameter.copy_(check_finite("--lora", name, merged.to(parameter.dtype)))
+    for lora in loras:
+        logger.info(
+            "%s, %s, scale %g", lora.adapter.description, adapters_of(lora.adapter), lora.scale
+        )
+    report = rounding.report(_KEEPS_FLOAT32)
+    if report is not None:
+        logger.info("%s: %s", ", ".join(lora.adapter.description for lora in loras), report)

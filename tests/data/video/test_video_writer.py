@@ -87,6 +87,15 @@ def test_wrong_layout(video, message):
         to_frames(video)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_pixels_that_are_not_finite_are_refused(value, tmp_path):
+    video = torch.zeros(3, 2, 16, 16)
+    video[1, 1, 3, 4] = value
+    with pytest.raises(ValueError, match="the video has NaN or infinite pixels"):
+        write_video(tmp_path / "v.mp4", video, fps=8)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "v.mp4"
     write_video(path, _moving_square(3, 32, 32), 8)

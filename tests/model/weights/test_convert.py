@@ -283,6 +283,12 @@ def test_the_vae_both_ways(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "sat/3d-vae.pt")["state_dict"], state)
     with pytest.raises(ValueError, match="a VAE converts --to sat or diffusers, not peft"):
         convert(tmp_path / "vae", tmp_path / "x", "peft")
+    config = json.loads((tmp_path / "vae/config.json").read_text())
+    # layers_per_block: a download of which a part is missing; the others decide what it computes.
+    for key, value in {"layers_per_block": 2, "norm_num_groups": 16, "norm_eps": 1e-5}.items():
+        (tmp_path / "vae/config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ValueError, match=f"its config.json has {key}={value}, its tensors are"):
+            convert(tmp_path / "vae", tmp_path / "x", "sat")
     del state["decoder.conv_in.conv.bias"]
     torch.save({"state_dict": state}, tmp_path / "any.pt")
     with pytest.raises(ValueError, match="1 tensor missing, .* decoder.conv_in.conv.bias"):

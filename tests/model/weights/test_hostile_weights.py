@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -593,6 +594,42 @@ def test_damaged_files_end_in_one_line(
     name: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     assert examine_many(name, made(name), range(5), tmp_path) == []
+
+
+# A tensor that every reader of a format reads, adapters first.
+READ = r"matrix_A|lora_A|qkv.bias|query_key_value.bias|to_q.bias|conv_in.conv.bias|wo.weight"
+
+
+def _spoil(folder: Path, value: float) -> None:
+    """Replace one number of one tensor, in a folder of any format."""
+    for file in _files(folder, ".safetensors", ".pt"):
+        content = torch.load(file, weights_only=True) if file.suffix == ".pt" else {}
+        state = content[min(content)] if content else load_file(file)
+        found = [n for part in READ.split("|") for n in state if re.search(part, n)]
+        if found:
+            state[found[0]].view(-1)[-1] = value
+            metadata = None if content else _header(file)[0].get("__metadata__")
+            torch.save(content, file) if content else save_file(state, file, metadata)
+            break
+    # The first format of cogfast's own folders has no checksums.
+    (folder / "checksums.json").unlink(missing_ok=True)
+    for config in _files(folder, "config.json"):
+        config.write_text(config.read_text().replace("cogfast-weights-2", "cogfast-weights-1"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_that_is_not_finite_is_refused(
+    name: str, value: float, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for i, read in enumerate(read for read in FORMATS[name].reads if read is not _SAMPLE):
+        case = tmp_path / str(i)
+        shutil.copytree(made(name), case / "in")
+        _spoil(case / "in", value)
+        outcome = run_case(lambda read=read: run(read), case)
+        assert faults(outcome) == [] and outcome.status == 2, outcome.output
+        assert re.search("has 1 of .* NaN or infinite; copy it again", outcome.last_line)
+        assert re.search(r"\bin[:/]", outcome.last_line) and "out" not in os.listdir(case)
 
 
 def test_a_vocabulary_on_which_tokenizers_panics(

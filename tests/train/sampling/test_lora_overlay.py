@@ -47,3 +47,35 @@ def test_the_rounding_of_a_merge_is_logged(
     assert float(found[1]) == pytest.approx(100 * kept.item(), abs=0.1)
     assert float(found[2]) == pytest.approx(100 * error.item(), abs=0.1)
     assert error > 0.01 and found[3] == "deepspeed.bf16.enabled=false"
+
+
+def test_several_files_are_rounded_once(tmp_path: Path) -> None:
+    """Two files that cancel each other leave a bf16 model as it was, bit for bit."""
+    for seed, name in enumerate(("one", "two")):
+        save_as_sat(tiny("5b", seed=seed, lora_rank=4, num_layers=1), tmp_path / name)
+    model = tiny("5b", seed=1, num_layers=1).bfloat16()
+    before = deepcopy(model.state_dict())
+    loras = [("one", 3.7), ("two", 0.3), ("one", -3.7), ("two", -0.3)]
+    overlays = [LoraOverlay(str(tmp_path / name), scale) for name, scale in loras]
+    add_loras(model, open_loras(overlays, ema=False))
+    after = model.state_dict()
+    for name, weight in before.items():
+        # The sums in float32 are exact to far less than a step of bf16.
+        torch.testing.assert_close(after[name], weight, atol=1e-6, rtol=0)
+    add_loras(model, open_loras(overlays[:1], ema=False))
+    assert not torch.equal(model.state_dict()[WEIGHT], before[WEIGHT])
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "-inf", "1e999", "much"])
+def test_a_scale_that_is_no_number_is_refused(scale: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"--lora x:{scale}: .* nor PATH:SCALE with a finite number"
+    ):
+        LoraOverlay.parse(f"x:{scale}")
+
+
+def test_a_scale_that_overflows_is_refused(tmp_path: Path) -> None:
+    save_as_sat(tiny("5b", lora_rank=4, num_layers=1), tmp_path / "lora")
+    model = tiny("5b", seed=1, num_layers=1)
+    with pytest.raises(ValueError, match="with scale 1e[+]300: .* NaN or infinite"):
+        add_loras(model, open_loras([LoraOverlay(str(tmp_path / "lora"), 1e300)], ema=False))

@@ -33,11 +33,21 @@ class Outgoing:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes(self) -> memoryview:
-        """Read the tensor and return its bytes as they are written to a file."""
-        values = self.read().detach().to(self.dtype).contiguous()
+        """Read the tensor and return its bytes as they are written to a file. ValueError for values
+        that the file's dtype cannot represent."""
+        values = self.read().detach()
         assert values.numel() == math.prod(self.shape), f"{self.name}: {values.shape}"
+        written = values.to(self.dtype).contiguous()
+        if written.dtype != values.dtype:
+            low, high = (extreme.item() for extreme in values.aminmax())  # sync: none, on the CPU
+            limit = torch.finfo(self.dtype).max
+            if not -limit <= low <= high <= limit:
+                raise ValueError(
+                    f"{self.name} has numbers from {low:g} to {high:g}, but {self.dtype} ends at {limit:g}; "
+                    "use a --dtype of a larger range (bf16, fp32)".replace("torch.", "")
+                )
         # numpy has no bfloat16, so it gets bytes.
-        return values.view(-1).view(torch.uint8).numpy().data
+        return written.view(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffus
 from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource, num_blocks
+from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
 from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import NETWORK_KEY
 from cogfast.schema.values import counted
@@ -238,6 +238,12 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
         )
 
 
+def check_own_adapters(source: WeightSource, config: TransformerConfig) -> None:
+    """Raise ValueError if a source has adapters that a model of this config cannot continue with."""
+    if adapters_of(source) is not None:
+        check_config(only_adapters(source), config)
+
+
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that TARGETS belong to, and of patch_embedding, which shows the
     model width."""
@@ -336,6 +342,7 @@ def merge_lora(
         deltas = _deltas(adapter, module, weight.shape)
         # In float32: in bf16 most of so small a change would round away.
         merged = weight.float() + from_diffusers(name, deltas).mul_(scale * alpha)
+        check_finite(f"{adapter.description} with scale {scale:g}", name, merged)
         if rounding is not None:
             rounding.add(name, weight, merged)
         return merged if shard is None else shard.of(merged)

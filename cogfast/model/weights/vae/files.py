@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,17 @@ from cogfast.model.weights.formats.torch_files import (
     read_torch_file,
     write_torch_file,
 )
-from cogfast.model.weights.source import check_tensors, first_of
+from cogfast.model.weights.source import check_finite, check_tensors, first_of
 from cogfast.model.weights.vae.names import (
     CLASS_NAME,
     SAT_PREFIX,
+    VaeConfig,
     check_vae_config,
     read_vae_config,
     to_diffusers,
     to_sat,
 )
-from cogfast.schema.values import counted
+from cogfast.schema.values import counted, show
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,15 @@ SAT_FILE_NAME = "3d-vae.pt"
 SCALING_FACTOR = COGVIDEOX_5B.scale_factor  # of all members except 2B; the tensors do not show it
 _STEM = "diffusion_pytorch_model"
 _FIRST = "encoder.conv_in.conv.weight"  # in both formats, and in no transformer
+# Keys of config.json that decide what the tensors compute.
+_ARCHITECTURE = ("in_channels", "out_channels", "latent_channels", "block_out_channels")
+_ARCHITECTURE += ("layers_per_block", "norm_eps", "norm_num_groups")
 _SHOWN = (_FIRST, "decoder.conv_in.conv.weight", "decoder.conv_out.conv.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class VaeSource:
-    """A VAE's tensors under diffusers' names, read one by one. scaling_factor: None if unknown."""
+    """A VAE's tensors under diffusers' names, read one by one. config: of a diffusers folder."""
 
     description: str
     shapes: dict[str, tuple[int, ...]]
@@ -56,14 +60,24 @@ class VaeSource:
     read: Callable[[str], Tensor]
     num_levels: int
     num_res_blocks: int
-    scaling_factor: float | None
+    config: VaeConfig | None
 
     def __post_init__(self) -> None:
         check_tensors(self.description, self.shapes, self.dtypes)
 
 
 def open_vae(path: Path) -> VaeSource | None:
-    """Open the VAE at `path`, a .pt file or a diffusers folder; None if it is something else."""
+    """Open the VAE at `path`, a .pt file or a diffusers folder; None if it is something else.
+
+    Reading a tensor that is not finite raises ValueError.
+    """
+    vae = _open(path)
+    if vae is None:
+        return None
+    return replace(vae, read=lambda name: check_finite(vae.description, name, vae.read(name)))
+
+
+def _open(path: Path) -> VaeSource | None:
     if path.is_file() and path.suffix != ".safetensors":
         content = read_torch_file(path)
         state = only_tensors(path, content.get("state_dict", content))
@@ -84,7 +98,7 @@ def open_vae(path: Path) -> VaeSource | None:
             read=lambda name: state[theirs[name]],
             num_levels=sizes[0],
             num_res_blocks=sizes[1],
-            scaling_factor=None,
+            config=None,
         )
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
         return None
@@ -100,7 +114,7 @@ def open_vae(path: Path) -> VaeSource | None:
         read=files.read,
         num_levels=sizes[0],
         num_res_blocks=sizes[1],
-        scaling_factor=read_vae_config(path).scaling_factor,
+        config=read_vae_config(path),
     )
 
 
@@ -126,8 +140,8 @@ def convert_vae(
     if to not in ("sat", "diffusers"):
         raise ValueError(f"{vae.description}: a VAE converts --to sat or diffusers, not {to}")
     config = vae_config(vae)
-    if scaling_factor is None:
-        scaling_factor = vae.scaling_factor
+    if scaling_factor is None and vae.config is not None:
+        scaling_factor = vae.config.scaling_factor
     if scaling_factor is None:
         scaling_factor = SCALING_FACTOR
         if to == "diffusers":
@@ -230,4 +244,11 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
             f"{vae.description}: {counted(len(differing), 'tensor')} missing, unknown or of another "
             f"shape, first {first_of(differing)}; use a complete VAE of CogVideoX"
         )
+    for key in () if vae.config is None else _ARCHITECTURE:
+        said, found = getattr(vae.config, key), getattr(checked, key)
+        if said != found:
+            raise ValueError(
+                f"{vae.description}: its config.json has {key}={show(said)}, its tensors are those of "
+                f"{show(found)}; copy the folder again"
+            )
     return config
