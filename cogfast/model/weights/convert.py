@@ -173,8 +173,13 @@ def with_lora_options(
             f"{source.description}: has adapters of its own, but {option} {lora} needs a plain "
             "model; first merge its own with --merge-lora and no name"
         )
-    if lora is None:
+    if lora is None and alpha is not None:
         # --lora-alpha is for the adapters: here they are the source's own.
+        if not _has_adapters(source):
+            raise ValueError(
+                f"--lora-alpha {alpha:g} is for adapters, but {source.description} has none; leave it out, "
+                "or name the adapters with --merge-lora or --add-lora"
+            )
         source = _with_alpha(source, alpha)
     if merge == "":
         # Both views share the one reader, so the model is opened once.

@@ -22,7 +22,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_ma
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family
-from cogfast.model.weights.lora.adapters import check_config, open_adapter
+from cogfast.model.weights.lora.adapters import check_config, check_own_adapters, open_adapter
 from cogfast.model.weights.open import open_source
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.json_files import brief
@@ -341,6 +341,12 @@ def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:
+    # A resumed run continues with the adapters of its checkpoint.
+    if args.load is not None and args.resume is None:
+        try:
+            check_own_adapters(open_source(Path(args.load)), TransformerConfig(**_network(config)))
+        except ValueError as error:
+            refuse(config, "args.load", f"args.load: {error}")
     if args.load_lora is not None:
         try:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))

@@ -86,6 +86,9 @@ def test_a_diffusers_folder_of_two_models(made: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sample_frames": 49, "patch_size": 4}))
     assert_refused(folder, "its config has patch_size=.* its tensors")
+    for number in (1, 3):
+        (folder / "config.json").write_text(json.dumps(config | {"num_layers": number}))
+        assert_refused(folder, f"its config has num_layers={number}, its tensors 2; use the config")
     (folder / "config.json").write_text("{")
     assert_refused(folder, "config.json: damaged")
 
@@ -137,6 +140,28 @@ def test_an_unsafe_pickle(made: Path, tmp_path: Path) -> None:
     )
     assert_refused(folder / FILE, "would run pickled code|not one of tensors")
     assert not Path("/tmp/cogfast-was-here").exists()
+
+
+def test_files_that_cannot_be_read_and_sparse_tensors(made: Path, tmp_path: Path) -> None:
+    assert_refused(copied(made, "sat", tmp_path), "no LoRA tensors", "peft")
+    with pytest.raises(ValueError, match="/proc/self/mem: cannot be read .*; check its rights"):
+        convert("/proc/self/mem", tmp_path / "target", "sat")
+    state = torch.load(tmp_path / "sat" / FILE)
+    key = next(iter(state["module"]))
+    state["module"][key] = state["module"][key].to_sparse()
+    torch.save(state, tmp_path / "sat" / FILE)
+    assert_refused(tmp_path / "sat", f"00_model_states.pt: {key} is not a plain tensor \\(sparse")
+
+
+def test_numbers_beyond_the_range_of_the_target(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, "sat", tmp_path)
+    state = torch.load(folder / FILE)
+    state["module"][f"{PREFIX}transformer.layers.1.mlp.dense_h_to_4h.bias"][3] = -70_000
+    torch.save(state, folder / FILE)
+    for to in ("sat", "diffusers", "cogfast"):
+        message = r"has numbers from -70000 to \S+, but float16 ends at 65504; use a --dtype"
+        assert_refused(folder, message, to, dtype="float16")
+    convert(folder, tmp_path / "bf16", "sat", dtype="bfloat16")
 
 
 def test_unknown_names(made: Path, tmp_path: Path) -> None:
@@ -211,6 +236,10 @@ def test_options_that_do_not_fit(made: Path, capsys: pytest.CaptureFixture) -> N
         ),
         (["--to", "diffusers", "--ema"], "1-ema: "),
         (["--to", "peft"], "has no LoRA tensors"),
+        (
+            ["--to", "sat", "--lora-alpha", "64"],
+            "--lora-alpha 64 is for adapters, but SAT checkpoint",
+        ),
         (["--to", "sat", "--merge-lora"], "no LoRA tensors to merge; use --merge-lora LORA"),
         (["--to", "peft", "--extract-lora", folder], "needs --rank R"),
         (["--to", "onnx"], "invalid choice: 'onnx'"),

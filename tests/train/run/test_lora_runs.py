@@ -233,6 +233,14 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
         arguments = [*ASKED, f"args.load_lora={sources['peft']}", f"args.save={tmp_path}", argument]
         with pytest.raises(ValueError, match=match):
             Trainer(load_config([base], arguments))
+    # The same adapters beside their base.
+    both = base.parent / "both"
+    convert(base.parent / "base", both, "cogfast", add_lora=str(sources["peft"]))
+    arguments = [*ASKED, f"args.load={both}", f"args.save={tmp_path}", f"{LORA}.lora_alpha=1"]
+    with pytest.raises(
+        ValueError, match="args.load: .*rank 2 and alpha 3, .* set r: 2, lora_alpha: 3"
+    ):
+        Trainer(load_config([base], arguments))
     assert not list(tmp_path.iterdir())
 
 

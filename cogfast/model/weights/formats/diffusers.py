@@ -24,7 +24,7 @@ from cogfast.model.weights.formats.safetensors_files import (
 from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
-from cogfast.schema.json_files import Range, brief, check, read_json
+from cogfast.schema.json_files import Range, Size, brief, check, read_json
 from cogfast.schema.values import show
 
 _BLOCK = "transformer_blocks.{i}."
@@ -176,6 +176,7 @@ def open_diffusers(folder: Path) -> WeightSource:
 class _Config:
     """The keys of config.json for values that shapes do not show, with diffusers' defaults."""
 
+    num_layers: Size | None = None
     patch_size: Annotated[int, Range(1, 16)] = 2
     patch_size_t: Annotated[int, Range(1, 16)] | None = None
     max_text_seq_length: Annotated[int, Range(1, 2**14)] = 226
@@ -252,6 +253,8 @@ def _facts(config: _Config) -> dict[str, Any]:
         "position": "rotary" if is_rotary else "sincos",
         "learnable_position": config.use_learned_positional_embeddings,
     }
+    if config.num_layers is not None:
+        facts["num_layers"] = config.num_layers
     # Rotary models store the scales too, but only computed tables use them.
     if not is_rotary:
         scale = config.spatial_interpolation_scale

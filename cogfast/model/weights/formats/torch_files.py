@@ -84,8 +84,12 @@ def _check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except Exception as error:  # on damaged headers zipfile raises more types than BadZipFile
-        with path.open("rb") as file:
-            is_old = file.read(2) == _PICKLE_MAGIC
+        try:
+            with path.open("rb") as file:
+                is_old = file.read(2) == _PICKLE_MAGIC
+        except OSError as unread:
+            reason = unread.strerror or unread
+            raise ValueError(f"{path}: cannot be read ({reason}); check its rights") from None
         if is_old:
             raise ValueError(
                 f"{path}: written in the format before torch 1.6, which cannot be mapped into memory; "
@@ -188,8 +192,9 @@ def only_tensors(path: Path, content: object) -> dict[str, Tensor]:
     for name, tensor in found.items():
         # weights_only still builds sparse tensors and views from the numbers in the pickle.
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()  # rows that share numbers
-        if not is_plain or (is_expanded and tensor.nbytes > _MOST_EXPANDED):
+        # Rows that share numbers. A sparse tensor has no number of bytes.
+        is_large = is_plain and tensor.nbytes > _MOST_EXPANDED
+        if not is_plain or (is_large and tensor.nbytes > tensor.untyped_storage().nbytes()):
             raise ValueError(
                 f"{path}: {brief(name)} is not a plain tensor (sparse, or with fewer elements than "
                 "its shape has); save it again with torch.save({'module': state_dict}, path)"
