@@ -157,7 +157,19 @@ class WaveletState:
                 f"ckpt_path={path} has format {found!r} instead of {_FORMAT!r}; "
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
-        return cls(tensors["bands"], tensors["mean"], tensors["scale"])
+        bands = tensors.get("bands", torch.zeros(0))
+        rows = set(bands.tolist()) if bands.dtype == torch.int64 and bands.ndim == 1 else set()
+        is_whole = 0 < len(rows) == len(bands) and rows <= set(range(NUM_BANDS))
+        for name in ("mean", "scale"):
+            held = tensors.get(name, bands)
+            is_whole &= held.dtype == torch.float32 and held.shape == bands.shape
+            is_whole = is_whole and bool(held.isfinite().all())
+        if not is_whole or not (tensors["scale"] > 0).all():
+            raise ValueError(
+                f"ckpt_path={path} is damaged: bands, mean and scale must be finite and of one length; "
+                "write it with scripts/quickstart.py prepare FOLDER"
+            )
+        return cls(bands, tensors["mean"], tensors["scale"])
 
 
 class WaveletAutoencoder(nn.Module):

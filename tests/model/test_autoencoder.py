@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -347,6 +348,15 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
     torch.save({"state_dict": state}, path)
     with pytest.raises(ValueError, match=r"shape \[64, 3, 3, 3, 3\], the config asks for \[32, 3"):
         broken.build()
+    for dtype, message in (
+        (torch.float32, r"conv_in.conv.bias has 32 of 32 numbers that are NaN or infinite"),
+        (torch.int8, r"conv_in.conv.bias is int8, but weights must be float32"),
+    ):
+        state = dict(torch.load(tiny.checkpoint, weights_only=True)["state_dict"])
+        state["encoder.conv_in.conv.bias"] = torch.full((32,), math.nan).to(dtype)
+        torch.save({"state_dict": state}, path)
+        with pytest.raises(ValueError, match=message):
+            broken.build()
     with pytest.raises(ValueError, match=r"0 tensors missing, 1 tensor \(loss.logvar\) unexpected"):
         params = {**tiny.params, "ignore_keys": []}
         TinyVae(params, tiny.checkpoint, tiny.io).build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,21 @@ def test_bad_state_files_are_refused(tmp_path: Path) -> None:
     save_file({"bands": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="has format None instead of 'cogfast-wavelet-1'"):
         WaveletAutoencoder(str(tmp_path / "other.safetensors"))
+    state, metadata = WaveletState.fit([clips()], 4), {"format": "cogfast-wavelet-1"}
+    whole = {"bands": state.bands, "mean": state.mean, "scale": state.scale}
+    for name, tensor in {
+        "mean": torch.tensor([0.0, math.nan, 0.0, 0.0]),
+        "scale": torch.zeros(4),
+        "bands": torch.tensor([0, 1, 2, NUM_BANDS]),
+    }.items():
+        for change in ({name: tensor}, {name: tensor[:3].clone()}, {name: tensor.int()}):
+            save_file(whole | change, tmp_path / "odd.safetensors", metadata)
+            with pytest.raises(ValueError, match="odd.safetensors is damaged: bands, mean and"):
+                WaveletAutoencoder(str(tmp_path / "odd.safetensors"))
+        less = {key: value for key, value in whole.items() if key != name}
+        save_file(less, tmp_path / "odd.safetensors", metadata)
+        with pytest.raises(ValueError, match="odd.safetensors is damaged: bands, mean and"):
+            WaveletAutoencoder(str(tmp_path / "odd.safetensors"))
     with pytest.raises(ValueError, match="either ckpt_path"):
         WaveletAutoencoder()
     with pytest.raises(ValueError, match="num_bands=769 must be 1 to 768"):

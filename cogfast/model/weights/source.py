@@ -108,6 +108,8 @@ def check_tensors(
 
 def check_finite(where: str | Path, name: str, values: Tensor) -> Tensor:
     """Return `values`. ValueError if one is NaN or infinite."""
+    if not values.numel():
+        return values
     # The extremes show NaN and infinities; on a CPU isfinite() takes 30 times as long.
     low, high = values.aminmax()
     if not (low.isfinite() and high.isfinite()):  # sync: once per tensor, while it is loaded

@@ -41,6 +41,7 @@ _NUMBERS = (
     "out_channels",
     "time_embed_dim",
     "num_frames",
+    "time_compressed_rate",
     "elementwise_affine",
 )
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
@@ -107,6 +108,7 @@ def _network_values(model: TransformerConfig) -> dict[str, Any]:
         values |= {f"{position}.{name}": getattr(model, name) for name in _INTERPOLATIONS}
     else:
         values[f"{position}.hidden_size_head"] = model.head_width
+        values[f"{position}.theta"] = model.rope_theta
         values[f"{position}.positions"] = model.rotary_positions
     if model.lora_rank is not None:
         values[f"{NETWORK_KEY}.modules.lora_config"] = _lora_node(model)

@@ -30,7 +30,12 @@ from cogfast.model.weights.formats.torch_files import (
     write_torch_file,
 )
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource, check_tensors, with_flat_patches
+from cogfast.model.weights.source import (
+    WeightSource,
+    check_finite,
+    check_tensors,
+    with_flat_patches,
+)
 from cogfast.schema.json_files import brief, read_name
 from cogfast.schema.values import counted
 
@@ -49,7 +54,10 @@ def grid_facts(
     facts: dict[str, Any] = {}
     # The stored dtype limits how exact the table's values are.
     eps = 0.0 if table is None else torch.finfo(table.dtype).eps
-    sin, cos, table = (None if t is None else t.float() for t in (sin, cos, table))
+    sin, cos, table = (
+        None if t is None else check_finite(where, "a position table", t.float())
+        for t in (sin, cos, table)
+    )
     if table is not None and (table.dim() != 3 or len(table) != 1 or table.shape[2] < _LEAST_WIDTH):
         raise ValueError(
             f"{where}: its position table has shape {list(table.shape)} instead of [1, rows, width]; "
