@@ -113,10 +113,22 @@ def assemble_transformer(
     # Weights that no file has set: they are initialized below.
     fresh = {*(name for name, _ in transformer.named_parameters()), *held}
 
-    def load(path: str, **options: bool | None) -> LoadReport:
-        report = load_transformer(transformer, path, shards=shards, held=held, **options)
+    def read(action: Callable[[], LoadReport]) -> LoadReport:
+        report = error = None
+        try:
+            report = action()
+        except Exception as caught:
+            error = caught
+        # A shard may be damaged that only one rank reads; the others must not go on without it.
+        groups.agree(error)
+        assert report is not None, "agree has raised if the weights cannot be read"
         fresh.intersection_update(report.missing)
         return report
+
+    def load(path: str, **options: bool | None) -> LoadReport:
+        return read(
+            partial(load_transformer, transformer, path, shards=shards, held=held, **options)
+        )
 
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
@@ -132,8 +144,7 @@ def assemble_transformer(
         logger.info("args.load is not set: the weights are random")
     if args.load_lora is not None and weights is None:
         adapter = open_adapter(args.load_lora)
-        loaded = load_source(transformer, adapter, args.load_lora, shards=shards, held=held)
-        fresh.intersection_update(loaded.missing)
+        read(partial(load_source, transformer, adapter, args.load_lora, shards=shards, held=held))
         logger.info("%s: %s", adapter.description, adapters_of(adapter))
     if report is not None:
         report.log()

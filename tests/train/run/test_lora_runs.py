@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.weights.load import load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.model.weights.vae.image_scale import scale_of_run
+from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.trainer import Trainer
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import (
@@ -242,6 +245,26 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
     ):
         Trainer(load_config([base], arguments))
     assert not list(tmp_path.iterdir())
+
+
+def test_all_ranks_learn_that_one_cannot_read_its_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor-parallel rank may be the only one that reads a damaged shard."""
+    shutil.copytree(base.parent / "base", tmp_path / "base")
+    file = next((tmp_path / "base").rglob("*.pt"))
+    content = torch.load(file)
+    next(t for n, t in content["module"].items() if n.endswith("4h.weight"))[-1, -1] = math.nan
+    torch.save(content, file)
+    shared: list[BaseException | None] = []
+    agree = ProcessGroups.agree
+    monkeypatch.setattr(
+        ProcessGroups, "agree", lambda self, error: (shared.append(error), agree(self, error))[1]
+    )
+    arguments = [*ASKED, f"args.load={tmp_path / 'base'}", f"args.save={tmp_path / 'runs'}"]
+    with pytest.raises(ValueError, match=r"fc1.weight has 1 of 4096 numbers") as caught:
+        Trainer(load_config([base], arguments))
+    assert caught.value in shared
 
 
 @pytest.mark.parametrize("what", ["output layer", "modulation"])
