@@ -478,7 +478,7 @@ class ZeroEngine:
     def state_kinds(self) -> list[str]:
         """Return the names of the optimizer's per-element state, such as exp_avg and shadow.
 
-        Call it after the first step. The result is the same on every rank: a rank that owns only
+        Complete after `allocate_state` or the first step that is not skipped. The result is the same on every rank: a rank that owns only
         padding has a partition, too.
         """
         shape = self.parts[0].shape
@@ -588,7 +588,10 @@ class ZeroEngine:
         return {k: v for k, v in numbers.items() if isinstance(v, (int, float, bool))}
 
     def load_loss_scaler_state(self, state: dict) -> None:
-        for key in state.keys() & self.loss_scaler_state():
+        """Continue with a checkpoint's dynamic loss scale; the configuration decides its settings."""
+        if not (state.get("dynamic") and self.loss_scaler_state().get("dynamic")):
+            return
+        for key in {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"} & state.keys():
             value, old = state[key], getattr(self.zero.loss_scaler, key)
             if isinstance(old, Tensor):  # DeviceLossScaler's
                 value = torch.full_like(old, value)

@@ -48,6 +48,17 @@ logger = logging.getLogger(__name__)
 Export = Callable[[Path, dict], None]  # gets the checkpoint's draft and its manifest; never raises
 
 
+class DamagedWeights(RuntimeError):
+    """The weights have NaN or infinity, so the earlier checkpoints are worth more than a new one."""
+
+
+class _LatestError(RuntimeError):
+    """A checkpoint is complete, but `latest` still names the one before."""
+
+
+_LOGGED = (OSError, WriteError, OtherRankError, DamagedWeights, _LatestError)
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run into `folder` and keeps the newest `keep_last` (0: all).
 
@@ -95,9 +106,12 @@ class CheckpointWriter:
         """
         self.wait()
         try:
-            if self._snapshot is None:
+            kinds = self.engine.state_kinds()
+            if self._snapshot is None or not set(kinds) <= set(self._snapshot.kinds):
                 # At the first save and not at the start: a run that never saves needs no host
-                # memory for it.
+                # memory for it. PyTorch's optimizers make their state in the first step that is
+                # not skipped, which may come after a save.
+                self._snapshot = None
                 self._snapshot = self._allocate()
         except (MemoryError, RuntimeError) as error:
             self._report_failure(step, error)
@@ -124,6 +138,8 @@ class CheckpointWriter:
         """Allocate the host buffers. If one rank runs out of memory, all ranks raise an error."""
         snapshot, error = None, None
         try:
+            # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
+            self.engine.allocate_state([])
             snapshot = _Snapshot(self.engine)
         except (MemoryError, RuntimeError) as caught:
             error = caught
@@ -142,7 +158,7 @@ class CheckpointWriter:
             if self._has_failed and self.groups.is_main:
                 logger.info("checkpoint of step %d is written", self.saved_step)
             self._has_failed = False
-        except (OSError, WriteError, OtherRankError) as error:
+        except _LOGGED as error:
             self._report_failure(about["step"], error)
         except Exception as error:
             self._error = error
@@ -200,7 +216,10 @@ class CheckpointWriter:
         self._has_failed = True
         if self.groups.is_main:
             shutil.rmtree(self._draft(step), ignore_errors=True)
-            logger.error("checkpoint of step %d failed: %s; the previous one is kept", step, error)
+            state = "the previous one is kept"
+            if isinstance(error, _LatestError):
+                state = f"it is complete; resume from it with --resume {self.path(step)}"
+            logger.error("checkpoint of step %d failed: %s; %s", step, error, state)
 
 
 class _Snapshot:
@@ -274,10 +293,11 @@ class _Snapshot:
         """Write the slices that this rank owns.
 
         Returns {tensor key: {parameter, kind, start, numel}}, with `share` [index, count] for slices
-        of a shard, and the file's checksum.
+        of a shard, and the file's checksum. Raises DamagedWeights before it writes anything.
         """
         if self.copied is not None:
             self.copied.synchronize()  # in the writer's thread, so training is not blocked
+        self._check_finite()
         tensors: list[Outgoing] = []
         slices: dict[str, dict] = {}
 
@@ -304,6 +324,17 @@ class _Snapshot:
         for name, values in self.frozen_values.items():
             add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
         return slices, write_safetensors(path, tensors)
+
+    def _check_finite(self) -> None:
+        """Raise DamagedWeights if the copied weights or their average are not finite."""
+        for (kind, part), values in self.partitions.items():
+            # A sum needs no temporary memory. Large finite numbers may overflow in it.
+            if kind not in ("master", "shadow") or math.isfinite(values.sum()):
+                continue
+            for piece in self.engine.slices:
+                if piece.part == part and not self._values(kind, piece).isfinite().all():
+                    name = "weights" if kind == "master" else "EMA weights"
+                    raise DamagedWeights(f"its {name} are not finite (first: {piece.parameter})")
 
     def _values(self, kind: str, piece: Slice) -> Tensor:
         """Return the copied values of a slice, float32 [numel]."""
@@ -360,7 +391,10 @@ def _publish(draft: Path, final: Path) -> None:
     else:
         draft.rename(final)
     sync(final.parent)
-    write_text(final.parent / "latest", final.name)
+    try:
+        write_text(final.parent / "latest", final.name)
+    except WriteError as error:
+        raise _LatestError(str(error)) from None
 
 
 def _prune(newest: Path, keep_last: int) -> None:

@@ -629,6 +629,31 @@ def test_a_resumed_step_takes_the_other_ones_loss_scale(is_stock: bool) -> None:
     assert [scale(n) for n in first + resumed] == [scale(n) for n in whole]
 
 
+@pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "DeepSpeed's"])
+def test_a_resumed_run_takes_the_new_settings_of_the_loss_scale(is_stock: bool) -> None:
+    """Only the scale and its counters are the checkpoint's, and only if both scales are dynamic."""
+    start_processes()
+    dynamic = {"initial_scale_power": 6, "loss_scale_window": 1000, "hysteresis": 1}
+    changed = {"loss_scale_window": 4, "hysteresis": 3, "min_loss_scale": 2}
+    constant = {"loss_scale": 128}
+
+    def steps(settings: dict, start: dict | None, count: range) -> list[dict]:
+        case = Case(dtype="fp16", fp16={"initial_scale_power": 6, **settings})
+        found, _ = scaled_steps(case, is_stock, count, start)
+        return json.loads(json.dumps(found))
+
+    before = steps(dynamic, None, range(10))[-1]
+    assert before["cur_scale"] == 2.0**2  # 4 of these steps overflow
+    after = steps(changed, before, range(10, 11))[-1]
+    settings = [after[key] for key in ("scale_window", "delayed_shift", "min_scale")]
+    assert settings == [4, 3, 2]
+    assert (after["cur_scale"], after["cur_iter"]) == (2.0**2, 11)
+    to_constant = steps(constant, before, range(10, 12))[-1]
+    assert (to_constant["cur_scale"], to_constant["dynamic"]) == (128, False)
+    to_dynamic = steps(dynamic, to_constant, range(2, 5))[-1]
+    assert (to_dynamic["cur_scale"], to_dynamic["dynamic"]) == (2.0**4, True)
+
+
 def test_a_scale_at_its_minimum_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's step raises an exception; ours keeps the fact on the device."""
     start_processes()

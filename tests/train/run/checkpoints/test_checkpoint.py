@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from pathlib import Path
 from threading import Event
 
@@ -10,8 +13,13 @@ import safetensors.torch
 import torch
 
 from cogfast.config import load_config
+from cogfast.core.files import WriteError
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import (
+    newest_checkpoint,
+    read_manifest,
+    write_manifest,
+)
 from cogfast.train.run import checkpoint_writer, export
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import run_forked
@@ -144,6 +152,116 @@ def test_buffers_are_used_again(tmp_path: Path, base: Path) -> None:
     assert writer.saved_step == 4
     assert saved_steps(trainer.folder) == [3, 4]
     assert {key: buffer.data_ptr() for key, buffer in buffers.items()} == before
+
+
+class NotFinite(Trainer):
+    """The loss of the first step is not finite, so that the step is skipped."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        return super().compute_loss(batch) * (math.nan if self.step == 0 else 1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["sat.ops.FusedEmaAdam", "AdamW"])
+def test_a_save_before_the_first_update_costs_no_state(
+    tmp_path: Path, base: Path, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every checkpoint has the state that the optimizer has, and a resumed run equals a whole one."""
+    words = [f"deepspeed.optimizer.type={optimizer}", "args.save_interval=1", "args.keep_last=0"]
+
+    def finish(save: Path, *more: str) -> Path:
+        config = load_config([base], [f"args.save={save}", *words, *more])
+        NotFinite(config).train()
+        return run_folder(save)
+
+    whole = finish(tmp_path / "whole")
+    kinds, counters = [], []
+    for step in range(1, 5):
+        manifest = read_manifest(whole / "checkpoints" / f"{step:08d}")
+        kinds.append({s["kind"] for of in manifest["slices"].values() for s in of.values()})
+        counters.append(manifest["counters"]["output.weight"].get("step", 0))
+    state = {"exp_avg", "exp_avg_sq"} | ({"shadow"} if "Ema" in optimizer else set())
+    at_first = state if "Ema" in optimizer else set()
+    assert kinds == [{"master", "frozen"} | found for found in (at_first, state, state, state)]
+    assert counters == [0, 1, 2, 3]
+    finish(tmp_path / "cut", "args.exit_interval=1")
+    caplog.clear()
+    cut = finish(tmp_path / "cut", "args.resume=latest")
+    assert ("has no state of AdamW" in caplog.text) == (optimizer == "AdamW")
+    one, other = (
+        safetensors.torch.load_file(run / "checkpoints/00000004/rank-00000.safetensors")
+        for run in (cut, whole)
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_checkpoint_without_moments_is_refused(tmp_path: Path, base: Path) -> None:
+    checkpoint = newest_checkpoint(train(base, tmp_path, "args.train_iters=2"))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["checksum"]
+    for name, slices in manifest["slices"].items():
+        kept = {key: s for key, s in slices.items() if s["kind"] in ("master", "frozen", "exp_avg")}
+        manifest["slices"][name] = kept
+    write_manifest(checkpoint, manifest)
+    wanted = (
+        r"args.resume=\S+: the checkpoint has no exp_avg_sq, shadow of FusedEmaAdam; resume from"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        train(base, tmp_path, "args.resume=latest")
+
+
+class Damaged(Trainer):
+    """An element of the master weights becomes infinite after step 3."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        if self.step == 3:
+            self.engine.parts[0].detach()[5] = math.inf
+        return super().compute_loss(batch)
+
+
+def test_damaged_weights_are_not_saved(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The good checkpoints stay, whatever is saved later, and the run ends with an error."""
+    words = [f"args.save={tmp_path}", "args.train_iters=8", "args.save_interval=1"]
+    trainer = Damaged(load_config([base], [*words, "args.keep_last=2"]))
+    wanted = (
+        r"step 8 could not be saved .*the last checkpoint is \S+/00000003; run the same command"
+    )
+    with pytest.raises(RuntimeError, match=wanted):
+        trainer.train()
+    assert saved_steps(trainer.folder) == [2, 3]
+    assert newest_checkpoint(trainer.folder).name == "00000003"
+    assert all(
+        v.isfinite().all() for v in read_run_weights(newest_checkpoint(trainer.folder)).values()
+    )
+    wanted = (
+        r"checkpoint of step 4 failed: its weights are not finite \(first: \S+\); the previous one"
+    )
+    assert re.search(wanted, caplog.text)
+    assert not list((trainer.folder / "checkpoints").glob("*.incomplete"))
+
+
+def test_a_latest_that_cannot_be_written_is_logged(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 2 is complete without it; the next save moves it."""
+    write, calls = checkpoint_writer.write_text, []
+
+    def write_text(path: Path, text: str) -> None:
+        calls.append(text)
+        if len(calls) == 1:
+            raise WriteError(path, OSError(28, "No space left on device"))
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint_writer, "write_text", write_text)
+    run = train(base, tmp_path)
+    assert calls == ["00000002", "00000004"]
+    assert newest_checkpoint(run).name == "00000004"
+    wanted = (
+        r"checkpoint of step 2 failed: \S+/latest cannot be .*; it is complete; resume from it with"
+    )
+    assert re.search(wanted, caplog.text)
 
 
 def test_no_memory_for_the_copy_leaves_the_run_alone(
