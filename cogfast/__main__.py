@@ -164,7 +164,8 @@ def sample(argv: Sequence[str]) -> None:
     # A run may have been downloaded: its file must not say what is read as prompts or where to write.
     defaults = TrainArguments()
     own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
-    given = (request.base, request.overrides, request.allow_import, is_of_run, own)
+    settings = {**request.settings, **own}
+    given = (request.base, request.overrides, request.allow_import, is_of_run, settings)
     with _without_collection():
         config = load_config(*given)
     start_logging()

@@ -10,13 +10,13 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cogfast.cli.help_all import HelpAll
-from cogfast.model.weights.formats.checkpoint_manifest import run_of
+from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import MOST_BYTES, read_limited
 from cogfast.schema.sat_unused import UNUSED
@@ -59,6 +59,8 @@ class Request:
     replay: str | None = None  # folder of a micro-batch
     is_of_run: bool = False  # whether `base` is the file of a run
     weights: str | None = None  # run folder to sample from; None: use args.load
+    # {section: (values, file)} with which `weights` were trained, in place of `base`
+    settings: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
     ema: bool | None = None  # averaged weights; None: those of runs that have any
     seeds: tuple[int, ...] = ()  # more than one; else args.seed
@@ -226,17 +228,19 @@ def parse_sample(argv: Sequence[str]) -> Request:
         if is_hub_id(sources[0]):
             folder = hub_folder(sources[0], "FOLDER", may_download=not found.dry_run)
             sources = [str(folder)]
-    run_config = _run_config(Path(sources[0])) if sources else None
+    settings = trained_settings(Path(sources[0])) if sources else {}
+    run_config = _run_config(Path(sources[0])) if sources and not settings else None
     # Sampling need not use the layout that the run was trained with.
     layout = ("model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
-    fitting = [f"args.{word}" for word in layout] if run_config else []
+    fitting = [f"args.{word}" for word in layout] if run_config or settings else []
     # Neither a run nor a checkpoint of one: a model folder, with the file of configs/ that fits it.
-    if sources and run_config is None:
+    if sources and run_config is None and not settings:
         from cogfast.train.sampling.pipeline_defaults import find_config
 
         run_config, fitting = find_config(Path(sources.pop()))
     return Request(
-        base=base or [str(run_config)],
+        base=base or ([] if settings else [str(run_config)]),
+        settings=settings,
         overrides=[*fitting, *_all_overrides(found, [*moved, *overrides])],
         allow_import=found.allow_import,
         dry_run=found.dry_run,

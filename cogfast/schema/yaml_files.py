@@ -115,12 +115,22 @@ def check_resolved(plain: dict) -> None:
             )
 
 
+def check_plain(sections: object) -> None:
+    """Raise KeyProblem for an interpolation in a configuration that a run has stored as JSON."""
+    for path, text in _texts(_as_mappings(sections), ()):
+        if _MARK in text:
+            key = ".".join(path)
+            raise KeyProblem(key, f"{key}={cut(text)!r} {_NOT_PLAIN}")
+
+
 def _check_references(config: DictConfig, is_plain: bool) -> None:
     raw = _as_mappings(OmegaConf.to_container(config, resolve=False))
+    if is_plain:
+        check_plain(raw)
     for path, text in _texts(raw, ()):
-        if _MARK in text and (is_plain or _MARK in _REFERENCE.sub("", text)):
+        if _MARK in _REFERENCE.sub("", text):
             key = ".".join(path)
-            raise KeyProblem(key, f"{key}={cut(text)!r} {_NOT_PLAIN if is_plain else _INNER}")
+            raise KeyProblem(key, f"{key}={cut(text)!r} {_INNER}")
     sizes: dict[tuple[str, ...], int] = {}
 
     def size(node: object, path: tuple[str, ...]) -> int:

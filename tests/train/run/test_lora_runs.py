@@ -14,14 +14,21 @@ from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from safetensors.torch import load_file
 
 from cogfast.cli.log_lines import start_logging
+from cogfast.cli.options import parse_sample
 from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
+from cogfast.model.weights.formats.checkpoint_manifest import (
+    newest_checkpoint,
+    read_manifest,
+    write_manifest,
+)
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.weights.load import load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.vae.image_scale import scale_of_run
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.trainer import Trainer
@@ -71,6 +78,53 @@ def test_a_checkpoint_holds_the_adapters_alone(base: Path, trained: Path) -> Non
     base_file = next((base.parent / "base").rglob("*.pt"))
     whole = sum(path.stat().st_size for path in newest_checkpoint(trained).rglob("*"))
     assert whole < base_file.stat().st_size / 4
+
+
+def strength(source: WeightSource) -> float:
+    """Return the norm of what a source's first pair adds to its linear."""
+    a, b = (source.read(f"blocks.0.attention.qkv.matrix_{s}.0", None).float() for s in "AB")
+    return (source.lora_alpha / RANK * b @ a).norm().item()
+
+
+def test_a_resumed_run_has_the_configuration_of_its_last_start(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers take alpha and sampling from the checkpoint that they read, also without its run."""
+
+    def train(*words: str) -> None:
+        save = (f"args.save={tmp_path / 'runs'}", "args.keep_last=0", "args.save_interval=2")
+        Trainer(load_config([base], [*save, *words])).train()
+
+    train(f"{LORA}.lora_alpha=4", "args.train_iters=2", "args.sampling_fps=24")
+    changed = (f"{LORA}.lora_alpha=16", "args.sampling_fps=12", "args.accept_changes=true")
+    train("args.resume=latest", "args.train_iters=4", "args.export=all", *changed)
+    run = run_folder(tmp_path / "runs")
+    first, last = (run / "checkpoints" / name for name in ("00000002", "00000004"))
+    copied = shutil.copytree(last, tmp_path / "copied" / last.name)
+    shutil.copytree(run, tmp_path / "other" / run.name)
+    for source, alpha, fps in (
+        *((run, 16, 12), (last, 16, 12), (first, 4, 24)),
+        *((copied, 16, 12), (tmp_path / "other" / run.name, 16, 12)),
+    ):
+        assert open_source(source).lora_alpha == alpha
+        request = parse_sample([str(source), "--prompt", "a", "--dry-run"])
+        given = (request.base, request.overrides, (), True, request.settings)
+        config = load_config(*given)
+        assert config.args.sampling_fps == fps
+        params = config.model.network_config.params.modules.lora_config.params
+        assert params.lora_alpha == alpha
+        assert config.args.model_parallel_size == 1
+    exported, found = open_source(last / FILE_NAME), open_source(copied)
+    assert strength(exported) == pytest.approx(strength(found), rel=1e-6)
+    convert(copied, tmp_path / "peft", "peft")
+    assert strength(open_source(tmp_path / "peft")) == pytest.approx(strength(found), rel=1e-6)
+    assert "lora_alpha of its run" not in caplog.text
+    # Of a manifest without a configuration, as those of the first versions.
+    manifest = read_manifest(copied)
+    del manifest["config"], manifest["checksum"]
+    write_manifest(copied, manifest)
+    assert open_source(copied).lora_alpha is None
+    assert f"{copied}: nothing says the lora_alpha of its run, so 1 is taken" in caplog.text
 
 
 def test_checkpoints_hold_the_file_of_the_adapters(base: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NotRequired
 
 from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
 from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, read_limited
+from cogfast.schema.yaml_files import check_plain
 
 FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2", "cogfast-checkpoint-3")
 FORMAT = FORMATS[-1]  # the format that is written
@@ -53,6 +54,7 @@ MANIFEST = {
     "attention_backend": NotRequired[str | None],
     "encode_way": NotRequired[tuple[str, bool] | None],  # of clips: mode, is_sliced
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
+    "config": NotRequired[dict[str, dict[str, Any]]],  # see config_of
 }
 # Fields that a run needs to resume, besides the weights.
 RESUMABLE = {
@@ -64,7 +66,6 @@ RESUMABLE = {
     "optimizer": NotRequired[str],
     "num_samples": NotRequired[_Count],
     "data_order": NotRequired[str],
-    "config": NotRequired[dict[str, Any]],
 }
 
 
@@ -184,6 +185,36 @@ def read_manifest(path: Path, schema: dict = MANIFEST, is_verified: bool = True)
         return _intact_manifest(path, schema, is_verified)
     except DamageError as error:
         raise ValueError(refusal(path, error)) from None
+
+
+def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
+    """Return the sections of the configuration with which a checkpoint was trained; {} if its manifest
+    has none. A resumed run may have others than at its first start."""
+    sections = manifest.get("config", {})
+    try:
+        check_plain(sections)
+    except ValueError as error:
+        raise ValueError(refusal(checkpoint, DamageError(f"manifest.json: {error}"))) from None
+    return {name: _with_infinities(values) for name, values in sections.items()}
+
+
+def _with_infinities(node: Any) -> Any:
+    """Return a stored value with the numbers that JSON has not, which are stored as text."""
+    if isinstance(node, dict):
+        return {key: _with_infinities(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_infinities(value) for value in node]
+    return float(node) if node in ("Infinity", "-Infinity") else node
+
+
+def trained_settings(path: Path) -> dict[str, tuple[object, str]]:
+    """Return {section: (values, file)} with which a checkpoint, or the newest one of a run, was trained;
+    {} if `path` is neither or its manifest has no configuration."""
+    checkpoint = find_run_checkpoint(path)
+    if checkpoint is None:
+        return {}
+    file, sections = checkpoint / "manifest.json", config_of(checkpoint, read_manifest(checkpoint))
+    return {name: (values, str(file)) for name, values in sections.items()}
 
 
 def refusal(path: Path, error: DamageError) -> str:

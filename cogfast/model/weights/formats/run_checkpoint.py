@@ -8,6 +8,7 @@ shard's index, the number of shards and the dim they were split along.
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import DamageError
+from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.formats.checkpoint_manifest import (
+    config_of,
     read_manifest,
     refusal,
     run_of,
@@ -24,6 +27,8 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 )
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
 
 _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
 
@@ -216,37 +221,53 @@ def open_run(
             raise ValueError(refusal(checkpoint_dir, error)) from None
         return values.view(shape)
 
+    facts = _config_of_run(checkpoint_dir, manifest)
+    alpha = facts.get("lora_alpha", SAT_ALPHA) if facts else None
+    if alpha is None and any(is_lora_parameter(name) for name in files.shapes):
+        logger.warning(
+            "%s: nothing says the lora_alpha of its run, so %g is taken, SAT's default; set it with "
+            "cogfast convert --lora-alpha X",
+            checkpoint_dir,
+            SAT_ALPHA,
+        )
     which = "EMA weights" if ema else "weights"
     return WeightSource(
         description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
         shapes=files.shapes,
         read=read,
         dtypes=dict.fromkeys(files.shapes, torch.float32),
-        facts=_config_of_run(checkpoint_dir) | _trained_size(manifest),
+        facts=facts | _trained_size(manifest),
         is_partial=True,
-        lora_alpha=_config_of_run(checkpoint_dir).get("lora_alpha"),
+        lora_alpha=alpha,
     )
 
 
-def _config_of_run(checkpoint_dir: Path) -> dict[str, Any]:
-    """Return the fields of TransformerConfig in the run's training_config.yaml; empty if a checkpoint
-    was copied without it."""
-    path = run_of(checkpoint_dir) / "training_config.yaml"
-    if not path.is_file():
-        return {}
+def _config_of_run(checkpoint_dir: Path, manifest: dict) -> dict[str, Any]:
+    """Return the fields of TransformerConfig with which the checkpoint was trained.
+
+    They are in the manifest, or in the run's training_config.yaml if the manifest has none; {} if both
+    are missing.
+    """
     from omegaconf.errors import OmegaConfBaseException
 
     from cogfast.schema.sat_network import transformer_arguments
     from cogfast.schema.yaml_files import read_yaml
 
-    fix = "copy it again, or use a checkpoint that was copied without it"
+    place, path = checkpoint_dir / "manifest.json", run_of(checkpoint_dir) / "training_config.yaml"
+    fix = "copy it again"
+    sections: Any = config_of(checkpoint_dir, manifest)
+    if "network_config" not in sections.get("model", {}):
+        if not path.is_file():
+            return {}
+        place, fix = path, "copy it again, or use a checkpoint that was copied without it"
+        try:
+            sections = read_yaml(path, str(path), is_plain=True)
+        except ValueError as error:
+            raise ValueError(f"{error}; {fix}") from None
     try:
-        params = read_yaml(path, str(path), is_plain=True).model.network_config.params
-    except (OmegaConfBaseException, AttributeError):
-        raise ValueError(f"{path}: damaged, it has no network_config; {fix}") from None
-    except ValueError as error:
-        raise ValueError(f"{error}; {fix}") from None
-    return transformer_arguments(params)
+        return transformer_arguments(sections["model"]["network_config"]["params"])
+    except (OmegaConfBaseException, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{place}: damaged, it has no network_config; {fix}") from None
 
 
 def _trained_size(manifest: dict) -> dict[str, Any]:
