@@ -11,8 +11,7 @@ import os
 import re
 import resource
 
-_LEAST_FILES = 64  # two ranks with two readers each needed up to 48
-# Of files and folders, which the errors name.
+_LEAST_FILES = 64  # a small run with two reading processes needs up to 48
 _OTHER_PATH = "correct the path, or give another one"
 _FIXES = {
     errno.EACCES: "change its permissions, or give another path",

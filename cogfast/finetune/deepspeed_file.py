@@ -55,7 +55,8 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
     for key, name in _SAME.items():
         _compare(file, section, key, name, getattr(args, name))
-    optimizer = dict(section.pop("optimizer", None) or {})
+    optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
+    given_params = _mapping(file, optimizer.get("params"), "optimizer.params")
     kind = str(optimizer.get("type", args.optimizer))
     if kind.lower() != args.optimizer.lower():
         _refuse(f"--optimizer {args.optimizer}", file, "optimizer.type", kind)
@@ -69,7 +70,7 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
         is_on = _select(section, f"{name}.enabled")
         if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
             _refuse(f"--mixed_precision {args.mixed_precision}", file, f"{name}.enabled", is_on)
-    params = {k: v for k, v in (optimizer.get("params") or {}).items() if v != "auto"}
+    params = {k: v for k, v in given_params.items() if v != "auto"}
     settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
     if "type" in optimizer:
         settings["deepspeed.optimizer.type"] = kind
@@ -94,6 +95,14 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"--deepspeed_config {file}: contains no mapping; {FIX}")
     return found
+
+
+def _mapping(file: Path | str, found: object, key: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping | None):
+        raise ValueError(
+            f"{file}: {key}={show(found)} must be a mapping; correct it, or remove {key}"
+        )
+    return dict(found or {})
 
 
 def _compare(file: Path, section: Mapping, key: str, name: str, wanted: object) -> None:

@@ -267,6 +267,9 @@ def test_a_deepspeed_file_sets_what_is_not_auto(options, tmp_path, monkeypatch, 
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
             "--learning_rate 0.001, but .* has optimizer.params.lr=0.0001; change one of them, or set",
         ),
+        ({}, {"optimizer": True}, "zero2.json: optimizer=true must be a mapping; correct it, or"),
+        ({}, {"optimizer": 5}, "zero2.json: optimizer=5 must be a mapping"),
+        ({}, {"optimizer": {"params": [1]}}, r"optimizer.params=\[1\] must be a mapping"),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_an_option_is_refused(
