@@ -1,4 +1,4 @@
-"""What a machine refuses, or has run out of, in the words of one line.
+"""Errors of a machine that refuses something, or has run out of it, in the words of one line.
 
 The errors come from Python and from libraries. They are no faults of cogfast, so that a user needs
 the line and no traceback. This file imports nothing heavy: the command line needs it at once.

@@ -1,4 +1,4 @@
-"""What a machine refuses or lacks becomes one line; other errors stay as they are."""
+"""A lack of the machine ends a command in one line; other errors stay as they are."""
 
 from __future__ import annotations
 
