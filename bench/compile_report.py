@@ -1,10 +1,10 @@
-"""Compile the kernels without a GPU and count: python -m bench.compile_report [--arch 90 80 100].
+"""Compile the kernels without a GPU and count: python -m bench.compile_report [--arch 90 80 89 ...].
 
 Compiles the cases of bench/kernel_ops/compile_cases.py and prints, per case and architecture:
 registers per thread, bytes spilled, shared memory, programs that fit on a multiprocessor, 16-byte
 and all accesses of global memory, accesses of shared memory, barriers and instructions, counted in
 the machine code. A case over one of its limits ends with OVER and the limit, and the exit status is
-1. Limits hold on sm_90; no architecture may spill registers.
+1. Limits hold on sm_90; no architecture may spill registers or lack shared memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ from pathlib import Path
 
 from bench.kernel_ops.compile_cases import CASES, CompileCase
 
-ARCHES = (90, 80, 100)
 _NUM_PROCESSES = 2
 _LIMITED_ARCH = 90  # the architecture of the limits in CompileCase
-# Per multiprocessor: bytes of shared memory for programs, and warps. Every architecture has 65,536
-# registers, allocated to a warp in units of 256; the system takes 1 KB of shared memory per
-# program.
-_MULTIPROCESSOR = {80: (164 * 1024, 64), 90: (228 * 1024, 64), 100: (228 * 1024, 64)}
-_REGISTERS, _REGISTER_UNIT, _SYSTEM_SHARED_BYTES, _MOST_PROGRAMS = 65_536, 256, 1024, 32
+# Per multiprocessor: bytes of shared memory for programs, warps, and programs (table "Technical
+# Specifications per Compute Capability" of NVIDIA's CUDA programming guide). Every architecture has
+# 65,536 registers, allocated to a warp in units of 256; the system takes 1 KB of shared memory per
+# program, so that one program gets at most 163, 227 and 99 KB.
+_MULTIPROCESSOR = {
+    80: (164 * 1024, 64, 32),
+    89: (100 * 1024, 48, 24),
+    90: (228 * 1024, 64, 32),
+    100: (228 * 1024, 64, 32),
+    120: (100 * 1024, 48, 24),
+}
+ARCHES = tuple(_MULTIPROCESSOR)
+_REGISTERS, _REGISTER_UNIT, _SYSTEM_SHARED_BYTES = 65_536, 256, 1024
 
 Figures = dict[str, object]
 
@@ -132,10 +139,10 @@ def count_instructions(code: str) -> dict[str, int]:
 
 def count_resident(figures: Mapping[str, int], num_warps: int, arch: int) -> int:
     """Programs that fit on a multiprocessor at once."""
-    shared, warps = _MULTIPROCESSOR[arch]
+    shared, warps, programs = _MULTIPROCESSOR[arch]
     per_warp = -(-figures["registers"] * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     return min(
-        _MOST_PROGRAMS,
+        programs,
         warps // num_warps,
         _REGISTERS // (per_warp * num_warps),
         shared // (figures["shared_bytes"] + _SYSTEM_SHARED_BYTES),
@@ -146,8 +153,11 @@ def find_over(case: CompileCase, arch: int, figures: Mapping[str, int]) -> list[
     """Limits of a case that the figures exceed, such as `registers 48 > 40`."""
     spilled = case.spilled_bytes.get(arch, 0)
     limits = {"stack_bytes": spilled, "local_bytes": 0, "local_accesses": spilled // 4}
+    most_shared = _MULTIPROCESSOR[arch][0] - _SYSTEM_SHARED_BYTES
+    limits["shared_bytes"] = most_shared
     if arch == _LIMITED_ARCH:
-        limits |= {"registers": case.max_registers, "shared_bytes": case.max_shared_bytes}
+        limits["shared_bytes"] = min(most_shared, case.max_shared_bytes)
+        limits["registers"] = case.max_registers
         limits |= {"narrow_loads": case.narrow_loads, "narrow_stores": case.narrow_stores}
     reached = {
         **figures,
@@ -177,6 +187,10 @@ def _report_case(job: tuple[str, int, int]) -> Figures:
 
 def report(ops: Sequence[str], arches: Sequence[int]) -> list[Figures]:
     """A row for every case of the ops and every architecture."""
+    unknown = set(arches) - set(ARCHES)
+    if unknown:
+        known = ", ".join(map(str, ARCHES))
+        raise ValueError(f"architecture {min(unknown)} is not known; use one of {known}")
     # Cases hold kernels, which cannot be pickled: a process gets the case's index.
     jobs = [
         (op, i, arch)
@@ -228,13 +242,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=[_LIMITED_ARCH])
+    parser.add_argument("--arch", type=int, nargs="+", default=[_LIMITED_ARCH])
     parser.add_argument("--op", nargs="+", choices=CASES, default=list(CASES), metavar="OP")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args(argv)
     import triton
 
-    rows = report(arguments.op, arguments.arch)
+    try:
+        rows = report(arguments.op, arguments.arch)
+    except ValueError as error:
+        parser.error(str(error))
     print(table(rows))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

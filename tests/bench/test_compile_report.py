@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.compile_report import count_instructions, count_resident
-from bench.kernel_ops.compile_cases import CASES
+from bench.compile_report import count_instructions, count_resident, find_over, main
+from bench.kernel_ops.compile_cases import CASES, CompileCase
 from tests.support.tiny_run import ROOT
 
 # Kernels with known figures, and limits that they keep or break.
@@ -233,11 +233,34 @@ def test_instructions_are_counted_by_kind() -> None:
         (16, 1, 0, 90, 32),  # programs
         (32, 4, 100 * 1024, 90, 2),  # 2 of 101 KB in 228
         (32, 4, 100 * 1024, 80, 1),  # 1 in 164
+        (32, 8, 0, 89, 6),  # 48 warps
+        (16, 1, 0, 120, 24),  # programs
+        (32, 4, 49 * 1024, 120, 2),  # 2 of 50 KB in 100
     ],
 )
 def test_programs_per_multiprocessor(registers, num_warps, shared, arch, resident) -> None:
     figures = {"registers": registers, "shared_bytes": shared}
     assert count_resident(figures, num_warps, arch) == resident
+
+
+@pytest.mark.parametrize(("arch", "kilobytes"), [(80, 163), (89, 99), (90, 227), (120, 99)])
+def test_a_kernel_that_does_not_fit_on_a_gpu_is_reported(arch: int, kilobytes: int) -> None:
+    case = CompileCase("large", None, {}, {}, 4, max_registers=255, max_shared_bytes=10**9)
+    names = ("stack_bytes", "local_bytes", "local_accesses", "registers", "loads", "wide_loads")
+    figures = dict.fromkeys((*names, "stores", "wide_stores"), 0)
+    over = lambda size: find_over(case, arch, {**figures, "shared_bytes": size})
+    limit = kilobytes * 1024
+    assert over(limit) == []
+    assert over(limit + 1) == [f"shared_bytes {limit + 1} > {limit}"]
+
+
+@pytest.mark.parametrize("arch", ["75", "86"])
+def test_an_unknown_gpu_is_refused(arch: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--arch", "90", arch])
+    assert end.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"architecture {arch} is not known; use one of 80, 89, 90, 100, 120")
 
 
 def check_all(arches: list[str], folder: Path) -> None:
@@ -258,4 +281,4 @@ def test_every_kernel_keeps_its_limits(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_every_kernel_compiles_for_other_gpus_and_spills_nowhere(tmp_path: Path) -> None:
-    check_all(["80", "100"], tmp_path)
+    check_all(["80", "89", "100", "120"], tmp_path)
