@@ -1,13 +1,15 @@
 """Check and measure everything that needs a GPU: python -m bench.gpu_run PART --out DIR.
 
-PART is a piece or a set of pieces, each set under 9 minutes on one H100 or H200:
-    first   facts, rates, matmul, goldens, train, attention
+PART is a piece or a set of pieces:
+    short   the rows of the README's table in 25 minutes, what is worth more first
     ops     kernel_tests, tensor_parallel, op_times, quantized, attention, launches
     2b, 5b, 1.5-5b, 1.5-5b-i2v  blocks and training steps against the model of diffusers
     videos  data, data_runs
-Each piece prints a table and writes DIR/<piece>.json after every row. Pieces that --minutes leaves no
-time for are skipped. The exit status is 1 if a piece fails; the others still run.
-docs/benchmarks.md lists what each piece measures and needs.
+Each piece prints a table and writes DIR/<piece>.json after every row. Each piece of a set runs in a
+process of its own: a crash or a hang costs what that piece has not measured yet. Pieces that --minutes
+leaves no time for are skipped, and so are those of a set that are complete in DIR: to measure the rest,
+give the same command again. The exit status is 1 if a piece fails; the others still run. docs/benchmarks.md lists what
+each piece measures and needs.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import gc
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +37,7 @@ from cogfast.diagnostics.timing import wait_for
 from cogfast.train.plan.gpus import find_gpu
 
 _TRACE_LINES = 12
-_DEFAULT_MINUTES = 9.0
+_MINUTES = 9.0
 _LEAST_SECONDS = 10.0  # a piece is skipped when less is left
 # Kept back from --minutes for starting, for plots and for a case that takes longer than expected.
 _RESERVE_SECONDS = 20.0
@@ -60,13 +64,29 @@ PIECES = {
     "data": "bench.data:measure_data",
     "data_runs": "bench.clips.data_runs:measure_data_runs",
 }
-# Attention comes late: it runs kernels of other packages, the likeliest to break the CUDA context. A
-# part writes at most eight files.
-PARTS: dict[str, Sequence[str]] = {
-    "first": ("facts", "rates", "matmul", "goldens", "train", "attention"),
-    "ops": ("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention", "launches"),
-    "videos": ("data", "data_runs"),
+# {part: {piece: the most minutes that it gets, or None for what is left}}, in the order in which they run
+PARTS: dict[str, Mapping[str, float | None]] = {
+    # Pieces of the README's table come first, then those that check it. A step of 2B or
+    # 5B that is not compiled takes half a minute to a minute on both sides.
+    "short": {
+        "facts": 0.6,
+        "rates": 0.6,
+        "2b": 5.0,
+        "5b": 5.5,
+        "attention": 3.0,
+        "op_times": 4.5,
+        "goldens": 1.0,
+        "kernel_tests": 3.0,
+        "matmul": 0.8,
+        "train": 1.0,
+    },
+    "ops": dict.fromkeys(
+        ("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention", "launches")
+    ),
+    "videos": dict.fromkeys(("data", "data_runs")),
 }
+_PART_MINUTES = {"short": 25.0}
+_LEAST_SHARE = 0.7  # of its minutes: a piece that gets less is skipped
 
 
 def load_piece(name: str) -> Callable[[Settings], Outcome]:
@@ -143,13 +163,54 @@ def expectations(rows: Sequence[Row], gpu_name: str, memory_gib: float) -> list[
     return [] if gpu is None else compare(rows, gpu)
 
 
-def _skip(name: str, settings: Settings, out: Path) -> None:
-    """Write a note into the file of a skipped piece, unless an earlier run left results there."""
-    note = f"{max(0.0, settings.seconds_left):.0f} s left; run this piece alone"
-    path = out / f"{name}.json"
-    if not path.exists():
-        path.write_text(json.dumps({"piece": name, "skipped": note}, indent=1) + "\n")
-    print(f"{name}\n  skipped: {note}", flush=True)
+def run_apart(name: str, arguments: argparse.Namespace, minutes: float) -> bool:
+    """Run a piece in a process for at most `minutes`; return True if nothing failed.
+
+    What the piece has kept stays in its file if its process crashes or takes longer.
+    """
+    path = arguments.out / f"{name}.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "bench.gpu_run", name, "--out", str(arguments.out)]
+    command += ["--device", arguments.device, "--minutes", f"{minutes:.2f}"]
+    command += ["--tiny"] * arguments.tiny
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        status = process.wait(60 * minutes)
+        end = f"its process ended with status {status}"
+    except subprocess.TimeoutExpired:
+        status, end = None, f"it took more than {minutes:.1f} minutes"
+    finally:
+        if process.poll() is None:  # its own processes, such as pytest and ranks, end with it
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    report = json.loads(path.read_text()) if path.exists() else {"piece": name}
+    if "error" in report or report.get("is_complete"):
+        return status == 0
+    report["error"] = {"type": "ended", "message": end, "trace": []}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{name}\n  FAILED: {end}; {len(report.get('rows', ()))} rows are kept", flush=True)
+    return False
+
+
+def run_part(arguments: argparse.Namespace, deadline: float) -> tuple[list[str], list[str]]:
+    """Run the pieces of a part one after the other; return those that failed and those skipped."""
+    failed, skipped = [], []
+    for name, most in PARTS[arguments.part].items():
+        path = arguments.out / f"{name}.json"
+        left = (deadline - time.perf_counter()) / 60
+        report = json.loads(path.read_text()) if path.exists() else {}
+        if report.get("is_complete") and report.get("is_tiny") == arguments.tiny:
+            print(f"{name}\n  {path} is complete; delete it to measure again", flush=True)
+            failed += [name] if report["problems"] else []
+        elif left < max(_LEAST_SHARE * (most or 0), (_LEAST_SECONDS + _RESERVE_SECONDS) / 60):
+            note = f"{60 * max(0.0, left):.0f} s left; run this piece alone"
+            print(f"{name}\n  skipped: {note}", flush=True)
+            skipped.append(name)
+            if not report:  # an earlier run may have left rows
+                path.write_text(json.dumps({"piece": name, "skipped": note}, indent=1) + "\n")
+        elif not run_apart(name, arguments, left if most is None else min(most, left)):
+            failed.append(name)
+    return failed, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
     parser.add_argument(
-        "--minutes", type=float, default=_DEFAULT_MINUTES, help="skip pieces that would end later"
+        "--minutes",
+        type=float,
+        help=f"skip what would end later; default: {_MINUTES:g}, for short 25",
     )
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
@@ -176,15 +239,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Must be set before the first allocation: it avoids failures by fragmentation.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    deadline = started + 60 * arguments.minutes - _RESERVE_SECONDS
-    settings = Settings(torch.device(arguments.device), arguments.tiny, deadline)
+    deadline = started + 60 * (arguments.minutes or _PART_MINUTES.get(arguments.part, _MINUTES))
     failed, skipped = [], []
-    for name in PARTS.get(arguments.part, (arguments.part,)):
-        if settings.seconds_left < _LEAST_SECONDS:
-            _skip(name, settings, arguments.out)
-            skipped.append(name)
-        elif not run_piece(name, settings, arguments.out):
-            failed.append(name)
+    if arguments.part in PARTS:
+        failed, skipped = run_part(arguments, deadline)
+    else:
+        device = torch.device(arguments.device)
+        settings = Settings(device, arguments.tiny, deadline - _RESERVE_SECONDS)
+        if not run_piece(arguments.part, settings, arguments.out):
+            failed.append(arguments.part)
     if skipped:
         print(f"skipped: {', '.join(skipped)}")
     print(f"failed: {', '.join(failed)}" if failed else "all well")

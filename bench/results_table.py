@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness.compact_rows import COMPACT_ROWS, PEERS, Row, number
+from bench.harness.outcome import WRONG
 
 Report = Mapping[str, object]
 Cells = Sequence[str]
@@ -98,9 +99,9 @@ def write_section(results: Sequence[Results], page: Path | None = None) -> str:
     """Return all tables, GPUs first. Links to plots are relative to the folder of `page`."""
     lines = [
         "Speed-up is the time of diffusers over that of cogfast, for the same weights; outputs and",
-        "gradients of the two are compared before anything is timed. Both clip gradients, update with",
-        "AdamW and keep an EMA of the weights. TFLOP/s and MFU count three forward passes (LoRA: two",
-        "for the frozen linears) and no recomputation.",
+        "gradients of the two are compared first, and rows that disagree say so. Both clip gradients,",
+        "update with AdamW and keep an EMA of the weights. TFLOP/s and MFU count three forward passes",
+        "(LoRA: two for the frozen linears) and no recomputation.",
     ]
     gpus = [each for each in results if each.is_gpu]
     for each in _gpus_first(results):
@@ -179,8 +180,8 @@ def _same_policy(reports: Sequence[Report]) -> list[str]:
     for report in reports:
         for row in report["rows"]:
             name = _case(row, report)
-            if "not_timed" in row or "error" in row:
-                rows.append((name, str(row.get("not_timed") or row["error"]), *[_EMPTY] * 3))
+            if "error" in row:
+                rows.append((name, str(row["error"]), *[_EMPTY] * 3))
                 continue
             # A side that does not fit into memory has no times.
             spread = _EMPTY
@@ -259,13 +260,11 @@ def _sampling(rows: Sequence[Row]) -> list[str]:
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:
-    timed = [row for row in rows if "percent_of_copy" in row or row.get("status") == "FAILED"]
+    timed = [row for row in rows if "percent_of_copy" in row]
     body = []
     for row in timed:
         name = f"{row['op']} {row['way']}, {row['model']}"
-        if row.get("status") == "FAILED":
-            body.append((name, "wrong: not timed", *[_EMPTY] * 3))
-            continue
+        name += " (its results are wrong)" if row.get("status") == WRONG else ""
         goal = row.get("goal_percent")
         cells = (number(row["median_ms"]), number(row["gb_per_s"]))
         cells += (f"{row['percent_of_copy']:.0f}%", _EMPTY if goal is None else f"{goal:.0f}%")
@@ -274,7 +273,7 @@ def _ops(rows: Sequence[Row]) -> list[str]:
     lines = _question("How close to the copy rate are the fused operations?", head, body)
     # One table for each operation: each has peers of its own.
     for op in dict.fromkeys(row["op"] for row in timed):
-        of_op = [row for row in timed if row["op"] == op and row.get("status") != "FAILED"]
+        of_op = [row for row in timed if row["op"] == op]
         peers = list(dict.fromkeys(key for row in of_op for key in row if key.startswith("vs ")))
         # Eager PyTorch and torch.compile first.
         peers.sort(key=lambda name: not any(word in name for word in _FIRSTPEERS))
@@ -448,7 +447,8 @@ def _model(row: Row) -> str:
 def _speed_up(row: Row) -> str:
     """The speed-up over diffusers, or why there is none."""
     if "ratio" in row:
-        return f"{1 / row['ratio']:.2f}x"
+        mark = " (the sides disagree)" if "disagrees" in row else ""
+        return f"{1 / row['ratio']:.2f}x{mark}"
     for side, name in _SIDES.items():
         for key, text in _NOT_TIMED.items():
             if f"{side}_{key}" in row:

@@ -3,7 +3,7 @@ python -m bench.step [--model 5b --what step block --mode sft lora ...] [--out F
 
 A step is forward, mean squared error, backward, clipping, AdamW and an EMA of the weights. All values
 of an option are measured in turn. Outputs and gradients of the two sides are compared first; a case
-that disagrees is not timed. The result has rows with the same checkpointing policy on both sides, and
+that disagrees is marked, and the exit status is 1. The result has rows with the same checkpointing policy on both sides, and
 the best policy of each side.
 
 Model TFLOP count three forward passes (LoRA: two for the frozen linears, three for adapters and
@@ -50,7 +50,7 @@ SHOWN = [*_CASE_KEYS]
 SHOWN += [f"{side}_{key}" for key in _TIME_KEYS for side in SIDES]
 SHOWN += [f"{side}_{key}" for key in _USE_KEYS for side in SIDES]
 SHOWN += [f"{side}_{key}" for key in _FAILURE_KEYS for side in SIDES]
-SHOWN += ["not_timed", "error"]
+SHOWN += ["disagrees", "error"]
 # Guess of a case's time until one has been measured; compilation needs most of it.
 _FIRST_GUESS_SECONDS = {"eager": 30.0, "compiled": 90.0}
 

@@ -55,6 +55,10 @@ def check_goldens(settings: Settings) -> Outcome:
     factor = tolerance_factor(settings.device)
     rows: list[Row] = []
     problems: list[str] = []
+    numbers = {"float32_tolerance_factor": factor, "bf16_relative_floor": _BF16_FLOOR}
+    shown = ("case", "output_largest_error", "output_relative_error", "loss_relative_error")
+    shown += ("gradient_worst_error_of_largest", "gradient_worst_relative_error", "num_gradients")
+    shown += ("worst_error_over_tolerance",)
     for name in CASES:
         stored = load_file(GOLDEN / name / "io.safetensors")
         for dtype in (torch.float32, torch.bfloat16):
@@ -70,13 +74,10 @@ def check_goldens(settings: Settings) -> Outcome:
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             rows.append({"case": label, **row})
             problems += [f"{label}: {text}" for text in wrong]
+            settings.keep(Outcome(numbers, rows, shown, problems))
     adam_rows, wrong = check_optimizer(GOLDEN, settings.device)
     rows += adam_rows
     problems += wrong
-    numbers = {"float32_tolerance_factor": factor, "bf16_relative_floor": _BF16_FLOOR}
-    shown = ("case", "output_largest_error", "output_relative_error", "loss_relative_error")
-    shown += ("gradient_worst_error_of_largest", "gradient_worst_relative_error", "num_gradients")
-    shown += ("worst_error_over_tolerance",)
     return Outcome(numbers, rows, shown, problems)
 
 

@@ -1,4 +1,4 @@
-"""Run the kernel tests that need a GPU in a subprocess: pytest -k 'gpu or cuda'."""
+"""Run the kernel tests that need a GPU, a process for each file: pytest -k 'gpu or cuda'."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness.outcome import Outcome, Settings
@@ -22,44 +23,54 @@ _TESTS = (
     "quantized/test_int8_linear.py",
     "quantized/test_fp8_linear.py",
 )
-_TIMEOUT_SECONDS = 300
+_FILE_SECONDS = 150
+_LEAST_SECONDS = 10
 _LINES = 15  # of pytest's output, shown if it wrote no report
 
 
 def run_kernel_tests(settings: Settings) -> Outcome:
     """Run the tests; one row per file, one problem per failure. On a CPU every test is skipped."""
-    paths = [f"tests/kernels/{name}" for name in _TESTS]  # pytest fails if one is missing
+    outcome = judge([])
+    reports: list[str] = []
+    problems: list[str] = []
+    for name in _TESTS:
+        seconds = min(_FILE_SECONDS, settings.seconds_left)
+        if seconds < _LEAST_SECONDS:
+            problems.append(f"{name}: left out, no time")
+        else:
+            try:
+                reports.append(_run(name, settings, seconds))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:  # the other files still run
+                problems.append(f"{name}: {error}")
+        outcome = judge(reports, problems)
+        settings.keep(outcome)
+    return outcome
+
+
+def _run(name: str, settings: Settings, seconds: float) -> str:
+    """Run the tests of a file and return pytest's report."""
     environment = dict(os.environ)
     if settings.device.type == "cuda":
         environment["COGFAST_TEST_ON_GPU"] = "1"  # conftest.py hides the GPU otherwise
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-k",
-            "gpu or cuda",
-            f"--junitxml={report}",
-        ]
-        command += ["-p", "no:cacheprovider", *paths]
-        # On a timeout the results of this piece are lost, but the following pieces still have time.
-        limit = max(1.0, min(_TIMEOUT_SECONDS, settings.seconds_left))
+        command = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda"]
+        command += [f"--junitxml={report}", "-p", "no:cacheprovider", f"tests/kernels/{name}"]
         done = subprocess.run(
-            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=limit
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=seconds
         )
         if not report.is_file():
             end = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES:])
             raise RuntimeError(f"pytest wrote no report, exit status {done.returncode}\n{end}")
-        return judge(report.read_text())
+        return report.read_text()
 
 
-def judge(report: str) -> Outcome:
-    """Turn a JUnit report into counts, one row per file and one problem per failure."""
+def judge(reports: Sequence[str], problems: Sequence[str] = ()) -> Outcome:
+    """Turn JUnit reports into counts, one row per file and one problem per failure."""
     counts: dict[str, dict[str, float]] = {}
-    problems = []
-    for case in ET.fromstring(report).iter("testcase"):
+    problems = list(problems)
+    cases = [case for report in reports for case in ET.fromstring(report).iter("testcase")]
+    for case in cases:
         name, file = case.get("name", ""), case.get("classname", "")
         row = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
         row["seconds"] += float(case.get("time", 0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.harness.outcome import WRONG
+
 Row = Mapping[str, object]
 
 # Ratios of bench.steps.cpu_peers, and as they are shown.
@@ -12,6 +14,9 @@ PEERS = {
     "speed-up over diffusers": "over diffusers",
     "over compiled diffusers": "over compiled diffusers",
 }
+
+
+_COMPILED = "vs torch.compile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,19 @@ def _peer_speed_up(rows: Sequence[Row]) -> str | None:
 
 
 def _step_speed_up(rows: Sequence[Row]) -> str | None:
-    return _range([1 / r["ratio"] for r in rows if r["what"] == "step" and "ratio" in r], "x")
+    timed = [row for row in rows if row["what"] == "step" and "ratio" in row]
+    return _marked(_range([1 / row["ratio"] for row in timed], "x"), timed)
+
+
+def _op_speed_up(rows: Sequence[Row]) -> str | None:
+    timed = [row for row in rows if _COMPILED in row]
+    return _marked(_range([row[_COMPILED] for row in timed], "x"), timed)
+
+
+def _marked(text: str | None, rows: Sequence[Row]) -> str | None:
+    """Mark a result whose rows include one with a wrong answer."""
+    is_wrong = any("disagrees" in row or row.get("status") == WRONG for row in rows)
+    return f"{text} (not all agree)" if is_wrong else text
 
 
 def _reading_speed_up(above: tuple[str, int], below: tuple[str, int], key: str) -> Callable:
@@ -69,7 +86,6 @@ def _attention_rate(rows: Sequence[Row]) -> str | None:
     return f"{number(max(rates))} TFLOP/s forward" if rates else None
 
 
-_COMPILED = "vs torch.compile"
 COMPACT_ROWS = (
     CompactRow("2B training step, speed-up over diffusers", True, ("2b",), _step_speed_up),
     CompactRow("5B training step, speed-up over diffusers", True, ("5b",), _step_speed_up),
@@ -77,7 +93,7 @@ COMPACT_ROWS = (
         "fused operations, speed-up over torch.compile",
         True,
         ("op_times",),
-        lambda rows: _range([row[_COMPILED] for row in rows if _COMPILED in row], "x"),
+        _op_speed_up,
     ),
     CompactRow("attention at 17,776 tokens, best backend", True, ("attention",), _attention_rate),
     CompactRow(

@@ -14,6 +14,7 @@ from cogfast.diagnostics.timing import num_buffer_sets
 
 Row = Mapping[str, object]
 
+WRONG = "WRONG"  # status of an op whose results are off; it is timed all the same
 _CELL_WIDTH = 100  # characters; the JSON keeps longer values, such as names of CUDA kernels
 
 

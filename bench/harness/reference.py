@@ -49,7 +49,7 @@ def _steps(results: Results) -> list[MeasuredStep]:
         if report["piece"] not in _STEP_PIECES:
             continue
         for row in report["rows"]:
-            if row["what"] != "step" or "ours_median_ms" not in row:
+            if row["what"] != "step" or "ours_median_ms" not in row or "disagrees" in row:
                 continue
             model, _ = MODELS[row["model"]]
             policies = [row["checkpointing"]] * row["num_layers"]

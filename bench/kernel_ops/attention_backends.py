@@ -2,12 +2,18 @@
 
 Rates count 4 S^2 H D operations forward and 2.5 times that backward, as FlashAttention does. Output
 and gradients of every backend are compared with plain float32 arithmetic on two heads: the error may
-be twice that of plain bf16 arithmetic plus a floor.
+be twice that of plain bf16 arithmetic plus a floor. A backend of another package runs in a process of
+its own, python -m bench.kernel_ops.attention_backends NAME: what breaks its CUDA context, or hangs,
+costs the other backends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +35,9 @@ _TINY_SHAPES, _TINY_MATH_SHAPE = ((1, 160, 3, 64), (1, 144, 2, 64)), (1, 96, 3, 
 _DTYPE = torch.bfloat16
 _BACKWARD = 2.5  # times the operations of forward: five products instead of two
 _RELATIVE_FLOOR = 1e-3  # a quarter of bf16's spacing
+_LEAST_SECONDS = 10.0  # a backend is left out when less is left
+_MARK = "row: "  # before each row that a process prints
+_MOST_SECONDS = 100.0  # of the process of another package, which may compile for a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +53,68 @@ NAMED = tuple(Backend(name, partial(flash_attention, backend=name)) for name in 
 
 
 def measure_attention(settings: Settings) -> Outcome:
-    """Measure a row for every backend and shape."""
-    shapes = _TINY_SHAPES if settings.is_tiny else _SHAPES
-    # BACKENDS lists other packages after PyTorch's own: what could break the CUDA context runs last.
-    fused = [backend for backend in (DEFAULT, *NAMED) if backend.name != "math"]
+    """Measure a row for every backend and shape; those of other packages come last."""
     (plain,) = (backend for backend in NAMED if backend.name == "math")
-    cases = [(plain, _TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE)]
-    cases += [(backend, shape) for backend in fused for shape in shapes]
-    rows, problems = [], []
-    for backend, shape in cases:
-        row, wrong = measure_backend(settings, backend, shape)
-        rows.append(row)
-        problems += wrong
+    fused = [backend for backend in (DEFAULT, *NAMED) if backend is not plain]
+    rows: list[Row] = []
+    problems: list[str] = []
+    for backend in sorted((*fused, plain), key=_is_foreign):
+        measure = _measure_apart if _is_foreign(backend) else _measure_here
+        for row, wrong in measure(settings, backend):
+            rows.append(row)
+            problems += wrong
+            settings.keep(_outcome(rows, problems))
+    return _outcome(rows, problems)
+
+
+def _is_foreign(backend: Backend) -> bool:
+    return backend.name in BACKENDS and BACKENDS[backend.name].module is not None
+
+
+def _shapes(settings: Settings, backend: Backend) -> Sequence[Sequence[int]]:
+    if backend.name == "math":
+        return (_TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE,)
+    return _TINY_SHAPES if settings.is_tiny else _SHAPES
+
+
+def _measure_here(settings: Settings, backend: Backend) -> Iterator[tuple[Row, list[str]]]:
+    """Yield the row and the problems of each shape."""
+    for shape in _shapes(settings, backend):
+        if settings.seconds_left < _LEAST_SECONDS:
+            yield _row(backend, shape) | {"unavailable": "left out: no time"}, []
+        else:
+            yield measure_backend(settings, backend, shape)
+
+
+def _measure_apart(settings: Settings, backend: Backend) -> Iterator[tuple[Row, list[str]]]:
+    """Yield the same from a process, and for the shapes that it did not get to, why not."""
+    shapes = _shapes(settings, backend)
+    reasons = [
+        reason_unavailable(backend.name, settings.device, _DTYPE, shape[-1]) for shape in shapes
+    ]
+    seconds = min(_MOST_SECONDS, settings.seconds_left)
+    if all(reasons) or seconds < _LEAST_SECONDS:
+        for shape, reason in zip(shapes, reasons, strict=True):
+            yield _row(backend, shape) | {"unavailable": reason or "left out: no time"}, []
+        return
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()  # the process uses the same GPU
+    command = [sys.executable, "-m", "bench.kernel_ops.attention_backends", backend.name]
+    command += ["--device", settings.device.type, *["--tiny"] * settings.is_tiny]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
+        output, end = done.stdout, f"its process ended with status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, end = (error.stdout or b"").decode(), f"its process took more than {seconds:.0f} s"
+    # A row is a line; a package may print others.
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+    found = [json.loads(line.removeprefix(_MARK)) for line in lines]
+    yield from ((each["row"], each["problems"]) for each in found)
+    for shape in shapes[len(found) :]:
+        yield _row(backend, shape) | {"error": end}, [f"{backend.name} {list(shape)}: {end}"]
+
+
+def _outcome(rows: Sequence[Row], problems: Sequence[str]) -> Outcome:
     drawn = [row for row in rows if "forward_tflop_per_s" in row]
     bars = Bars(
         title="attention, bf16, head width 64",
@@ -65,15 +124,19 @@ def measure_attention(settings: Settings) -> Outcome:
     )
     shown = ("backend", "shape_bshd", "forward_median_ms", "forward_tflop_per_s")
     shown += ("backward_median_ms", "backward_tflop_per_s", "out_relative_error")
-    shown += ("unavailable", "forward_kernel", "backward_kernel")
-    return Outcome({}, rows, shown, problems, bars)
+    shown += ("unavailable", "error", "forward_kernel", "backward_kernel")
+    return Outcome({}, list(rows), shown, list(problems), bars if drawn else None)
+
+
+def _row(backend: Backend, shape: Sequence[int]) -> dict[str, object]:
+    return {"backend": backend.name, "shape_bshd": list(shape)}
 
 
 def measure_backend(
     settings: Settings, backend: Backend, shape: Sequence[int]
 ) -> tuple[Row, list[str]]:
     """Return a row of figures, or of the reason why the backend cannot run, and the problems."""
-    row = {"backend": backend.name, "shape_bshd": list(shape)}
+    row = _row(backend, shape)
     if backend.name in BACKENDS:
         reason = reason_unavailable(backend.name, settings.device, _DTYPE, shape[-1])
         if reason is not None:
@@ -172,3 +235,19 @@ def name_of_kernel(call: Callable[[], object], device: torch.device) -> str:
         return "the trace shows none"
     cost = (lambda e: e.self_device_time_total) if is_gpu else (lambda e: e.self_cpu_time_total)
     return max(events, key=cost).key
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("backend", choices=[backend.name for backend in NAMED])
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args(argv)
+    settings = Settings(torch.device(arguments.device), arguments.tiny)
+    (backend,) = (each for each in NAMED if each.name == arguments.backend)
+    for row, problems in _measure_here(settings, backend):
+        print(_MARK + json.dumps({"row": row, "problems": problems}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -31,12 +32,14 @@ def measure_matmuls(settings: Settings) -> Outcome:
     """Measure a row for every width, linear and product, compared with a large square product."""
     square = matmul_rate(settings)
     rate = square["tflop_per_s"]
-    rows = [
-        _measure(settings, width, linear, product, rate)
-        for width in (_TINY_WIDTHS if settings.is_tiny else _WIDTHS)
-        for linear in _LINEARS
-        for product in _PRODUCTS
-    ]
+    numbers = {f"square_{key}": value for key, value in square.items()}
+    shown = ("width", "linear", "product", "median_ms", "p10_ms", "p90_ms", "tflop_per_s")
+    shown += ("percent_of_square_rate",)
+    rows: list[Row] = []
+    for width in _TINY_WIDTHS if settings.is_tiny else _WIDTHS:
+        for linear, product in itertools.product(_LINEARS, _PRODUCTS):
+            rows.append(_measure(settings, width, linear, product, rate))
+            settings.keep(Outcome(numbers, rows, shown))
     kinds = [f"{r['width']} {r['linear']}" for r in rows if r["product"] == "forward"]
     bars = Bars(
         title=f"bf16 matrix products of a block, {rows[0]['num_tokens']} tokens",
@@ -45,9 +48,7 @@ def measure_matmuls(settings: Settings) -> Outcome:
         series={p: [r["tflop_per_s"] for r in rows if r["product"] == p] for p in _PRODUCTS},
         line=(f"{square['size']}^3", rate),
     )
-    numbers = {f"square_{key}": value for key, value in square.items()}
-    shown = ("width", "linear", "product", "median_ms", "p10_ms", "p90_ms", "tflop_per_s")
-    return Outcome(numbers, rows, (*shown, "percent_of_square_rate"), bars=bars)
+    return Outcome(numbers, rows, shown, bars=bars)
 
 
 def _measure(settings: Settings, width: int, linear: str, product: str, rate: float) -> Row:

@@ -51,7 +51,7 @@ def cases_2b(memory_gib: float) -> list[Case]:
     lora_full = replace(full, mode="lora")
     fewer = [] if memory_gib > _LARGE_GIB else [replace(none, num_layers=20)]
     ours = [replace(none, checkpointing=policy) for policy in _OURS]
-    cases = [full, block, _compiled(full), none, lora_full, _compiled(block), *fewer, lora]
+    cases = [full, none, *fewer, lora, block, _compiled(full), lora_full, _compiled(block)]
     cases += [_compiled(none), *map(_compiled, fewer), _compiled(lora), _compiled(lora_full)]
     return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
 
@@ -64,7 +64,7 @@ def cases_5b(memory_gib: float) -> list[Case]:
     full, lora_full = (replace(case, checkpointing="full") for case in (none, lora))
     whole = [replace(full, num_layers=None)] if is_large else []
     ours = [replace(case, checkpointing=p) for case in (lora, *whole) for p in _OURS]
-    cases = [*whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora]
+    cases = [*whole, full, none, lora, block, lora_full, _compiled(full), _compiled(block)]
     cases += [_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)]
     return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
 

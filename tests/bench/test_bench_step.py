@@ -122,14 +122,29 @@ class Wrong(Ours):
         return {**found, name: 0.9 * found[name]}
 
 
-def test_sides_that_disagree_are_not_timed(monkeypatch) -> None:
+def test_sides_that_disagree_are_marked_and_timed(monkeypatch) -> None:
     monkeypatch.setitem(SIDES, "ours", Wrong)
     row, problems = measure_case(Case("2b-smallest"), replace(PLAN, agreements={}))
     (problem,) = problems
     assert problem.startswith("2b-smallest step sft, 2 layers, checkpointing none, eager: ")
     assert "transformer_blocks.1.ff.net.0.proj.bias: relative error 1.00e-01 > 1.00e-04" in problem
-    assert row["not_timed"] == "the two sides disagree"
-    assert "ours_median_ms" not in row and "ratio" not in row
+    start = (
+        "1 of the compared tensors, first transformer_blocks.1.ff.net.0.proj.bias: relative error"
+    )
+    assert row["disagrees"].startswith(start)
+    assert row["ours_median_ms"] > 0 and row["ratio"] > 0
+    (best, *_) = best_rows([row])
+    assert best["disagrees"] == row["disagrees"]
+
+
+def test_sides_that_cannot_be_compared_are_timed(monkeypatch) -> None:
+    def fail(variant, is_compiled):
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(step_cases, "compare_sides", fail)
+    row, (problem,) = measure_case(Case("2b-smallest", what="block"), replace(PLAN, agreements={}))
+    assert problem.endswith(": not compared: OutOfMemoryError: CUDA out of memory")
+    assert row["ratio"] > 0 and row["disagrees"].endswith("CUDA out of memory")
 
 
 def test_nan_is_no_agreement() -> None:
@@ -349,6 +364,9 @@ def test_cases_for_a_gpu() -> None:
             listed = cases(memory_gib)
             assert len(set(listed)) == len(listed)
             assert listed[0].checkpointing == "full" and listed[0].what == "step"
+            # A short run measures only the first cases.
+            first = {(c.mode, c.checkpointing) for c in listed[:4] if c.what == "step"}
+            assert first == {("sft", "full"), ("sft", "none"), ("lora", "none")}
             kinds = {(case.what, case.mode, case.engine) for case in listed}
             whats = [("block", "sft"), ("block", "lora"), ("step", "sft"), ("step", "lora")]
             assert {(what, mode, "eager") for what, mode in whats} <= kinds

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,11 +26,13 @@ from bench.checks.goldens_on_device import (
     compare_float32,
 )
 from bench.checks.kernels_on_device import judge as judge_tests
+from bench.checks.kernels_on_device import run_kernel_tests
 from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
+from bench.harness.compact_rows import COMPACT_ROWS
 from bench.harness.expected import EXPECTED, compare, write
 from bench.harness.outcome import Outcome, Settings
-from bench.kernel_ops import quantized_linears
+from bench.kernel_ops import attention_backends, quantized_linears
 from bench.kernel_ops.attention_backends import Backend, measure_backend
 from bench.steps.step_on_device import cases_15_5b, cases_15_5b_i2v
 from cogfast.diagnostics.timing import spread, time_calls
@@ -41,25 +45,27 @@ TINY = Settings(torch.device("cpu"), is_tiny=True)
 ABSENT = ("diffusers", "decord", "av", "skvideo", "flash_attn", "wandb")
 
 
-# The trainings that it starts are forked: they have the imports, and none that is absent.
-FIRST = """
+# The pieces and their trainings are forked: they have the imports, and none that is absent.
+SHORT = """
 import subprocess, sys
 from tests.support.ranks.forked import ForkedPopen
 subprocess.Popen = ForkedPopen
 from bench import gpu_run
+pieces = ("facts", "rates", "attention", "goldens", "matmul", "train")
+gpu_run.PARTS["short"] = {name: gpu_run.PARTS["short"][name] for name in pieces}
 sys.exit(gpu_run.main())
 """
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Path:
-    """Run `python -m bench.gpu_run first` and return its folder."""
+    """Run `python -m bench.gpu_run short`, without its slowest pieces, and return its folder."""
     hiding, out = tmp_path_factory.mktemp("hiding"), tmp_path_factory.mktemp("out")
     # sitecustomize is imported by every Python process, including training processes and their workers.
     lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in ABSENT)]
     (hiding / "sitecustomize.py").write_text("\n".join(lines) + "\n")
     done = subprocess.run(
-        [sys.executable, "-c", FIRST, "first", "--out", str(out)] + ["--device", "cpu", "--tiny"],
+        [sys.executable, "-c", SHORT, "short", "--out", str(out), "--device", "cpu", "--tiny"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(hiding), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -189,24 +195,153 @@ def test_every_piece_can_be_loaded() -> None:
         assert callable(gpu_run.load_piece(name))
 
 
-def test_a_failing_piece_does_not_stop_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_failing_piece_is_reported(tmp_path: Path, monkeypatch, capsys) -> None:
     def fail(settings: Settings) -> Outcome:
         raise KeyError("no such thing")
 
     replace_piece(monkeypatch, "rates", fail)
-    wrong = lambda settings: Outcome({"size": 3}, problems=["the size is wrong"])
-    replace_piece(monkeypatch, "goldens", wrong)
-    monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "goldens", "facts"))
-    argv = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert gpu_run.main(argv) == 1
-
+    argv = ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(["rates", *argv]) == 1
     error = json.loads((tmp_path / "rates.json").read_text())["error"]
     assert error["type"] == "KeyError" and error["message"] == "'no such thing'"
     assert error["trace"][-1] == "KeyError: 'no such thing'"
+
+    wrong = lambda settings: Outcome({"size": 3}, problems=["the size is wrong"])
+    replace_piece(monkeypatch, "goldens", wrong)
+    assert gpu_run.main(["goldens", *argv]) == 1
     report = json.loads((tmp_path / "goldens.json").read_text())
     assert report["numbers"] == {"size": 3} and report["problems"] == ["the size is wrong"]
-    assert read(tmp_path, "facts")["numbers"]["version_torch"]
-    assert capsys.readouterr().out.splitlines()[-1] == "failed: rates, goldens"
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: goldens"
+
+
+# A piece's process, which gets the path of its file: what it does after its first row.
+KEPT = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+report = {"piece": "rates", "is_tiny": True, "is_complete": False, "rows": [1], "problems": []}
+path = Path(sys.argv[1])
+write = lambda **more: path.write_text(json.dumps({**report, **more}))
+write()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "rows", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, "its process ended with status -11"),
+        ("path.unlink(); sys.exit(3)", None, "its process ended with status 3"),
+        (
+            "child = subprocess.Popen(['sleep', '60']); write(child=child.pid); time.sleep(60)",
+            1,
+            "",
+        ),
+        ("write(is_complete=True, problems=['wrong']); sys.exit(1)", 1, None),
+        ("write(is_complete=True)", 1, None),
+    ],
+    ids=["crash", "no-file", "hang", "wrong", "well"],
+)
+def test_a_piece_that_crashes_or_hangs_keeps_its_rows_and_the_next_runs(
+    end: str, rows: int | None, message: str | None, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    real, started = subprocess.Popen, []
+
+    def start(command: list[str], **named) -> subprocess.Popen:
+        started.append(command)
+        path = tmp_path / f"{command[3]}.json"
+        if command[3] == "facts":
+            return real([sys.executable, "-c", KEPT + "write(is_complete=True)", str(path)])
+        return real([sys.executable, "-c", f"{KEPT}\n{end}", str(path)], **named)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    is_hanging = "child" in end
+    pieces = {"rates": 2 / 60 if is_hanging else 1.0, "facts": 1.0}
+    monkeypatch.setitem(gpu_run.PARTS, "short", pieces)
+    monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 0.0)
+    (tmp_path / "rates.json").write_text('{"rows": ["of an earlier run"], "problems": []}')
+    argv = ["short", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == (0 if end == "write(is_complete=True)" else 1)
+    assert [command[3] for command in started] == ["rates", "facts"]
+    report = json.loads((tmp_path / "rates.json").read_text())
+    assert len(report.get("rows", ())) == (rows or 0)
+    assert ("error" in report) == (message is not None)
+    if message is not None:
+        assert message in report["error"]["message"]
+        assert capsys.readouterr().out.splitlines()[-1] == "failed: rates"
+    if is_hanging:
+        assert report["error"]["message"] == "it took more than 0.0 minutes"
+        wait_until_gone(report["child"])
+        return
+    # When it is given again, the command runs only what is not complete.
+    before = len(started)
+    gpu_run.main(argv)
+    again = [command[3] for command in started[before:]]
+    assert again == ([] if report["is_complete"] else ["rates"]) if rows else ["rates"]
+
+
+def wait_until_gone(pid: int) -> None:
+    for _ in range(1000):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    pytest.fail(f"process {pid} is still there")
+
+
+class Clock:
+    """A clock that pieces move on by a share of the minutes that they get."""
+
+    def __init__(self, monkeypatch, share: float) -> None:
+        self.seconds, self.given = 0.0, {}
+        monkeypatch.setattr(gpu_run, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+
+        def run(name: str, arguments, minutes: float) -> bool:
+            self.given[name] = minutes
+            self.seconds += 60 * minutes * share
+            report = {"is_complete": True, "is_tiny": True, "problems": []}
+            (arguments.out / f"{name}.json").write_text(json.dumps(report))
+            return True
+
+        monkeypatch.setattr(gpu_run, "run_apart", run)
+
+
+def test_short_ends_within_25_minutes_and_runs_what_is_worth_more_first(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock = Clock(monkeypatch, share=1.0)  # each piece takes all that it may
+    assert gpu_run.main(["short", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
+    assert list(clock.given) == list(gpu_run.PARTS["short"])
+    assert clock.given == pytest.approx(gpu_run.PARTS["short"])
+    assert 24 * 60 < clock.seconds <= 25 * 60
+    shown = [piece for row in COMPACT_ROWS if row.is_gpu for piece in row.pieces if piece != "data"]
+    order = list(clock.given)
+    # Pieces of the README's table come before the others.
+    assert set(order[2 : 2 + len(shown)]) == set(shown)
+
+
+def test_short_in_several_commands_measures_every_piece_once(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    clock, argv = Clock(monkeypatch, share=1.0), ["short", "--device", "cpu", "--tiny"]
+    argv += ["--out", str(tmp_path), "--minutes", "9"]
+    seen: list[str] = []
+    for _ in range(3):
+        before = clock.seconds
+        assert gpu_run.main(argv) == 0
+        seen += clock.given
+        clock.given.clear()
+        assert clock.seconds - before <= 9 * 60
+    assert sorted(seen) == sorted(gpu_run.PARTS["short"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "all well"
+    assert seen[0] == "facts" and f"  {tmp_path}/facts.json is complete" in "\n".join(lines)
+
+
+@pytest.mark.soak
+def test_all_of_short(tmp_path: Path) -> None:
+    argv = ["short", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    assert gpu_run.main(argv) == 0
+    for piece in gpu_run.PARTS["short"]:
+        assert read(tmp_path, piece)["is_complete"]
 
 
 @pytest.mark.soak
@@ -248,8 +383,7 @@ def test_without_diffusers_only_cogfast_is_measured(tmp_path: Path, monkeypatch)
 
 def test_every_piece_of_a_part_is_there() -> None:
     assert {piece for part in gpu_run.PARTS.values() for piece in part} <= gpu_run.PIECES.keys()
-    for pieces in gpu_run.PARTS.values():  # a JSON file each, and a plot for some
-        assert len(pieces) <= 6
+    assert sum(gpu_run.PARTS["short"].values()) <= gpu_run._PART_MINUTES["short"] == 25
 
 
 def test_rows_are_kept_when_a_piece_ends_early(tmp_path: Path, monkeypatch) -> None:
@@ -272,24 +406,27 @@ def test_rows_are_kept_when_a_piece_ends_early(tmp_path: Path, monkeypatch) -> N
 
 
 def test_pieces_beyond_the_minutes_are_skipped(tmp_path: Path, monkeypatch, capsys) -> None:
-    given: list[float] = []
-
-    def measure(settings: Settings) -> Outcome:
-        given.append(settings.seconds_left)
-        monkeypatch.setattr(gpu_run, "_LEAST_SECONDS", 1e9)  # as if no time were left
-        return Outcome({"size": 3})
-
-    replace_piece(monkeypatch, "rates", measure)
-    monkeypatch.setitem(gpu_run.PARTS, "first", ("rates", "matmul", "facts"))
+    clock = Clock(monkeypatch, share=0.7)
+    monkeypatch.setitem(
+        gpu_run.PARTS, "short", {"rates": 2.0, "matmul": 2.0, "facts": 2.0, "train": 0.4}
+    )
     (tmp_path / "facts.json").write_text('{"of": "an earlier call"}')
-    argv = ["first", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
+    argv = ["short", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2.5"]
     assert gpu_run.main(argv) == 0
-    assert 90 < given[0] <= 100  # 2 minutes less the reserve
-    assert json.loads((tmp_path / "rates.json").read_text())["numbers"] == {"size": 3}
+    assert clock.given == pytest.approx({"rates": 2.0, "train": 0.4})
     note = json.loads((tmp_path / "matmul.json").read_text())
-    assert note["piece"] == "matmul" and "run this piece alone" in note["skipped"]
+    assert note["piece"] == "matmul" and note["skipped"] == "66 s left; run this piece alone"
     assert (tmp_path / "facts.json").read_text() == '{"of": "an earlier call"}'
     assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: matmul, facts", "all well"]
+
+
+def test_a_piece_gets_its_minutes_less_a_reserve(tmp_path: Path, monkeypatch) -> None:
+    given: list[float] = []
+    measure = lambda settings: given.append(settings.seconds_left) or Outcome()
+    replace_piece(monkeypatch, "rates", measure)
+    argv = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
+    assert gpu_run.main(argv) == 0
+    assert 90 < given[0] <= 100
 
 
 def test_failing_kernel_tests_are_reported() -> None:
@@ -300,21 +437,47 @@ def test_failing_kernel_tests_are_reported() -> None:
         case.format("fp32", '<skipped message="needs a CUDA GPU"/>'),
         case.format("broken", '<error message="no such fixture"/>'),
     ]
-    outcome = judge_tests(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    report = "<testsuites><testsuite>{}</testsuite></testsuites>"
+    reports = [report.format("".join(cases[:2])), report.format("".join(cases[2:]))]
+    outcome = judge_tests(reports, ["test_x.py: left out, no time"])
     assert outcome.numbers == {"passed": 1, "failed": 2, "skipped": 1}
     assert outcome.rows[0]["seconds"] == 2.0
     assert [text.partition(": ")[0] for text in outcome.problems] == [
+        "test_x.py",
         "tests.kernels.test_gelu::test_on_a_gpu[fp16]",
         "tests.kernels.test_gelu::test_on_a_gpu[broken]",
     ]
-    assert outcome.problems[0].endswith(": error 3e-2 > 1e-2")
+    assert outcome.problems[1].endswith(": error 3e-2 > 1e-2")
+
+
+def test_a_file_of_kernel_tests_that_breaks_costs_only_its_results(monkeypatch) -> None:
+    def run(command: list[str], **named) -> subprocess.CompletedProcess:
+        file = command[-1].rpartition("/")[2]
+        if file == "test_gelu.py":
+            raise subprocess.TimeoutExpired(command, named["timeout"])
+        if file != "test_add_low_rank.py":  # it crashes and writes no report
+            (report,) = (w.partition("=")[2] for w in command if w.startswith("--junitxml="))
+            case = f'<testcase classname="{file}" name="test" time="0.5"/>'
+            Path(report).write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+        return subprocess.CompletedProcess(command, -11, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    kept: list[Outcome] = []
+    outcome = run_kernel_tests(replace(TINY, keep=kept.append))
+    assert [len(each.rows) for each in kept] == [1, 2, 2, 2, 3, 4, 5, 6]
+    assert kept[-1] == outcome and outcome.numbers["passed"] == 6
+    gelu, lora = outcome.problems
+    assert gelu.startswith("test_gelu.py: ") and "timed out after" in gelu
+    assert lora.startswith("test_add_low_rank.py: pytest wrote no report, exit status -11")
+    late = run_kernel_tests(replace(TINY, deadline=0.0))
+    assert len(late.problems) == 8 and late.problems[0].endswith("left out, no time")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["first", "--out", "x"], "--device cuda: torch sees no GPU; use --device cpu --tiny"),
-        (["first", "--out", "x", "--device", "cpu"], "take hours on a CPU; add --tiny"),
+        (["short", "--out", "x"], "--device cuda: torch sees no GPU; use --device cpu --tiny"),
+        (["short", "--out", "x", "--device", "cpu"], "take hours on a CPU; add --tiny"),
         (["second", "--out", "x"], "invalid choice: 'second'"),
     ],
     ids=["no-gpu", "full-size", "unknown-part"],
@@ -360,6 +523,50 @@ def test_a_wrong_attention_is_reported(attention, message) -> None:
     assert row["backend"] == "wrong"
 
 
+@pytest.mark.parametrize("how", ["crash", "hang"])
+def test_a_package_that_breaks_costs_only_its_own_rows(how: str, monkeypatch) -> None:
+    """The first row of a process that crashes or hangs is kept; the other backends are measured."""
+    asked, kept = [], []
+    right = attention_backends.reason_unavailable
+    here = lambda name, *rest: None if name == "fa4" else right(name, *rest)
+    monkeypatch.setattr(attention_backends, "reason_unavailable", here)
+    row = {"backend": "fa4", "shape_bshd": [1, 160, 3, 64], "forward_median_ms": 1.0}
+    text = f"compiling\nrow: {json.dumps({'row': row, 'problems': ['dk is off']})}\n"
+
+    def run(command: list[str], **named) -> subprocess.CompletedProcess:
+        asked.append(command[2:])
+        if how == "hang":
+            raise subprocess.TimeoutExpired(command, named["timeout"], output=text.encode())
+        return subprocess.CompletedProcess(command, -11, text)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = attention_backends.measure_attention(replace(TINY, keep=kept.append))
+    module = "bench.kernel_ops.attention_backends"
+    assert asked == [[module, "fa4", "--device", "cpu", "--tiny"]]
+    assert outcome.rows[-2] == row
+    end = (
+        "its process took more than 100 s" if how == "hang" else "its process ended with status -11"
+    )
+    assert outcome.rows[-1] == {"backend": "fa4", "shape_bshd": [1, 144, 2, 64], "error": end}
+    assert outcome.problems == ["dk is off", f"fa4 [1, 144, 2, 64]: {end}"]
+    assert [len(each.rows) for each in kept] == list(range(1, len(outcome.rows) + 1))
+    # Rows of PyTorch's own come first.
+    assert [r["backend"] for r in outcome.rows[:3]] == ["default", "default", "cudnn"]
+    late = attention_backends.measure_attention(replace(TINY, deadline=0.0))
+    assert {row["unavailable"] for row in late.rows if row["backend"] != "cudnn"} >= {
+        "left out: no time"
+    }
+
+
+def test_the_process_of_a_backend_prints_its_rows(capsys) -> None:
+    attention_backends.main(["flash", "--device", "cpu", "--tiny"])
+    found = [
+        json.loads(line.removeprefix("row: ")) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert [each["row"]["shape_bshd"] for each in found] == [[1, 160, 3, 64], [1, 144, 2, 64]]
+    assert all(each["problems"] == [] and each["row"]["forward_median_ms"] > 0 for each in found)
+
+
 @pytest.fixture(scope="module")
 def golden_2b():
     stored = load_file(GOLDEN / "t2v_2b" / "io.safetensors")
@@ -402,8 +609,6 @@ def test_training_that_does_not_learn_or_differs_is_reported() -> None:
 
 
 def test_times_are_of_single_calls() -> None:
-    import time
-
     cpu = torch.device("cpu")
     calls = [lambda: time.sleep(0.002), lambda: time.sleep(0.004)]  # two buffers in turns
     times = time_calls(calls, cpu, seconds=0.03)
