@@ -80,7 +80,7 @@ def read_scheduler(folder: Path) -> dict[str, Any] | None:
     scheduler = read_json(file, _SCHEDULER)
     kind = scheduler["_class_name"]
     if kind not in SAMPLERS:
-        wrong, needed = f"_class_name={brief(kind)}", " or ".join(SAMPLERS)
+        wrong, needed = f"_class_name={brief(kind)}", f"_class_name={' or '.join(SAMPLERS)}"
     else:
         given = {key: scheduler.get(key, absent) for key, (_, absent) in _SCHEDULE.items()}
         keys = [key for key, (only, _) in _SCHEDULE.items() if given[key] != only]

@@ -14,6 +14,7 @@ from typing import Any
 
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.weights.formats.diffusers import find_diffusers_folder
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.image_scale import stock_scale
@@ -57,6 +58,9 @@ def find_config(folder: Path) -> tuple[Path, list[str]]:
     try:
         source = open_source(folder)
     except ValueError as error:
+        # Its format is known: the error is about its content.
+        if find_diffusers_folder(folder) is not None:
+            raise
         text = f"{error} (it has no training_config.yaml either, so it is not a run's folder)"
         raise ValueError(text) from None
     model = identify(source)
