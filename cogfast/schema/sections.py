@@ -144,6 +144,8 @@ def settle_pairs(config: dict[str, Any], origins: dict[str, str]) -> dict[str, s
         if is_implied:
             there = find_origin(origins, "deepspeed.fp16" if name == "bf16" else "deepspeed.bf16")
         if found is None or found == value:
+            if found is not None and here == DEFAULT:
+                origins[key] = there
             continue
         if _level(here) > _level(there):
             _put(deepspeed, inner, value)

@@ -14,6 +14,7 @@ from diffusers.optimization import get_scheduler
 from cogfast.config import load_config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.optimizer import build_learning_rate, warn_of_long_warmup
+from tests.support.tiny_run import ROOT
 
 CASES = [
     "finetune_linear_1000",
@@ -217,3 +218,14 @@ def test_saved_defaults_are_not_named():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         build(100, **{"lr": 1.0, **options})
+
+
+def test_the_trial_run_of_the_recipes_has_a_warm_up_that_ends() -> None:
+    """docs/recipes.md ends with a run of a few steps, with the files of configs/."""
+    text = (ROOT / "docs" / "recipes.md").read_text().rstrip().removesuffix("```").splitlines()[-1]
+    words = [word for word in text.partition("#")[0].split() if "=" in word]
+    config = load_config([ROOT / "configs/cogvideox_5b.yaml", ROOT / "configs/sft.yaml"], words)
+    args = TrainArguments.from_config(config)
+    assert args.train_iters == 20
+    rate = build_learning_rate(args, args.train_iters)
+    assert max(map(rate, range(20))) == pytest.approx(args.lr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -29,6 +30,7 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.merged_config import find_origin, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
+from cogfast.schema.sat_unused import own_defaults
 from cogfast.schema.values import Problems, counted, cut, one_line, show
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_cuda_graphs, check_fp8
@@ -243,12 +245,23 @@ def _check_vae_memory(config: Config, args: TrainArguments) -> None:
 
 
 def log_unused(config: Config) -> None:
-    """Log how many keys are accepted for compatibility but not used."""
+    """Log how many keys are accepted but not used, and where a run differs from SAT's with its file."""
     # The short names once each: SAT's files repeat some of them in several sections.
     names = {key.rpartition("params.")[2] for key in config.unused}
     if names:
         text = counted(len(names), "key of the configuration has", "keys of the configuration have")
         logger.info("%s no effect (--dry-run lists them with the reasons)", text)
+    own = own_defaults(config)
+    if own:
+        logger.info("no file sets %s", ", ".join(own))
+    # Only rank 0 comes here, so that nothing may be raised.
+    iteration = b""
+    with contextlib.suppress(OSError), open(Path(config.args.load or "") / "latest", "rb") as file:
+        iteration = file.read(20).strip()
+    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
+        text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
+        text += "this run starts at step 0 and trains all of its steps"
+        logger.info(text, config.args.load, int(iteration))
 
 
 def _require_sections(config: Config, *names: str) -> None:
