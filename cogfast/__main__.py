@@ -197,7 +197,7 @@ def sample(argv: Sequence[str]) -> None:
 
 
 def convert(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_convert
+    from cogfast.cli.convert_options import parse_convert
 
     arguments = parse_convert(argv)
     start_logging()

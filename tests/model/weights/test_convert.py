@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from cogfast.cli.options import parse_convert
+from cogfast.cli.convert_options import parse_convert
 from cogfast.config import load_config
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.convert import convert
