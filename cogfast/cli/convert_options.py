@@ -8,6 +8,9 @@ from typing import Any
 from cogfast.cli.options import Parser
 
 _WHAT = """\
+Convert weights from one format to another. The format of SRC is detected: a SAT folder or .pt
+file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its
+checkpoints, a folder written by --to cogfast, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."""
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
 

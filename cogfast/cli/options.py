@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cogfast.cli.help_all import HelpAll
 from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
@@ -478,12 +478,6 @@ def _run_config(folder: Path) -> Path | None:
     # A checkpoint has its run's configuration, in the folder of the run.
     places = (folder / _RUN_CONFIG, run_of(folder) / _RUN_CONFIG)
     return next((path for path in places if path.is_file()), None)
-
-
-Convert weights from one format to another. The format of SRC is detected: a SAT folder or .pt
-file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its
-checkpoints, a folder written by --to cogfast, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."""
-
 
 
 def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
