@@ -8,6 +8,7 @@ file that each value came from is kept for error messages.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,7 @@ def load_config(
     merged: DictConfig = OmegaConf.create({})
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
-        text = "no such file; give the path of a YAML file"
-        raise Problems("\n".join(one_line(f"--base {path}: {text}") for path in missing))
+        raise Problems("\n".join(one_line(f"--base {path}: {_where_is(path)}") for path in missing))
     for path, name in zip(paths, _file_names(paths), strict=True):
         loaded = read_yaml(Path(path), name, is_plain=is_of_run)
         _set_origins(origins, dict(_leaves(loaded)), name)
@@ -116,6 +116,14 @@ def data_arguments(config: Config) -> dict[str, Any]:
     {} without a data section.
     """
     return resolve(config.data, config.allow_import)[1] if config.data else {}
+
+
+def _where_is(path: str | Path) -> str:
+    """Return what an error says of a file that is missing: where pip has put it, if it is cogfast's."""
+    installed = Path(sys.prefix, "share/cogfast/configs", Path(path).name)
+    if installed.is_file():
+        return f"no such file; did you mean {installed}?"
+    return "no such file; give the path of a YAML file"
 
 
 def _file_names(paths: Sequence[str | Path]) -> list[str]:

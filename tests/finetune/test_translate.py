@@ -19,9 +19,12 @@ from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls,
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
+from cogfast.model.config import TransformerConfig
 from cogfast.schema.merged_config import find_origin, to_dict
+from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.optimizer import build_optimizer
 from cogfast.train.run.terminal import log_commands
+from cogfast.train.video_size import sampled_size
 from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 KINDS = {
@@ -179,6 +182,16 @@ def test_steps_come_before_epochs_and_clips_by_time(options):
     assert (params.frame_selection, params.short_clips, params.fps) == ("timestamp", "skip", 4)
 
 
+def test_a_validation_is_that_of_the_pipelines(options, tmp_path):
+    """Its videos have --gen_fps, and guidance leads away from the empty caption."""
+    (tmp_path / "prompts.txt").write_text("a bar\n")
+    given = {"validation_steps": 2, "validation_dir": tmp_path, "validation_prompts": "prompts.txt"}
+    config = translate(Args(**options("5b", do_validation=True, gen_fps=24, **given)))
+    assert (config.args.sampling_fps, config.args.negative_prompt) == (24, "")
+    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
+    assert sampled_size(config, model).fps == 24
+
+
 def test_whole_models_are_exported_at_an_interval(options):
     config = translate(Args(**options(training_type="sft", export_interval=400)))
     assert (config.args.export, config.args.export_interval) == ("last", 400)
@@ -320,7 +333,6 @@ def test_cogkits_yaml_gives_the_options(options, tmp_path, pipelines):  # noqa: 
     args = Args.parse_args(["--yaml", str(file), "--learning_rate", "1e-3"])
     assert (args.model_type, args.learning_rate, args.mixed_precision) == ("t2v", 1e-3, "no")
     config = translate(args)
-    assert (config.args.sampling_fps, config.args.negative_prompt) == (None, None)
     assert config.deepspeed.zero_optimization.stage == 3
     assert config.args.experiment_name == "t2v-train"
     assert config.data.target == "cogfast.data.datasets.VideoManifest"
@@ -376,6 +388,11 @@ WRONG = {
         "5b",
         {"train_resolution": "50x32x48"},
         "--train_resolution: data.params.max_num_frames=50: CogVideoX 1.0 supports 8N\\+1 frames, at most 9; use 9",
+    ),
+    "frames last": (
+        "1.5_5b",
+        {"train_resolution": "32x48x9"},
+        r"--train_resolution 32x48x9: it is frames x height x width, .*; did you mean 9x32x48\?",
     ),
     "57 frames of 1.5": (
         "1.5_5b",

@@ -394,3 +394,15 @@ def test_numbers_agree_with_their_nouns() -> None:
     found = [counted(number, "video") for number in (0, 1, 2)]
     assert found == ["0 videos", "1 video", "2 videos"]
     assert [counted(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
+
+
+def test_a_missing_file_of_configs_is_where_pip_has_put_it(tmp_path, monkeypatch):
+    installed = tmp_path / "share/cogfast/configs/sft.yaml"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    with pytest.raises(ValueError) as raised:
+        load_config(["configs/nowhere.yaml", "nowhere/configs/sft.yaml"])
+    first, second = str(raised.value).splitlines()
+    assert first == "--base configs/nowhere.yaml: no such file; give the path of a YAML file"
+    assert second == f"--base nowhere/configs/sft.yaml: no such file; did you mean {installed}?"
