@@ -119,7 +119,7 @@ def assemble_transformer(
             report = action()
         except Exception as caught:
             error = caught
-        # A shard may be damaged that only one rank reads; the others must not go on without it.
+        # A shard may be damaged that only one rank reads; the other ranks must end, too.
         groups.agree(error)
         assert report is not None, "agree has raised if the weights cannot be read"
         fresh.intersection_update(report.missing)

@@ -186,7 +186,7 @@ def test_folders_without_a_t5_are_refused(what: str, t5_folder: Path, tmp_path: 
 
 
 Change = Callable[[dict[str, torch.Tensor]], object]
-# What weights may have wrong: the change of the tensors, and the error.
+# {what is wrong with the weights: (the change of the tensors, the error)}.
 WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
     "a tensor is missing": (
         lambda w: w.pop(f"{ATTENTION}.q.weight"),

@@ -99,7 +99,7 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
         read=lambda name, _: torch.zeros(shapes[name]),
         dtypes=dict.fromkeys(shapes, torch.float32),
     )
-    # By each adapted weight, the differences of all files that adapt it.
+    # {weight: the differences of all files that adapt it}.
     deltas: dict[str, list[WeightSource]] = {}
     for lora in loras:
         delta = merge_lora(zeros, lora.adapter, lora.scale)

@@ -290,7 +290,7 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
         arguments = [*ASKED, f"args.load_lora={sources['peft']}", f"args.save={tmp_path}", argument]
         with pytest.raises(ValueError, match=match):
             Trainer(load_config([base], arguments))
-    # The same adapters beside their base.
+    # A folder that has these adapters beside their base.
     both = base.parent / "both"
     convert(base.parent / "base", both, "cogfast", add_lora=str(sources["peft"]))
     arguments = [*ASKED, f"args.load={both}", f"args.save={tmp_path}", f"{LORA}.lora_alpha=1"]

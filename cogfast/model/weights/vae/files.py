@@ -245,10 +245,10 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
             f"shape, first {first_of(differing)}; use a complete VAE of CogVideoX"
         )
     for key in () if vae.config is None else _ARCHITECTURE:
-        said, found = getattr(vae.config, key), getattr(checked, key)
-        if said != found:
+        stored, found = getattr(vae.config, key), getattr(checked, key)
+        if stored != found:
             raise ValueError(
-                f"{vae.description}: its config.json has {key}={show(said)}, its tensors are those of "
+                f"{vae.description}: its config.json has {key}={show(stored)}, its tensors are those of "
                 f"{show(found)}; copy the folder again"
             )
     return config
