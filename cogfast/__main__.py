@@ -371,10 +371,11 @@ def _is_raised_by_cogfast(error: BaseException) -> bool:
 
 def _line(error: Exception) -> str:
     line = printable(one_line(str(error)))
+    notes = "".join(f"; {printable(one_line(note))}" for note in getattr(error, "__notes__", ()))
     # gloo raises its errors in C++, so that the last frame may be one of cogfast's.
     if _is_raised_by_cogfast(error) and not is_lost_connection(error):
-        return line
-    return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]})"
+        return line + notes
+    return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]}){notes}"
 
 
 def _report(error: Exception) -> None:

@@ -20,6 +20,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     RESUMABLE,
     checkpoints_folder,
     read_manifest,
+    run_of,
     step_of,
 )
 from cogfast.schema.arguments import TrainArguments
@@ -77,6 +78,7 @@ from cogfast.train.run.health.speed import SpeedCheck
 from cogfast.train.run.metrics import Metrics
 from cogfast.train.run.page.writer import write_facts
 from cogfast.train.run.profiling import Profiler
+from cogfast.train.run.stop_signals import keep_in_last_line
 from cogfast.train.run.terminal import log_commands, log_facts, log_results, resume_words
 from cogfast.train.sampling.evaluate import Evaluator
 from cogfast.train.video_size import (
@@ -136,9 +138,9 @@ class Trainer:
         self.learning_rate = build_learning_rate(args, self.num_steps)
         if self.groups.is_main:
             warn_of_long_warmup(args, self.num_steps)
-        self.folder, self.checkpoint = open_run_folder(args, self.groups)
+        self.folder, self.checkpoint, self.lock = open_run_folder(args, self.groups)
         self.manifest: dict = {}
-        self.step = 0  # optimizer steps done
+        self.step = self.first_step = 0  # optimizer steps done, now and before this process
         self.batches: ModelBatches | None = None  # while it trains
         adapters = None if self.checkpoint is None else adapters_to_resume(self.checkpoint)
         if adapters is not None:
@@ -276,10 +278,22 @@ class Trainer:
 
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""
+        try:
+            with self.lock:
+                self._train()
+        except Exception as error:
+            # For the last line, also if torchrun ends this rank because of another one's error.
+            hint = self._how_to_resume()
+            keep_in_last_line(f"; {hint}")
+            if self.writer.saved is not None and str(self.writer.saved) not in str(error):
+                error.add_note(hint)
+            raise
+
+    def _train(self) -> None:
         args, engine, profiler = self.args, self.engine, self.profiler
         checkpointing = self.checkpointing
         batches = self.batches = assemble_batches(
-            self.datasets.train, args, self.groups, self.folder, start_step=self.step
+            self.datasets.train, args, self.groups, self.folder, self.step, self.num_steps
         )
         self._announce()
         if self.groups.is_main:
@@ -335,10 +349,11 @@ class Trainer:
                     # True after it has written a profile, which is no training time.
                     if profiler.end_step(self.step):
                         metrics.restart_clock()
-                    if self._is_due(args.eval_interval):
-                        self._evaluate(metrics, stop)
+                    # First the checkpoint: an evaluation takes long, and may be what ends the run.
                     if self._is_due(args.save_interval):
                         self._save(metrics)
+                    if self._is_due(args.eval_interval):
+                        self._evaluate(metrics, stop)
                     # SAT's key: end here, after the save below, and let the user resume.
                     if self._is_due(args.exit_interval):
                         break
@@ -362,6 +377,12 @@ class Trainer:
                 )
             self._log_end(stop, metrics)
             self.groups.close()
+            num_skipped = int(engine.num_skipped)  # sync: once
+            if self.first_step == 0 and self.step == num_skipped == self.num_steps:
+                raise RuntimeError(
+                    f"the run has trained nothing: all {counted(num_skipped, 'step')} had non-finite "
+                    "gradients and were skipped; look at the first warning above"
+                )
 
     def _log_end(self, stop: StopRequest, metrics: Metrics) -> None:
         """Log why the run ended, where its checkpoint is, its last results, and what may follow."""
@@ -389,11 +410,12 @@ class Trainer:
 
     def _how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
-        step = self.writer.saved_step
-        if step == 0:
+        path = self.writer.saved
+        if path is None:
             return f"nothing is saved in {self.folder}; run the same command to start again"
-        resume = resume_words(self.config, self.folder)
-        path = self.writer.path(step)
+        # A run that continues another one in a folder of its own may not have saved yet.
+        is_own = run_of(path).absolute() == self.folder.absolute()
+        resume = resume_words(self.config, self.folder if is_own else path)
         return f"the last checkpoint is {path}; run the same command with {resume} to resume"
 
     def compute_loss(self, batch: dict) -> Tensor:
@@ -568,5 +590,6 @@ class Trainer:
                 "" if before[0] != num_samples else ", with different weights or buckets",
             )
         # A run that ends before its first step need not save this one again.
-        self.step = self.writer.saved_step = manifest["step"]
+        self.step = self.first_step = self.writer.saved_step = manifest["step"]
+        self.writer.saved = checkpoint
         logger.info("resumed %s at step %d", checkpoint, self.step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -73,17 +74,24 @@ class ModelBatches:
     """Iterator over the micro-batches of one data-parallel rank, on its devices.
 
     loader: the loader on the first of the ranks that work on the same samples; None on the others,
-    which do not read. num_ahead: number of batches that are copied to a GPU ahead of time.
+    which do not read. num_ahead: number of batches that are copied to a GPU ahead of time. num_needed:
+    number of batches that are used; None: unknown.
     """
 
     def __init__(
-        self, loader: BatchLoader | None, groups: ProcessGroups, num_ahead: int = 1
+        self,
+        loader: BatchLoader | None,
+        groups: ProcessGroups,
+        num_ahead: int = 1,
+        num_needed: int | None = None,
     ) -> None:
         assert (loader is not None) == groups.is_first_of_model
         self.loader, self.groups = loader, groups
         self._batches: Iterator[Batch] | None = loader
         if loader is not None and num_ahead and groups.device.type == "cuda":
-            self._batches = DeviceAhead(loader, groups.device, num_ahead)
+            # It must not wait for a batch that nothing uses: a latent cache may still be being written.
+            needed = islice(loader, num_needed)
+            self._batches = DeviceAhead(needed, groups.device, num_ahead)
 
     def __enter__(self) -> ModelBatches:
         return self

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
@@ -163,6 +164,16 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+def _machine() -> str:
+    """Return a name of the machine, or container, within which process ids are the same."""
+    name = platform.node()
+    # Containers may have one host name, and even the same process ids.
+    with contextlib.suppress(OSError):  # not Linux
+        name += f", boot {Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+        name += f", {os.readlink('/proc/self/ns/pid')}"
+    return name
+
+
 def watch_processes(
     rank: int, world_size: int, control: ProcessGroup | None
 ) -> ProcessWatch | None:
@@ -175,7 +186,7 @@ def watch_processes(
         return None
     import torch.distributed as dist
 
-    place = (f"{platform.node()}, torchrun {os.getppid()}", rank, os.getpid())
+    place = (f"{_machine()}, torchrun {os.getppid()}", rank, os.getpid())
     places: list = [None] * world_size
     dist.all_gather_object(places, place, group=control)
     machines: dict[str, dict[int, int]] = {}

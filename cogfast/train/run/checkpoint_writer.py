@@ -63,8 +63,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run into `folder` and keeps the newest `keep_last` (0: all).
 
     Every rank creates one and calls its methods at the same steps. layout: args.folder_layout, which
-    decides the checkpoints' names. saved_step: the step of the newest complete checkpoint, valid after
-    `wait`.
+    decides the checkpoints' names. saved_step, saved: step and folder of the newest complete checkpoint,
+    valid after `wait`.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class CheckpointWriter:
         # The writing thread's collectives must not mix with those of the training loop.
         self.groups = groups.with_own_control()
         self.saved_step = 0
+        self.saved: Path | None = None
         self._snapshot: _Snapshot | None = None
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -154,7 +155,7 @@ class CheckpointWriter:
         """
         try:
             self._write_all(about, export)
-            self.saved_step = about["step"]
+            self.saved_step, self.saved = about["step"], self.path(about["step"])
             if self._has_failed and self.groups.is_main:
                 logger.info("checkpoint of step %d is written", self.saved_step)
             self._has_failed = False

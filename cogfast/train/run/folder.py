@@ -3,6 +3,7 @@ find, describe."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -11,11 +12,13 @@ import re
 import secrets
 import subprocess
 import time
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -34,7 +37,7 @@ from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sections import settle_pairs
-from cogfast.schema.values import cut
+from cogfast.schema.values import cut, printable
 from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
 
@@ -78,26 +81,39 @@ _MOST_CHANGES = 6  # in an error message
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
-def open_run_folder(args: TrainArguments, groups: ProcessGroups) -> tuple[Path, Path | None]:
-    """Return the run's folder and the checkpoint that it resumes from, the same on every rank.
+def open_run_folder(
+    args: TrainArguments, groups: ProcessGroups
+) -> tuple[Path, Path | None, AbstractContextManager]:
+    """Return the run's folder and the checkpoint that it resumes from, the same on every rank, and
+    rank 0's lock of the folder, which it holds until the context ends.
 
     args.resume: None: start a new run. "latest": resume the newest run with a checkpoint, of the
     experiment or in args.run_folder. "auto": the same, but start a new run if there is none. Otherwise
     the path of a run or checkpoint, which continues in its run's folder or in args.run_folder.
     """
-    return groups.on_main(lambda: _open(args))
+    locks: list[AbstractContextManager] = []
+    run, checkpoint = groups.on_main(lambda: _open(args, locks))
+    return run, checkpoint, locks[0] if locks else nullcontext()
 
 
-def _open(args: TrainArguments) -> tuple[Path, Path | None]:
+def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Path, Path | None]:
+    """Find or create the run's folder and lock it. The lock goes into `locks`."""
     if args.run_folder is not None:
-        run, checkpoint = Path(args.run_folder), resumed_in_run_folder(args)
+        resumed_in_run_folder(args)
         create_folder(args)
+        run = Path(args.run_folder)
+        locks.append(_lock(run))
+        # Looked for behind the lock: another run may just have saved its last checkpoint.
+        checkpoint = resumed_in_run_folder(args)
     else:
         save, name = Path(args.save or "runs"), args.experiment_name
         run, checkpoint = _find(save, name, args.resume)
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
             # CogVideo's trainer gives weights to start from, and no run to continue.
             run, _ = _find(save, name, None)
+        locks.append(_lock(run))
+        if checkpoint is not None and args.resume in ("auto", "latest"):
+            checkpoint = newest_checkpoint(run)
     is_theirs = checkpoint is not None and adapters_to_resume(checkpoint) is not None
     if checkpoint is not None and not is_theirs and run_of(checkpoint).samefile(run):
         layout = layout_of(checkpoint)
@@ -107,6 +123,38 @@ def _open(args: TrainArguments) -> tuple[Path, Path | None]:
                 f"args.folder_layout={layout} to resume there"
             )
     return run, checkpoint
+
+
+def _lock(run: Path) -> TextIO:
+    """Let no other run train in the folder as long as this process lives and the file is open.
+
+    ValueError if another process does; it names the process and its machine.
+    """
+    path = run / "run.lock"
+    try:
+        # "w" would erase the line of another run before the lock shows that it is running.
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed when the run ends
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); set args.run_folder to another folder"
+        ) from None
+    try:
+        # Not flock, whose lock the processes that read data would inherit.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        holder = printable(file.read(_MOST_NAME_BYTES).strip())
+        raise ValueError(
+            f"{run}: {holder or 'another process'} is training in it; wait for that run, end it, or "
+            "set args.run_folder to another folder"
+        ) from None
+    except OSError as error:  # the file system has no locks
+        logger.warning("%s cannot be locked (%s)", path, error.strerror)
+    with suppress(OSError):  # a full disk, of which writing the run's description tells more
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+    return file
 
 
 def resumed_in_run_folder(args: TrainArguments) -> Path | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
 from cogfast.train.run.health.learning import Learning
-from cogfast.train.run.health.loss_curve import loss_figure
+from cogfast.train.run.health.loss_curve import draw_losses
 from cogfast.train.run.health.nonfinite import FirstBad
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
@@ -305,15 +306,14 @@ class Metrics:
         lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
         if not self.groups.is_main or not lines:
             return
-        figure = loss_figure(self.history, self.folder.name)
+        draw = partial(draw_losses, self.history, self.folder.name)
         try:
-            write_whole(
-                self.folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png")
-            )
-        except WriteError as error:
-            # Warn once if the disk stays full, not at every drawing.
+            write_whole(self.folder / "loss.png", draw)
+        # A picture is worth no run: whatever matplotlib or a full disk raises is logged.
+        except Exception as error:
+            # Once if it stays so, not at every drawing.
             if self.is_drawn:
-                logger.warning("%s; training continues", error)
+                logger.warning("loss.png is not drawn (%s); training continues", error)
             self.is_drawn = False
         else:
             self.is_drawn = True

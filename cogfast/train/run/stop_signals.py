@@ -144,6 +144,13 @@ def keeping(kept: str) -> Iterator[None]:
     signals.kept = before
 
 
+def keep_in_last_line(text: str) -> None:
+    """Let the last line of a command that fails say `text`, should a signal end it before its error is
+    written."""
+    if StopSignals._innermost is not None:
+        StopSignals._innermost.kept = text
+
+
 def name_of(number: int) -> str:
     """Return a signal's name, such as SIGINT."""
     return signal.Signals(number).name

@@ -33,6 +33,9 @@ class WandbRun:
                 resume="allow",
                 dir=str(folder),
             )
+            # W&B's own steps cannot go back, as those of a resumed run do.
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
         # wandb has many types of exceptions, and a broken installation has more.
         except Exception as error:
             raise RuntimeError(
@@ -41,7 +44,7 @@ class WandbRun:
             ) from error
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._attempt(f"step {step}", lambda: self._run.log(dict(numbers), step=step))
+        self._attempt(f"step {step}", lambda: self._run.log({**numbers, "step": step}))
 
     def log_videos(self, step: int, videos: Sequence[tuple[Path, str]]) -> None:
         """Upload mp4 files, each with its prompt as caption, under the key `samples`."""
@@ -51,7 +54,7 @@ class WandbRun:
             files = [
                 self._wandb.Video(str(path), caption=text, format="mp4") for path, text in videos
             ]
-            self._run.log({"samples": files}, step=step)
+            self._run.log({"samples": files, "step": step})
 
         self._attempt(f"the videos of step {step}", log)
 

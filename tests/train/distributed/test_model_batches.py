@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cogfast.train.distributed.model_batches import DeviceAhead
+from cogfast.train.distributed.model_batches import DeviceAhead, ModelBatches
 
 CPU = torch.device("cpu")
 
@@ -93,6 +94,16 @@ def test_an_error_comes_in_its_place(recorded):
     for _ in range(2):
         with pytest.raises(ValueError, match="too many bad"):
             next(ahead)
+
+
+def test_no_batch_is_read_behind_the_last_that_is_needed(recorded):
+    """The next batch may be in a shard of a cache that is never written."""
+    asked: list[int] = []
+    groups = SimpleNamespace(is_first_of_model=True, device=torch.device("cuda"), model=None)
+    batches = ModelBatches(_batches(asked, 9), groups, 2, num_needed=4)
+    for i in range(4):
+        assert next(batches._batches)["step"] == i
+        assert asked == list(range(min(4, i + 3)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -55,10 +55,11 @@ def init(**named):
         raise OSError("api_key not configured\\nuse wandb login")
     return Run()
 class Run:
-    def log(self, values, step):
+    define_metric = lambda self, *given, **named: None
+    def log(self, values):
         if is_down:
             raise BrokenPipeError("the service is gone")
-    finish = lambda self, exit_code: self.log({}, 0)
+    finish = lambda self, exit_code: self.log({})
 class Video:
     def __init__(self, path, **named):
         raise ValueError(f"no file {path}")

@@ -368,7 +368,8 @@ def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.M
     (stub / "wandb.py").write_text(
         "received = []\n"
         "class Run:\n"
-        "    def log(self, numbers, step): received.append((step, numbers['loss']))\n"
+        "    def define_metric(self, *given, **named): received.append((given, named))\n"
+        "    def log(self, numbers): received.append((numbers['step'], numbers['loss']))\n"
         "    def finish(self, exit_code): received.append(exit_code)\n"
         "def init(**named):\n"
         "    received.append(named)\n"
@@ -381,7 +382,9 @@ def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.M
     assert received[0]["project"] == "clips"
     assert received[0]["id"] == received[0]["name"] == run.name
     assert received[0]["resume"] == "allow"
-    assert received[1:] == [(1, lines(tmp_path)[0]["loss"]), 0]
+    # A step of its own: W&B's cannot go back to that of the checkpoint.
+    assert received[1:3] == [(("step",), {}), (("*",), {"step_metric": "step"})]
+    assert received[3:] == [(1, lines(tmp_path)[0]["loss"]), 0]
 
 
 @pytest.mark.parametrize("targets", [("to_q", "to_out.0"), ("ff.net.0.proj", "ff.net.2")])

@@ -33,7 +33,7 @@ def open_run_folder(
     save: str, experiment: str, resume: str | None, groups: ProcessGroups
 ) -> tuple[Path, Path | None]:
     args = TrainArguments(save=save, experiment_name=experiment, resume=resume)
-    return open_folder(args, groups)
+    return open_folder(args, groups)[:2]
 
 
 def make_run(save: Path, name: str, *steps: int) -> Path:
@@ -137,7 +137,7 @@ def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(tmp_pat
 
 
 def open_exact(run: Path, **args: str) -> tuple[Path, Path | None]:
-    return open_folder(TrainArguments(run_folder=str(run), **args), ALONE)
+    return open_folder(TrainArguments(run_folder=str(run), **args), ALONE)[:2]
 
 
 def make_finetune_run(run: Path, *steps: int) -> Path:

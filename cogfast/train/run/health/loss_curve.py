@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -16,6 +18,14 @@ _NUM_MEANS = 25  # points of a band's curve; single values of few samples hide t
 _MARGIN = 0.08  # of the axis, above and below
 _OUTSIDE = 0.02  # of the noisy points at each end, which the axis may leave out
 _FROM_ZERO = 0.5  # a curve that spans more than this share of its height starts at 0
+
+
+def draw_losses(lines: Sequence[dict], title: str, path: Path) -> None:
+    """Write a PNG file of `loss_figure`, whatever the user's or the current folder's matplotlibrc says."""
+    import matplotlib
+
+    with matplotlib.rc_context(matplotlib.rcParamsDefault):
+        loss_figure(lines, title).savefig(path, dpi=120, format="png")
 
 
 def loss_figure(lines: Sequence[dict], title: str) -> Figure:
