@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import pty
 import resource
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib
 import pytest
 import torch
 from PIL import Image
@@ -23,7 +25,9 @@ from cogfast.config import load_config
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.plan.flops import forward_flops, train_flops
+from cogfast.train.run import metrics as metrics_module
 from cogfast.train.run.health.learning import BandLosses
+from cogfast.train.run.health.loss_curve import draw_losses
 from cogfast.train.run.metrics import Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
@@ -485,3 +489,52 @@ def test_memory_does_not_grow(tmp_path: Path, data: Path, num_workers: int) -> N
     memory = {line["step"]: line["memory_rss_gib"] for line in lines(tmp_path)}
     logging.getLogger(__name__).info("%s", memory)
     assert memory[200] <= 1.02 * memory[20], memory
+
+
+def test_a_matplotlibrc_changes_no_picture_and_ends_no_run(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A matplotlibrc of the current folder may ask for LaTeX, which need not be there."""
+    made = {}
+    for name, usetex in (("plain", False), ("latex", True)):
+        monkeypatch.setitem(matplotlib.rcParams, "text.usetex", usetex)
+        monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red" if usetex else "white")
+        draw_losses([{"step": 1, "loss": 1.0, "loss_running": 1.0}], "a run", tmp_path / name)
+        made[name] = (tmp_path / name).read_bytes()
+    assert made["plain"] == made["latex"]
+
+    def fail(*given: object) -> None:
+        raise KeyError("no such font")
+
+    monkeypatch.setattr(metrics_module, "draw_losses", fail)
+    make(tmp_path, data, train_iters=4, eval_interval=2, save_interval=4).train()
+    run = run_folder(tmp_path / "runs")
+    assert (run / "checkpoints" / "latest").read_text() == "00000004"
+    assert caplog.text.count("loss.png is not drawn ('no such font'); training continues") == 1
+
+
+class FailingEvaluation(Trainer):
+    """An evaluation that ends the run."""
+
+    def _evaluate(self, *given: object) -> None:
+        raise RuntimeError("the evaluation ends the run")
+
+
+def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, data: Path) -> None:
+    words = {"train_iters": 4, "eval_interval": 2, "save_interval": 2}
+    with pytest.raises(RuntimeError, match="the evaluation ends the run"):
+        make(tmp_path, data, kind=FailingEvaluation, **words).train()
+    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").read_text() == "00000002"
+
+
+class NothingFinite(Trainer):
+    """No loss is finite."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        return super().compute_loss(batch) * math.nan
+
+
+def test_a_run_that_skipped_every_step_ends_with_an_error(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(RuntimeError, match="has trained nothing: all 3 steps had non-finite grad"):
+        make(tmp_path, data, kind=NothingFinite, train_iters=3).train()
+    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").read_text() == "00000003"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import signal
@@ -13,10 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from cogfast.__main__ import _line
 from cogfast.config import load_config
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import checkpoint_writer
+from cogfast.train.run.folder import _lock
+from cogfast.train.run.stop_signals import StopSignals
 from cogfast.train.trainer import Trainer
 from tests.support.kills import Kill, assert_same_run, run_with_kills
 from tests.support.tiny_run import (
@@ -309,3 +314,76 @@ def test_old_checkpoints_are_removed(tmp_path: Path, base: Path) -> None:
     finish(base, tmp_path, "args.train_iters=14", "args.num_workers=0")
     folder = run_folder(tmp_path) / "checkpoints"
     assert sorted(p.name for p in folder.glob("0*")) == ["00000012", "00000014"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from cogfast.train.run.folder import _lock
+lock = _lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(120)
+"""
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path: Path, base: Path, short_run: Path) -> None:
+    """A run that another process trains is refused by name, until that process is gone."""
+    copy = tmp_path / short_run.name
+    shutil.copytree(short_run, copy)
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(copy)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+        who = f"{copy}: process {holder.pid} on {platform.node()} is training in it; wait for that"
+        for words in (["args.resume=latest"], ["args.resume=auto", f"args.run_folder={copy}"]):
+            with pytest.raises(ValueError, match=re.escape(who)):
+                resume_copy(short_run, tmp_path, base, *words)
+        after = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+        assert {p for p in after if after[p] != before.get(p)} == {copy / "run.lock"}
+        assert holder.poll() is None
+    finally:
+        holder.kill()
+        holder.communicate()
+    resume_copy(short_run, tmp_path, base, "args.resume=latest")
+    assert (copy / "checkpoints" / "latest").read_text() == "00000012"
+    # The end of a run ends its lock, also within one process.
+    with _lock(copy):
+        pass
+
+
+class FailingData(Trainer):
+    """The data of step 6 cannot be read."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        if self.step == 5:
+            raise RuntimeError("too many samples are bad")
+        return super().compute_loss(batch)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["own folder", "another folder"])
+def test_an_error_names_the_last_checkpoint(
+    tmp_path: Path, base: Path, short_run: Path, is_elsewhere: bool
+) -> None:
+    """A run that continues another one in a folder of its own has that one's until it saves."""
+    words = [f"args.save={tmp_path}", "args.num_workers=0", "args.save_interval=2"]
+    last = None
+    if is_elsewhere:
+        last = short_run / "checkpoints" / "00000004"
+        words += [f"args.resume={last}", f"args.run_folder={tmp_path / 'new'}"]
+        words += ["args.save_interval=null"]
+    trainer = FailingData(load_config([base], words))
+    with StopSignals(lambda reason: reason, kept="before training began") as outer:
+        with pytest.raises(RuntimeError, match="^too many samples are bad") as caught:
+            trainer.train()
+        kept = outer.kept
+    last = last or trainer.folder / "checkpoints" / "00000004"
+    resume = last if is_elsewhere else trainer.folder
+    hint = f"the last checkpoint is {last}; run the same command with --resume {resume} to resume"
+    assert _line(caught.value).endswith(f"; {hint}")
+    assert kept == f"; {hint}"
