@@ -11,8 +11,9 @@ from tests.cuda.cases import CASES, FIRST_STEADY, LOG_INTERVAL, LOG_LAUNCHES, LO
 from tests.cuda.null_device import start
 
 _PLAN_TOLERANCE = 0.01
-# The plan counts 0.13 GiB of workspaces, of which the null libraries ask for about half.
-_WORKSPACE_GIB = 0.08
+# The plan counts 0.13 GiB of workspaces, of which the null libraries ask for half, and with int8 a
+# dequantized matrix more than there is at the peak.
+_SURPLUS_GIB = 0.15
 _LISTS = "multi_tensor_apply_kernel"
 _SHOWN = 12  # kernels in a message
 
@@ -36,7 +37,7 @@ def test_steps(case: Case, tmp_path: Path) -> None:
     # The plan is that of the fullest rank. PyTorch counts what graphs use again as free.
     predicted, peak = reports[0]["predicted_gib"], max(report["peak_gib"] for report in reports)
     assert peak <= predicted * (1 + _PLAN_TOLERANCE)
-    least = predicted - max(peak * _PLAN_TOLERANCE, _WORKSPACE_GIB)
+    least = predicted - max(peak * _PLAN_TOLERANCE, _SURPLUS_GIB)
     assert case.has_graphs or least <= peak
     if case.streams:
         uses = [report["stream_uses"] for report in reports]

@@ -28,9 +28,9 @@ from cogfast.train.plan.memory import GIB, plan_memory, setup_of
 from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
 
-# In the first steps the device has 3% more than the plan, beside what the runtime takes for its context.
+# In the first step the device has 3% more than the plan, beside what the runtime takes for its context.
 # PyTorch's allocator may have to unmap memory there, so that later steps have a larger one.
-_NUM_TIGHT, _TIGHT, _CONTEXT_BYTES, _LARGE = 2, 1.03, 600 << 20, 400_000_000_000
+_NUM_TIGHT, _TIGHT, _CONTEXT_BYTES, _LARGE = 1, 1.03, 600 << 20, 400_000_000_000
 # Counters of what must not happen. A graph would read the host's memory again in each replay.
 _FAULTS = ("fault ", "beside a capture", "capture ended", "first in a capture")
 _HOST_COPIES = ("node copy pinned", "node copy device to pinned", "node host function")
@@ -96,7 +96,7 @@ def prepare(config: Config) -> trainer.Trainer:
     order.assert_ints_same_as_other_ranks = lambda ints: None
     run = trainer.Trainer(config)
     run.writer.save = lambda *args, **kwargs: None
-    # What lies in memory that no kernel has written may be no number.
+    # Memory that no kernel has written may hold NaN.
     run.nonfinite.after_log = lambda *args, **kwargs: False
     return run
 
