@@ -61,12 +61,13 @@ def compile_case(case: CompileCase, arch: int) -> Figures:
         raise ValueError(
             f"missing {sorted(set(names) - given)}, no such {sorted(given - set(names))}"
         )
+    constants = {**case.constants, **case.constants_on.get(arch, {})}
     place = {name: (names.index(name),) for name in names}
     aligned = [n for n, kind in case.arguments.items() if kind.startswith("*")]
     source = ASTSource(
         fn=case.kernel,
         signature={name: case.arguments.get(name, "constexpr") for name in names},
-        constexprs={place[name]: value for name, value in case.constants.items()},
+        constexprs={place[name]: value for name, value in constants.items()},
         attrs={place[name]: [["tt.divisibility", 16]] for name in (*aligned, *case.divisible)},
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}

@@ -29,7 +29,7 @@ class CompileCase:
     """A kernel with the types of its arguments, its constants and its limits on sm_90.
 
     arguments: Triton type of each argument by name ("*bf16", "*fp32", "i64", "fp32").
-    constants: values of the tl.constexpr arguments.
+    constants: values of the tl.constexpr arguments. constants_on: {architecture: those that differ}.
     divisible: integer arguments that are multiples of 16 at this shape; pointers always are.
     spilled_bytes: {architecture: bytes of registers that may be spilled}; elsewhere none may be.
     least_arch: the oldest architecture that has the kernel's instructions.
@@ -48,6 +48,7 @@ class CompileCase:
     narrow_loads: int | None = None
     narrow_stores: int | None = None
     spilled_bytes: Mapping[int, int] = field(default_factory=dict)
+    constants_on: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     least_arch: int = 80
 
 
@@ -137,7 +138,10 @@ def _norm_backward(
     norm_pointers = ("dn_ptr", "out_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "scale_ptr")
     optional = ("dout_ptr", *norm_pointers, "branch_ptr", "gate_ptr")
     absent = [name for name in optional if name not in arguments]
-    launch = norm.choose_launch(width, 4 if dtype == "fp32" else 2, variant != "frozen")
+    size = (width, 4 if dtype == "fp32" else 2, variant != "frozen")
+    launch = norm.choose_launch(*size)
+    # sm_89 and sm_120 have 99 KB of shared memory, in which fewer rows wait.
+    few = {"NUM_STAGES": norm.choose_launch(*size, shared_bytes=99 * 1024).num_stages}
     return CompileCase(
         name=f"backward {variant} {width} {dtype}",
         kernel=norm.adaptive_layernorm_bwd_kernel,
@@ -158,6 +162,7 @@ def _norm_backward(
         narrow_stores=0,
         # ptxas gives up 2 registers, so that a second program fits on a multiprocessor.
         spilled_bytes={100: 8} if (variant, width) == ("alone", 3072) else {},
+        constants_on={89: few, 120: few},
     )
 
 
