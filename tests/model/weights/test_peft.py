@@ -286,7 +286,7 @@ def test_incomplete_lora_files_are_refused(tmp_path: Path) -> None:
 
 
 QUERY = "transformer_blocks.0.attn1.to_q"
-# What adapter_config.json says, and the error if the file of 4 targets and rank 4 contradicts it.
+# {name: (settings of adapter_config.json, the error: the file has 4 targets and rank 4)}.
 CONTRADICTIONS: dict[str, tuple[dict, str]] = {
     "rank": ({"r": 8}, "r=8 for transformer_blocks.1.attn1.to_v, whose matrices have rank 4"),
     "rank pattern": ({"r": 4, "rank_pattern": {"0.attn1.to_q": 2}}, f"r=2 for {QUERY}, whose"),
