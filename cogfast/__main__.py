@@ -31,6 +31,7 @@ from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.schema.values import Problems, nearest, one_line, printable
 from cogfast.train.distributed.process_watch import (
     OTHER_RANK,
+    UnsharedError,
     is_lost_connection,
     is_of_another_rank,
     tell_torchrun,
@@ -357,7 +358,8 @@ def _call(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None
 
 
 def _is_known(error: BaseException) -> bool:
-    return isinstance(error, (ValueError, RuntimeError)) and _is_raised_by_cogfast(error)
+    has_line = isinstance(error, (ValueError, RuntimeError, UnsharedError))
+    return has_line and _is_raised_by_cogfast(error)
 
 
 def _is_raised_by_cogfast(error: BaseException) -> bool:

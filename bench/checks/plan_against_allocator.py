@@ -85,7 +85,7 @@ def measure(config: Config, planned: Config) -> dict[str, Any]:
     """Run two steps; return the predicted peak and the real one, in GiB."""
     changed: Any = trainer  # the run neither checks files nor draws weights
     changed.check_train = lambda config: None
-    changed.lora_cannot_learn = lambda transformer: None
+    changed.lora_cannot_learn = lambda transformer, groups: None
     without: Any = assembly
     without.initialize = lambda *args, **kwargs: None
     run = trainer.Trainer(config)

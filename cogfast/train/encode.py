@@ -46,6 +46,10 @@ class EncodeOverrides:
 NO_OVERRIDES = EncodeOverrides()
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Encoder:
     """The frozen encoders of one transformer.
 
@@ -77,7 +81,7 @@ class Encoder:
         text_dropout: float = 0.0,
         samples_at_a_time: int | None = None,
         before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
-        broadcast_within_model: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        broadcast_within_model: Callable[[Tensor], Tensor] = _unchanged,
         overrides: EncodeOverrides = NO_OVERRIDES,
         device: torch.device | None = None,
         is_brief: bool = False,
@@ -151,6 +155,37 @@ class Encoder:
             for module, weights in self._weights.items():
                 if module not in present:
                     weights.leave()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Encode without collectives in the block: a rank that fails there leaves no other waiting.
+
+        Call `choose` before, and broadcast what was encoded to the ranks of a model after they agree.
+        """
+        broadcast, self._broadcast_within_model = self._broadcast_within_model, _unchanged
+        try:
+            yield
+        finally:
+            self._broadcast_within_model = broadcast
+
+    def build(self, batch: dict) -> None:
+        """Build the encoders that `batch` needs, without collectives."""
+        with self._leaving():
+            if "prompt_embedding" not in batch and self.overrides.encode_text is None:
+                _ = self.text_encoder
+            if self._has_clips(batch):
+                _ = self.first_stage
+
+    def choose(self, batch: dict) -> None:
+        """Choose how the first stage encodes clips, if `batch` has clips, after `build`. Collective."""
+        if self._has_clips(batch):
+            with self._leaving():
+                self._before_clips(self.first_stage, batch["mp4"].transpose(1, 2))
+
+    def _has_clips(self, batch: dict) -> bool:
+        if self.latent_input or "encoded_videos" in batch or "latent_mean" in batch:
+            return False
+        return batch["mp4"].shape[1] > 1
 
     @torch.no_grad()
     def __call__(

@@ -142,9 +142,11 @@ class Trainer:
         self.manifest: dict = {}
         self.step = self.first_step = 0  # optimizer steps done, now and before this process
         self.batches: ModelBatches | None = None  # while it trains
-        adapters = None if self.checkpoint is None else adapters_to_resume(self.checkpoint)
-        if adapters is not None:
-            args = self._take_adapters(adapters)
+        checkpoint = self.checkpoint
+        if checkpoint is not None:
+            adapters = self.groups.on_main(partial(adapters_to_resume, checkpoint))
+            if adapters is not None:
+                args = self._take_adapters(adapters)
         checkpoint = self.checkpoint
         if checkpoint is not None:
             self.manifest = self.groups.on_main(
@@ -165,7 +167,7 @@ class Trainer:
         transformer = assemble_transformer(
             config, args, self.groups, allow_missing=args.force_train
         )
-        reason = lora_cannot_learn(transformer)
+        reason = lora_cannot_learn(transformer, self.groups)
         if reason is not None:
             text = f"args.load={args.load}: {reason}, so LoRA gets no gradient at first"
             if not args.force_train:

@@ -208,7 +208,8 @@ class _CacheRun:
         files: dict[str, tuple[int, ...]] = {}
         for clip in self.clips:
             files |= source_files(clip.dataset, [clip.index])
-        stale = sources.changed(files)
+        # Rank 0's list: with own copies of the files, each rank would take part in other rounds.
+        stale = self.groups.on_main(lambda: sources.changed(files))
         if stale:
             logger.info("hashing %s", counted(len(stale), "new or changed video"))
         at_once, last = _HASHED_AT_ONCE * self.groups.world_size, time.monotonic()

@@ -41,7 +41,7 @@ _NAMES = {
 
 
 class EncodeChoice:
-    """Makes the choice of a run when its first clip is encoded. `way` is None before.
+    """Makes the choice of a run when its first clip is encoded. `way` is None before. Collective.
 
     stored: [mode, is_sliced] of the checkpoint that the run resumes from.
     """
@@ -73,7 +73,8 @@ class EncodeChoice:
         shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
         # A configured way wins over the checkpoint's.
         is_kept = self.stored is not None and stage.encode_chunks == "auto"
-        plan = choose(stage, shape, budget, self.args, self.stored if is_kept else None)
+        kept = self.stored if is_kept else None
+        plan = self.groups.on_all(lambda: choose(stage, shape, budget, self.args, kept))
         # A trial on the GPU may end differently on another rank.
         plan = self.groups.broadcast(plan)
         stage.use(plan)

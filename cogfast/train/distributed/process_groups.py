@@ -12,13 +12,14 @@ never wait for a GPU.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,7 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.kernels.cpu.memory import keep_freed_memory
-from cogfast.train.distributed.process_watch import ProcessWatch, watch_processes
+from cogfast.train.distributed.process_watch import (
+    ProcessWatch,
+    UnsharedError,
+    is_lost_connection,
+    watch_processes,
+)
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.stop_signals import StopSignals, name_of
@@ -40,6 +46,9 @@ logger = logging.getLogger(__name__)
 # not wait this long: torchrun ends the others.
 _DECISION_TIMEOUT = timedelta(hours=12)
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+# How long a rank that failed in work with collectives waits for the other ranks to fail like it.
+_PATIENCE = timedelta(seconds=10)
+
 
 T = TypeVar("T")
 
@@ -130,7 +139,7 @@ class ProcessGroups:
         if self.model is not None:
             # Collectives need contiguous memory.
             value = value.contiguous()
-            with CLOCK.waiting():
+            with CLOCK.waiting(), _collective():
                 dist.broadcast(value, self.first_of_model, group=self.model.process_group)
         return value
 
@@ -139,7 +148,7 @@ class ProcessGroups:
         if self.model is None:
             return value
         box = [value]
-        with CLOCK.waiting():
+        with CLOCK.waiting(), _collective():
             dist.broadcast_object_list(box, self.first_of_model, group=self.model_control)
         return box[0]
 
@@ -148,15 +157,25 @@ class ProcessGroups:
         if self.world_size == 1:
             return [value]
         out: list = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self.control)
+        with _collective():
+            dist.all_gather_object(out, value, group=self.control)
         return out
+
+    def decide(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank, the same on every rank. Collective.
+
+        A rank's own clock, files or signals must not decide whether it joins work that has
+        collectives.
+        """
+        return any(self.gather(flag))
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with _collective():
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def agree(self, error: BaseException | None) -> None:
@@ -171,6 +190,61 @@ class ProcessGroups:
         for rank, text in enumerate(texts):
             if text is not None:
                 raise OtherRankError(f"rank {rank} failed: {text}")
+
+    def on_all(self, make: Callable[[], T], among: dist.ProcessGroup | None = None) -> T:
+        """Run `make` on every rank and return its result. An error on one rank is raised on all.
+
+        among: as for `together`, if `make` has collectives.
+        """
+        value: Any = None
+        error = None
+        try:
+            value = self.together(make, among)
+        except UnsharedError:
+            raise
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+        return value
+
+    def together(self, make: Callable[[], T], among: dist.ProcessGroup | None) -> T:
+        """Run `make`, which has collectives with the ranks `among`, and return its result.
+
+        If this rank fails in it and the others do not, they wait for it for ever, so an UnsharedError
+        ends the run. If all of them fail alike, such as out of memory, each raises its own error and
+        can continue. among: a group for decisions; None: this rank alone.
+        """
+        value: Any = None
+        error = None
+        try:
+            value = make()
+        except UnsharedError:
+            raise
+        except Exception as caught:
+            if is_lost_connection(caught):
+                raise
+            error = caught
+        if among is not None:
+            self._join(error, among)
+        if error is not None:
+            raise error
+        return value
+
+    def _join(self, error: BaseException | None, among: dist.ProcessGroup) -> None:
+        """Wait for the ranks of a group; not for long if this rank has an `error`."""
+        with _collective():
+            work = dist.all_reduce(torch.zeros(1), group=among, async_op=True)
+            assert work is not None, "an asynchronous collective returns its work"
+            if error is None:
+                work.wait()
+                return
+            try:
+                work.wait(_PATIENCE)
+            except RuntimeError:
+                raise UnsharedError(
+                    f"rank {self.rank} failed in work that ranks do together, so the run cannot "
+                    f"continue: {type(error).__name__}: {error}"
+                ) from error
 
     def with_own_control(self) -> ProcessGroups:
         """Return these groups with a new control group, for use in a thread of its own."""
@@ -235,6 +309,20 @@ def use_expandable_segments(device: int) -> None:
     driver.cuDeviceGetAttribute(ctypes.byref(found), _VIRTUAL_MEMORY, handle)
     if found.value:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+@contextlib.contextmanager
+def _collective() -> Iterator[None]:
+    """Turn an error in a collective, which the other ranks have joined, into an UnsharedError."""
+    try:
+        yield
+    except UnsharedError:
+        raise
+    except Exception as error:
+        if is_lost_connection(error):
+            raise
+        text = f"{type(error).__name__}: {error}"
+        raise UnsharedError(f"a collective failed on this rank: {text}") from error
 
 
 def start_processes(

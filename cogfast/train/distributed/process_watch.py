@@ -32,6 +32,14 @@ _GONE = "cogfast/gone"  # key in the store; its value is the reason
 _LAUNCHER_WATCH = "launcher watch"  # name of the thread
 
 
+class UnsharedError(Exception):
+    """An error of this rank while other ranks wait for it in a collective. It ends the run.
+
+    Nothing may catch it and continue: the collectives of this rank would no longer match those of
+    the others.
+    """
+
+
 # Message of a rank that ends because of another rank.
 OTHER_RANK = "another rank failed; see its own output for the cause"
 # Texts of gloo's errors when a connection breaks. NCCL's errors have their own types.

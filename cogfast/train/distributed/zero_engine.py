@@ -549,16 +549,17 @@ class ZeroEngine:
 
     @contextmanager
     def weights(self, kind: str) -> Iterator[None]:
-        """Use the weights of `kind` ("master" or "shadow") in the model within the block."""
+        """Use the weights of `kind` ("master" or "shadow") in the model within the block.
+
+        After an error the master weights do not come back: the other ranks would not join their gather.
+        """
         if kind == "master":
             self.wait_for_weights()
             yield
             return
         self.publish(kind)
-        try:
-            yield
-        finally:
-            self.publish("master")
+        yield
+        self.publish("master")
 
     @contextmanager
     def whole(self, parameter: nn.Parameter, is_written: bool = False) -> Iterator[Tensor]:

@@ -81,6 +81,8 @@ def choose_for_sampling(
     reason = "unknown backend"  # a checkpoint of a version that had it
     if stored in BACKENDS:
         reason = reason_unavailable(stored, groups.device, DTYPES[args.precision], model.head_width)
+    # The GPUs may differ, and all ranks use one backend.
+    reason = next((found for found in groups.gather(reason) if found is not None), None)
     if reason is None:
         logger.info("attention: %s, as in the checkpoint", stored)
         return stored

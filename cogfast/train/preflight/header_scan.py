@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +27,12 @@ def survey_datasets(
 ) -> tuple[Datasets, dict[str, str]]:
     """Return the data sets with buckets assigned, and {name: reason} of unusable samples.
 
-    Rank 0 reads the headers. ValueError if more than args.max_bad_fraction are unreadable.
+    Rank 0 reads the headers. ValueError if more than args.max_bad_fraction are unreadable, or if ranks
+    have found different samples.
     """
     train, valid = datasets.train, datasets.valid
+    _check_same(train, "args.train_data", groups)
+    _check_same(valid, "args.valid_data", groups)
     # Names of all clips are compared, which takes seconds on large sets: one rank is enough.
     if groups.is_main:
         _warn_of_overlap(train, valid)
@@ -70,6 +74,25 @@ def survey_datasets(
             total = counted(len(valid), "held-out video")
             logger.warning(what, len(found[1].reasons), total, valid.name(first), reason)
     return Datasets(train, valid), bad
+
+
+def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:
+    """Raise ValueError on all ranks if they have found different samples: each lists files itself,
+    and what it finds decides the order of the samples and the number of steps."""
+    if dataset is None or groups.world_size == 1:
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    if isinstance(dataset, CaptionedVideos):
+        for i, caption in enumerate(dataset.captions):
+            text = f"{dataset.name(i)}\0{caption}\0"
+            digest.update(text.encode("utf-8", "surrogatepass"))
+    found = groups.gather((len(dataset), digest.hexdigest()))
+    other = next((rank for rank, of_rank in enumerate(found) if of_rank != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{key}: rank 0 finds {counted(found[0][0], 'sample')}, and rank {other} finds "
+            f"{found[other][0]}, or others; give all ranks the same files and captions"
+        )
 
 
 def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:

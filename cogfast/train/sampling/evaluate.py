@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -32,7 +33,7 @@ from cogfast.schema.values import counted
 from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
-from cogfast.train.distributed.process_watch import is_of_another_rank
+from cogfast.train.distributed.process_watch import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder
 from cogfast.train.run.folder import samples_place
@@ -41,6 +42,7 @@ from cogfast.train.sampling.generate import (
     Prompt,
     SampledVideo,
     VideoMaker,
+    in_model,
     write_samples,
 )
 from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
@@ -59,8 +61,8 @@ class Evaluator:
 
     dataset: the held-out data or None. resize: how images get the size of the videos, as in training.
 
-    Under ZeRO-3 all ranks must call the network together. Each step of an evaluation therefore first
-    agrees on whether any rank has failed.
+    Ranks that share a model, and all ranks under ZeRO-3, call the network together. So they decide
+    together to stop, and each part of an evaluation that may fail on one rank ends with an agreement.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class Evaluator:
             logger.info("%s at step %d: %s; training continues", what, step, error)
         except (OSError, WriteError, ValueError) as error:  # a full disk, frames of NaN
             logger.warning("%s at step %d failed (%s); training continues", what, step, error)
+        except UnsharedError:
+            raise
         except Exception as error:
             if is_of_another_rank(error):  # a rank is lost, so no other can continue
                 raise
@@ -152,26 +156,20 @@ class Evaluator:
         sums = torch.zeros(num_bands + 1, dtype=torch.float64, device=self.groups.device)
         order = self._order()
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
-        error: Exception | None = None
-        with self._batches(order, num_steps) as batches:
+        groups, encoder = self.groups, self.encoder
+        with groups.on_all(lambda: self._batches(order, num_steps)) as batches:
             for number in range(num_steps):
-                inputs = None
-                try:
-                    if self.is_asked_to_stop():
-                        left = counted(num_steps - number, "batch", "batches")
-                        raise EvaluationStopped(f"left out {left}")
-                    # A rank with an earlier error reads no further, but takes part in `agree`
-                    # below.
-                    inputs = None if error else self._encoded(next(batches), order)
-                except Exception as caught:
-                    error = caught
-                self.groups.agree(error)
-                assert inputs is not None, "agree raises where there are none"
-                try:
-                    sums += self._band_losses(*inputs)
-                except Exception as caught:
-                    error = caught
-        self.groups.agree(error)
+                if groups.decide(self.is_asked_to_stop()):
+                    left = counted(num_steps - number, "batch", "batches")
+                    raise EvaluationStopped(f"left out {left}")
+                batch = groups.on_all(partial(self._next, batches), groups.model_control)
+                encoder.choose(batch)
+                with encoder.alone():
+                    inputs = groups.on_all(partial(self._encoded, batch, order))
+                latents, conditioning, *others = inputs
+                latents = groups.broadcast_tensor_in_model(latents)
+                inputs = (latents, in_model(conditioning, groups), *others)
+                sums += groups.on_all(partial(self._band_losses, *inputs), self.network_ranks)
         of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
         # All ranks of one model have its sums: count them once.
         of_models = of_ranks[:: self.groups.model_size]
@@ -179,6 +177,17 @@ class Evaluator:
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / num_bands, **named}
+
+    def _next(self, batches: ModelBatches) -> dict:
+        batch = next(batches)
+        # Before `choose`, which has collectives: building an encoder may fail on one rank.
+        self.encoder.build(batch)
+        return batch
+
+    @property
+    def network_ranks(self) -> dist.ProcessGroup | None:
+        """The ranks that must call the network together, as a group for decisions."""
+        return self.groups.control if self.engine.stage == 3 else self.groups.model_control
 
     @property
     def _held_out(self) -> SizedDataset:
@@ -260,7 +269,7 @@ class Evaluator:
             self.groups,
             at_a_time=self.batch_size,
             latents_only=self.args.only_log_video_latents,
-            is_in_step=self.engine.stage == 3,
+            network_ranks=self.network_ranks,
             is_asked_to_stop=self.is_asked_to_stop,
             report_videos=self.report_videos,
             start_of_names=start,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -9,10 +10,12 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.core.files import WriteError, write_whole
@@ -24,6 +27,7 @@ from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.values import counted
 from cogfast.train.assembly import Diffusion
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.process_watch import UnsharedError
 from cogfast.train.encode import Encoder
 from cogfast.train.video_size import LatentSize
 
@@ -79,20 +83,23 @@ class VideoMaker:
         self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
         self.size, self.device = size, device
         self.negative_prompt = negative_prompt
-        self._negative: Tensor | None = None  # its embedding [1, L, E], once it is encoded
+        self.negative: Tensor | None = None  # its embedding [1, L, E], once `condition` made it
 
     def size_of(self, prompt: Prompt) -> LatentSize:
         return prompt.size or self.size
 
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Encode prompts to text [B, L, E] and image latents [B, C, T, h, w] or None."""
+        """Encode prompts to text [B, L, E] and image latents [B, C, T, h, w] or None.
+
+        Also encodes the negative prompt, at the first call.
+        """
+        if self.negative_prompt is not None and self.negative is None:
+            self.negative = self.encoder.encode_text([self.negative_prompt])
         if prompts[0].embedding is None:
             text = self.encoder.encode_text([p.text for p in prompts])
         else:
             text = _stack([p.embedding for p in prompts]).to(self.device)
-        if self.negative_prompt is not None and self._negative is None:
-            self._negative = self.encoder.encode_text([self.negative_prompt])
         image = self._image_latents(prompts) if self.encoder.image_input else None
         return Conditioning(text=text, image_latents=image)
 
@@ -120,8 +127,8 @@ class VideoMaker:
         """Return the text [B, L, E] of guidance's unconditional half."""
         if self.negative_prompt is None:
             return torch.zeros_like(like)
-        assert self._negative is not None, "condition has encoded it"
-        return self._negative.to(like).expand_as(like)
+        assert self.negative is not None, "condition has encoded it"
+        return self.negative.to(like).expand_as(like)
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
         # The seed is in the place of the slot, so a video does not depend on its batch.
@@ -207,7 +214,7 @@ def write_samples(
     *,
     at_a_time: int = 1,
     latents_only: bool = False,
-    is_in_step: bool = False,
+    network_ranks: dist.ProcessGroup | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None,
     start_of_names: str = "",
@@ -216,36 +223,44 @@ def write_samples(
 
     Rank 0 also writes prompts.json and the contact sheet. Where ranks share a sample, the first
     of them decodes and writes. A prompt that fails is logged and the others continue; the first
-    error is raised at the end on every rank. is_in_step: all ranks call the network together (ZeRO-3;
-    always so where ranks share a sample). is_asked_to_stop: checked before each video; if true, the
-    rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
+    error is raised at the end on every rank. network_ranks: the ranks that must call the network
+    together (all of them under ZeRO-3), as a group for decisions; None: those that share a sample.
+    is_asked_to_stop: checked before each video; if true, the rest are skipped and EvaluationStopped is
+    raised. report_videos: called on rank 0 with the videos
     that were written, also if others failed. start_of_names: before the names of all files.
     """
     done: dict[int, _Row] = {}
     errors: list[Exception] = []
-    is_in_step = is_in_step or groups.model is not None
+    network_ranks = network_ranks or groups.model_control
+    # Then all replicas sample in step, each the same number of batches.
+    is_in_step = network_ranks is not None
     mine = share(prompts, groups, is_in_step)
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
+        is_over = is_asked_to_stop()
+        if groups.decide(is_over) if is_in_step else is_over:
+            errors.append(EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}"))
+            break
         # Stays None if conditioning fails, which the other ranks learn from the gather below.
         conditioning = None
         try:
-            if is_asked_to_stop():
-                raise EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}")
             folder.mkdir(parents=True, exist_ok=True)
-            conditioning = maker.condition(part)
-        except EvaluationStopped as error:
-            errors.append(error)
+            with maker.encoder.alone():
+                conditioning = maker.condition(part)
         except Exception as error:
             _note(errors, error, part)
         # In step, all ranks skip a batch that one of them cannot condition.
-        are_ready = [conditioning is not None]
-        if is_in_step:
-            are_ready = groups.gather(conditioning is not None)
-        if conditioning is None or not all(are_ready):
+        has_failed = conditioning is None
+        if groups.decide(has_failed) if is_in_step else has_failed:
             continue
+        assert conditioning is not None, "decide is true where there is none"
+        conditioning = in_model(conditioning, groups)
+        if maker.negative is not None:
+            maker.negative = groups.broadcast_tensor_in_model(maker.negative)
         try:
-            latents = maker.latents(part, conditioning)
+            latents = groups.together(partial(maker.latents, part, conditioning), network_ranks)
+        except UnsharedError:
+            raise
         except Exception as error:
             _note(errors, error, part)
             continue
@@ -265,16 +280,28 @@ def write_samples(
             _write_overview(folder, rows, start_of_names)
         except Exception as error:
             errors.append(error)
-        if not latents_only:
-            names = {prompt.index: file_name(prompt) for prompt in prompts}
-            report_videos(
-                [
-                    SampledVideo(names[index], folder / merged[index].file, merged[index].text)
-                    for index in sorted(merged)
-                ]
-            )
+        names = {prompt.index: file_name(prompt) for prompt in prompts}
+        videos = [
+            SampledVideo(names[index], folder / merged[index].file, merged[index].text)
+            for index in sorted(merged)
+        ]
+        try:
+            if not latents_only:
+                report_videos(videos)
+        except Exception as error:
+            errors.append(error)
     groups.agree(errors[0] if errors else None)
     return [folder / row.file for row in rows]
+
+
+def in_model(conditioning: Conditioning, groups: ProcessGroups) -> Conditioning:
+    """Return the conditioning of the first of the ranks that share a sample, on each of them."""
+    image = conditioning.image_latents
+    return dataclasses.replace(
+        conditioning,
+        text=groups.broadcast_tensor_in_model(conditioning.text),
+        image_latents=None if image is None else groups.broadcast_tensor_in_model(image),
+    )
 
 
 def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,20 +45,28 @@ def run_forked(
     does. program: a script, "-m" and a module, or "-c" and code, and the arguments.
     """
     with tempfile.NamedTemporaryFile() as output:
-        ranks = []
-        # The server starts with the first rank and imports from the current folder.
-        with contextlib.chdir(ROOT):
-            for rank in range(processes):
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                if processes > 1:
-                    environment |= _variables(rank, processes, port)
-                arguments = (tuple(program), environment, output.name)
-                ranks.append(_server().Process(target=_be_rank, args=arguments))
-                ranks[-1].start()
+        ranks = start_ranks(program, processes, port, output.name)
         status = _wait_for_all(ranks, timeout)
         text = Path(output.name).read_text(errors="replace")
     assert status is not None, f"no end after {timeout} s:\n{text}"
     return subprocess.CompletedProcess(list(program), status, text)
+
+
+def start_ranks(
+    program: Sequence[str], processes: int, port: int, output: str
+) -> list[BaseProcess]:
+    """Start `python PROGRAM` as ranks that append to the file `output`."""
+    ranks: list[BaseProcess] = []
+    # The server starts with the first rank and imports from the current folder.
+    with contextlib.chdir(ROOT):
+        for rank in range(processes):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            if processes > 1:
+                environment |= _variables(rank, processes, port)
+            arguments = (tuple(program), environment, output)
+            ranks.append(_server().Process(target=_be_rank, args=arguments))
+            ranks[-1].start()
+    return ranks
 
 
 def _variables(rank: int, processes: int, port: int) -> dict[str, str]:

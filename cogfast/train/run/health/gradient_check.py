@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.values import counted
+from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.memory.host_blocks import stored_base
 
 
-def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
-    """Return why no adapter would get a gradient, or None.
+def lora_cannot_learn(transformer: DiffusionTransformer, groups: ProcessGroups) -> str | None:
+    """Return why no adapter would get a gradient, or None; the same on every rank. Collective.
 
     Zero weights behind the adapters, in the output layer or in all gates, stop every gradient.
     """
@@ -23,7 +24,9 @@ def lora_cannot_learn(transformer: DiffusionTransformer) -> str | None:
     gates: list[Tensor] = [p for name, p in named if ".modulation." in name]
     stored = stored_base(transformer).items()
     gates += [tensors["weight"] for path, tensors in stored if ".modulation." in path]
-    return None if any(p.any() for p in gates) else "the blocks' modulation is zero"
+    # Each rank of a tensor-parallel group has a part of the modulation, which may be zero.
+    is_learning = groups.decide(any(bool(p.any()) for p in gates))
+    return None if is_learning else "the blocks' modulation is zero"
 
 
 class GradientCheck:
