@@ -109,7 +109,7 @@ def test_refusals_say_what_a_file_may_be(
         check_family("args.load=x", found, config)
     folder = write(tmp_path, family, **changes)
     if changes["in_channels"] == 32:
-        # As a model of the user's own may be.
+        # A model of the user's own may be like this.
         find_config(folder)
         assert re.search(f"{named}.*; it is taken for CogVideoX", caplog.text)
     else:

@@ -102,10 +102,9 @@ def test_a_resumed_run_has_the_configuration_of_its_last_start(
     first, last = (run / "checkpoints" / name for name in ("00000002", "00000004"))
     copied = shutil.copytree(last, tmp_path / "copied" / last.name)
     shutil.copytree(run, tmp_path / "other" / run.name)
-    for source, alpha, fps in (
-        *((run, 16, 12), (last, 16, 12), (first, 4, 24)),
-        *((copied, 16, 12), (tmp_path / "other" / run.name, 16, 12)),
-    ):
+    sources = {run: 12, last: 12, first: 24, copied: 12, tmp_path / "other" / run.name: 12}
+    for source, fps in sources.items():
+        alpha = 4 if source is first else 16
         assert open_source(source).lora_alpha == alpha
         request = parse_sample([str(source), "--prompt", "a", "--dry-run"])
         given = (request.base, request.overrides, (), True, request.settings)
@@ -119,7 +118,7 @@ def test_a_resumed_run_has_the_configuration_of_its_last_start(
     convert(copied, tmp_path / "peft", "peft")
     assert strength(open_source(tmp_path / "peft")) == pytest.approx(strength(found), rel=1e-6)
     assert "lora_alpha of its run" not in caplog.text
-    # Of a manifest without a configuration, as those of the first versions.
+    # Manifests of the first versions have no configuration.
     manifest = read_manifest(copied)
     del manifest["config"], manifest["checksum"]
     write_manifest(copied, manifest)
