@@ -50,7 +50,7 @@ def test_both_lines(folder):
 
 
 def test_a_run_logs_them_once(folder, caplog):
-    groups = SimpleNamespace(is_main=True, on_main=lambda work: work())
+    groups = SimpleNamespace(is_main=True, on_main=lambda work: work(), world_size=1)
     args = SimpleNamespace(check_videos=True, max_bad_fraction=0.05)
     data = VideoFolder(folder, **CLIP)
     with caplog.at_level("INFO"):
@@ -119,3 +119,12 @@ def test_buckets_have_several_sizes(folder):
     sizes = [[9, 32, 48], [17, 32, 48], [9, 64, 48]]
     (line,) = survey(VideoFolder(folder, **CLIP, buckets=sizes)).notes
     assert "clips of 1.5 to 4.0 s: 9 to 17 frames shown" in line
+
+
+def test_ranks_that_find_other_files_are_refused(folder):
+    """The order of the samples and the number of steps follow from what each rank lists itself."""
+    args = SimpleNamespace(check_videos=True, max_bad_fraction=0.05)
+    data = VideoFolder(folder, **CLIP)
+    groups = SimpleNamespace(world_size=2, gather=lambda found: [found, (3, "another")])
+    with pytest.raises(ValueError, match="train_data: rank 0 finds 4 samples, and rank 1 finds 3"):
+        survey_datasets(Datasets(data, None), args, groups, global_batch=1)

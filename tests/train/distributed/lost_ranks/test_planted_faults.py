@@ -67,7 +67,7 @@ def test_no_planted_fault_hangs(layout: str, command: str, base: Path, tmp_path:
             assert f"planted on rank {plant.rank}" in outcome.output, what
             is_evaluation = place.startswith(("held-out loss", "samples"))
             if command == "train" and not place.startswith("start"):
-                if plant.kind == "stop":
+                if plant.kind == "stop" and "before training began" not in outcome.output:
                     assert outcome.statuses == [0] * processes, what
                     assert list(save.glob("*/checkpoints/0*")), what
                 elif is_evaluation and plant.thread.endswith("work"):
