@@ -78,6 +78,8 @@ _FREE = (
 )
 _MOST_NAME_BYTES = 255  # of a file or folder, on Linux
 _MOST_CHANGES = 6  # in an error message
+# Time that ranks need to end after their torchrun was killed; see distributed/process_watch.py.
+_LOCK_SECONDS = 15.0
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
@@ -138,18 +140,24 @@ def _lock(run: Path) -> TextIO:
         raise ValueError(
             f"{path}: cannot be written ({error.strerror}); set args.run_folder to another folder"
         ) from None
-    try:
-        # Not flock, whose lock the processes that read data would inherit.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        holder = printable(file.read(_MOST_NAME_BYTES).strip())
-        raise ValueError(
-            f"{run}: {holder or 'another process'} is training in it; wait for that run, end it, or "
-            "set args.run_folder to another folder"
-        ) from None
-    except OSError as error:  # the file system has no locks
-        logger.warning("%s cannot be locked (%s)", path, error.strerror)
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            # Not flock, whose lock the processes that read data would inherit.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > end:
+                file.seek(0)
+                holder = printable(file.read(_MOST_NAME_BYTES).strip())
+                raise ValueError(
+                    f"{run}: {holder or 'another process'} is training in it; wait for that run, end "
+                    "it, or set args.run_folder to another folder"
+                ) from None
+            time.sleep(0.2)
+        except OSError as error:  # the file system has no locks
+            logger.warning("%s cannot be locked (%s)", path, error.strerror)
+            break
     with suppress(OSError):  # a full disk, of which writing the run's description tells more
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")

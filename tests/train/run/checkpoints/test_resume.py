@@ -20,6 +20,7 @@ from cogfast.__main__ import _line
 from cogfast.config import load_config
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import checkpoint_writer
+from cogfast.train.run import folder as folder_module
 from cogfast.train.run.folder import _lock
 from cogfast.train.run.stop_signals import StopSignals
 from cogfast.train.trainer import Trainer
@@ -326,8 +327,11 @@ time.sleep(120)
 """
 
 
-def test_one_run_at_a_time_in_a_folder(tmp_path: Path, base: Path, short_run: Path) -> None:
+def test_one_run_at_a_time_in_a_folder(
+    tmp_path: Path, base: Path, short_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that another process trains is refused by name, until that process is gone."""
+    monkeypatch.setattr(folder_module, "_LOCK_SECONDS", 0.1)
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
