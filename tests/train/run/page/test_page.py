@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 from cogfast.config import load_config
+from cogfast.model.weights.formats.checkpoint_manifest import FORMAT, write_manifest
 from cogfast.train.run.page.document import page_of_run, page_of_runs, write_page
 from cogfast.train.run.page.markup import address, tag, text
 from cogfast.train.run.page.metrics_table import Column, encode, thinned, to_columns
@@ -142,7 +143,7 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
         (saved / name).write_text((run / name).read_text())
     checkpoint = saved / "checkpoints" / "00000150"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
+    write_manifest(checkpoint, {"format": FORMAT, "step": 150, "parameters": {}, "slices": {}})
     (saved / "checkpoints" / "latest").write_text("00000150\n")
     page = page_of(saved)
     found = page.attributes("button", "data-text")
