@@ -87,8 +87,9 @@ def test_a_graph_launches_its_work_at_once(captures: dict) -> None:
     assert captures["replays"]["error"] == ""
     assert counts["launches"] == counts["launch cudaGraphLaunch"] == 3
     assert counts["graph nodes"] == 6 and counts["node copy device to device"] == 3
-    # Captured work has not run.
-    assert "launches" not in captures["work"]["counts"]
+    # Captured work has not run. PyTorch 2.11 sets the seed and offset of random numbers before it.
+    ran = [name for name in captures["work"]["counts"] if name.startswith("launch ")]
+    assert all("FillFunctorIl" in name for name in ran)
 
 
 @pytest.mark.parametrize(
