@@ -357,7 +357,7 @@ def _check_adapters(config: Config, args: TrainArguments) -> None:
     # A resumed run continues with the adapters of its checkpoint.
     if args.load is not None and args.resume is None:
         try:
-            check_own_adapters(open_source(Path(args.load)), TransformerConfig(**_network(config)))
+            check_own_adapters(args.load, TransformerConfig(**_network(config)))
         except ValueError as error:
             refuse(config, "args.load", f"args.load: {error}")
     if args.load_lora is not None:
