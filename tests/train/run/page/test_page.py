@@ -112,11 +112,11 @@ def test_the_configuration_shows_what_differs_first(run: Path, whole: Page) -> N
     assert found["args.seed"] == ["7", "1234", "command line"]
     assert found["args.train_iters"] == ["4", "null", f"{run.name}.yaml"]
     assert found["deepspeed.gradient_clipping"] == ["1.0", "", f"{run.name}.yaml"]
-    # It is in the file, with the value that it has by default.
-    assert "args.experiment_name" in found and "args.batch_size" not in found
+    assert found["args.batch_size"] == ["4", "1", f"{run.name}.yaml"]  # the deepspeed section's
+    assert "args.train_data" in found and "args.split" not in found
     assert not any(key.startswith("model.network_config") for key in found)
     every = {row[0]: row[1:] for row in rows[len(first) :]}
-    assert every["args.batch_size"] == ["1", "default"]
+    assert every["args.split"] == ["1,0,0", "default"]
     assert every["model.network_config.params.hidden_size"] == ["32", f"{run.name}.yaml"]
     config = load_config([run / "training_config.yaml"], is_of_run=True)
     assert set(every) >= {f"args.{key}" for key in config.args}
@@ -143,7 +143,17 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
         (saved / name).write_text((run / name).read_text())
     checkpoint = saved / "checkpoints" / "00000150"
     checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, {"format": FORMAT, "step": 150, "parameters": {}, "slices": {}})
+    write_manifest(
+        checkpoint,
+        {
+            "format": FORMAT,
+            "step": 150,
+            "parameters": {},
+            "slices": {},
+            "bytes": {},
+            "checksums": {},
+        },
+    )
     (saved / "checkpoints" / "latest").write_text("00000150\n")
     page = page_of(saved)
     found = page.attributes("button", "data-text")
