@@ -54,7 +54,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A fault on `rank` before its call `number` in a thread: "stop" is SIGUSR1, "error" an error
+    """What happens on `rank` before its call `number` in a thread: "stop" is SIGUSR1, "error" an error
     of the call. thread: "main" or "checkpoint", with " work" for calls of `ProcessGroups.agree`: an
     "error" there is one of the work before it."""
 
@@ -137,7 +137,7 @@ def place() -> str:
     return f"{part}: {line}"
 
 
-# An error that cogfast raises itself is printed in one line.
+# Errors that cogfast itself raises are printed in one line.
 _COGFAST: dict[str, Any] = {"__name__": "cogfast.planted"}
 exec("def raise_as_cogfast(error): raise error", _COGFAST)
 raise_as_cogfast = _COGFAST["raise_as_cogfast"]
