@@ -54,7 +54,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What happens on `rank` before its call `number` in a thread: "stop" is SIGUSR1, "error" an error
+    """A fault on `rank` before its call `number` in a thread: "stop" is SIGUSR1, "error" an error
     of the call. thread: "main" or "checkpoint", with " work" for calls of `ProcessGroups.agree`: an
     "error" there is one of the work before it."""
 
