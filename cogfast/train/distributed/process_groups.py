@@ -322,7 +322,7 @@ def _collective() -> Iterator[None]:
         if is_lost_connection(error):
             raise
         text = f"{type(error).__name__}: {error}"
-        raise UnsharedError(f"a collective failed on this rank: {text}") from error
+        raise UnsharedError(f"a collective failed on rank {dist.get_rank()}: {text}") from error
 
 
 def start_processes(
