@@ -138,7 +138,7 @@ def _start_worker(worker: int) -> None:
     ignore_signals_except_parent(worker)
     # Otherwise Python prints that a batch cannot be sent, and the trainer waits for it for ever.
     sys.excepthook = _end_without_files
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # pyright: ignore[reportAttributeAccessIssue]
     if sys.platform == "linux":
         # Each sample is read in a new thread. By default glibc gives threads memory pools of their
         # own, whose free memory other threads do not use.

@@ -280,8 +280,9 @@ class ActivationCheckpointing:
         setup = with_rows(self.setup, self.most_rows)
         kept, budget = _kept(setup, self.policies), self._budget(setup)
         # From the policy that keeps most: recommend the fastest one that fits.
+        policies: list[Policy]
         for policy in reversed(LADDER):
-            policies: list[Policy] = [policy] * len(self.policies)
+            policies = [policy] * len(self.policies)
             less = _kept(setup, policies)
             if less < kept and training_phase(setup, policies).total <= budget:
                 return (
@@ -289,7 +290,8 @@ class ActivationCheckpointing:
                     f"{less / GIB:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
                 )
         # The budget leaves memory for gaps, without which full may still fit.
-        least = training_phase(setup, ["full"] * len(self.policies)).total + (self.excess or 0)
+        policies = ["full"] * len(self.policies)
+        least = training_phase(setup, policies).total + (self.excess or 0)
         free, _ = free_memory(self.groups.device)
         has = free + self._held(setup)
         sizes = (

@@ -39,7 +39,7 @@ class OffloadedActivations:
         # Host buffers that are not in use, by the position of their tensors in a block.
         self.free: dict[int, list[Tensor]] = defaultdict(list)
         # Buffers that are too small by now, each until the copies that the stream had been given end.
-        self._dropped: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._dropped: deque[tuple[Tensor, torch.Event]] = deque()
         self._last: BlockTensors | None = None  # of the block that ran last
         self._in_flight: deque[BlockTensors] = deque()
 
