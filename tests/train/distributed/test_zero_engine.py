@@ -167,7 +167,8 @@ def test_skipped_steps_count_updates_not_micro_batches(
     dataset["params"]["num_bad"] = 8  # all
     arguments = (f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
     trainer = make(tmp_path, data, *arguments, dataset=dataset, train_iters=3)
-    trainer.train()
+    with pytest.raises(RuntimeError, match="trained nothing: all 3 steps had non-finite gradients"):
+        trainer.train()
     assert trainer.engine.num_skipped.item() == 3
     assert trainer.engine.num_skipped_in_a_row.item() == 3
 
@@ -234,13 +235,15 @@ def test_steps_between_logging_never_wait_for_the_device(
 
     arguments = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
     trainer = make(tmp_path, data, *arguments, family=family, train_iters=6, log_interval=1000)
+    _ = trainer.encoder.first_stage  # its file is read before the steps
     waits = Waits(monkeypatch)
     accelerator = deepspeed.accelerator.get_accelerator()
     monkeypatch.setattr(accelerator, "synchronize", lambda *_: waits.seen.append("synchronize"))
     trainer.train()
     first = "__float__ in trainer.py _note_size"  # the frame rate of the first batch
-    assert waits.seen.count(first) == 1
-    seen = [where for where in waits.seen if where != first]
+    last = "__int__ in trainer.py _train"  # whether all steps were skipped
+    assert (waits.seen.count(first), waits.seen.count(last)) == (1, 1)
+    seen = [where for where in waits.seen if where not in (first, last)]
     lines = [where for where in seen if where == "tolist in metrics.py log"]
     assert len(lines) == 1  # of step 6, the last
     saving = ("checkpoint", "safetensors", "tensor_stream", "tensorboard", "log_files")

@@ -312,9 +312,10 @@ class Video:
     def __init__(self, path, caption, format):
         self.given = (Path(path).read_bytes()[4:8], caption, format)
 class Run:
-    def log(self, values, step):
+    define_metric = lambda self, *given, **named: None
+    def log(self, values):
         if "samples" in values:
-            received.append((step, [video.given for video in values["samples"]]))
+            received.append((values["step"], [video.given for video in values["samples"]]))
     def finish(self, exit_code):
         received.append(exit_code)
 def init(**named):
