@@ -15,7 +15,8 @@ _LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
 def layouts_of(source: str) -> list[str]:
     """Return the names of the data sets that can read a source; [] if there is none."""
     path = Path(source)
-    if any(mark in source for mark in ("://", ";", "{")) or path.suffix == ".tar":
+    # An address, or shards as webdataset names them: shards-{000..010}.tar
+    if "://" in source or ".tar" in source:
         return ["VideoShards"]
     if path.is_file():
         return ["VideoManifest"] if path.suffix.lower() in TABLE_ENDINGS else []

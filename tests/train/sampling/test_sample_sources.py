@@ -457,7 +457,7 @@ def test_adapters_that_cannot_be_added_are_refused(
 ) -> None:
     for source, lora, wanted in (
         ("5b", tmp_path / "none", "none: no such file or folder"),
-        ("5b", f"{adapter}:strong", "nor PATH:SCALE with a number"),
+        ("5b", f"{adapter}:strong", "nor PATH:SCALE with a finite number"),
         ("1.5_5b", pipelines.path("5b"), "transformer: has no LoRA tensors"),
     ):
         arguments = ["sample", pipelines.path(source), "--prompt", "a", "--lora", lora]
