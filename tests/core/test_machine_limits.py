@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
