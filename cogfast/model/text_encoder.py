@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -489,7 +490,8 @@ def _check_settings(weights: Path, vocabulary: Path) -> bool | None:
         check_tensors(weights, shapes, {name: found.dtype(name) for name in names})
         return True
     pickled = sorted(weights.glob("pytorch_model*.bin"))
-    for file in pickled:
+    # transformers also reads files of the format before torch 1.6, which are no zip, with tensors alone.
+    for file in filter(is_zipfile, pickled):
         # Scans the pickle before transformers reads it.
         tensors = only_tensors(file, read_torch_file(file))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -142,7 +142,13 @@ def settle_pairs(config: dict[str, Any], origins: dict[str, str]) -> dict[str, s
         here = origins.get(key, DEFAULT)
         there = find_origin(origins, other)
         if is_implied:
-            there = find_origin(origins, "deepspeed.fp16" if name == "bf16" else "deepspeed.bf16")
+            rival = "fp16" if name == "bf16" else "bf16"
+            there = find_origin(origins, f"deepspeed.{rival}")
+            if found is False and value and not deepspeed_value(deepspeed, rival):
+                # The section has the other precision only to switch it off.
+                _put(deepspeed, inner, value)
+                origins[other] = here
+                continue
         if found is None or found == value:
             if found is not None and here == DEFAULT:
                 origins[key] = there

@@ -46,7 +46,8 @@ _PRECISION = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A run of a model. waits: calls of a steady step that may wait. streams: check side streams.
-    allocations: of a steady step."""
+    allocations: of a steady step. card: the device's memory in the first step, by the plan's. excess: how
+    much more than the plan the peak may be."""
 
     model: str
     mode: str
@@ -59,6 +60,8 @@ class Case:
     streams: bool = False
     ranks: int = 1
     allocations: int = 0
+    card: float = 1.03
+    excess: float = 0.01
 
     @property
     def name(self) -> str:
@@ -145,7 +148,7 @@ CASES = (
         streams=True,
         launches=2655,
     ),
-    Case(model="1.5_5b_i2v", mode="lora", more=_LADDER, streams=True, launches=3219),
+    Case(model="1.5_5b_i2v", mode="lora", more=_LADDER, streams=True, launches=3220),
     Case(model="2b", mode="sft", stage=1, ranks=2, streams=True, launches=1669),
     Case(model="2b", mode="sft", policy="pointwise", ranks=2, streams=True, launches=1489),
     Case(model="2b", mode="sft", more=_ACCUMULATED, ranks=2, streams=True, launches=3583),
@@ -161,15 +164,32 @@ CASES = (
     Case(model="5b", mode="sft", more=_SMALL_STATE, ranks=2, streams=True, launches=2494),
     Case(model="5b", mode="sft", more=_TENSOR, ranks=2, streams=True, launches=3211),
     Case(model="5b", mode="sft", more=_ROWS, ranks=2, streams=True, launches=5272),
-    Case(model="5b", mode="lora", more=_TENSOR_FP8, ranks=2, streams=True, launches=4292),
+    Case(
+        model="5b",
+        mode="lora",
+        more=_TENSOR_FP8,
+        ranks=2,
+        streams=True,
+        excess=0.013,  # the plan is 1.2% low
+        launches=4292,
+    ),
     Case(model="1.5_5b", mode="sft", more=_CONTEXT, ranks=2, streams=True, launches=3579),
-    Case(model="1.5_5b", mode="sft", more=_BOTH, ranks=4, streams=True, launches=4481),
+    Case(
+        model="1.5_5b",
+        mode="sft",
+        more=_BOTH,
+        ranks=4,
+        streams=True,
+        card=1.1,  # a backward pass cannot use all memory between its tensors: 1.03 is too little
+        launches=4481,
+    ),
     Case(
         model="1.5_5b_i2v",
         mode="lora",
         more=f"{_LADDER} {_CONTEXT}",
         ranks=2,
         streams=True,
+        card=1.3,  # with less, later steps still allocate again what the first one gave back
         launches=4487,
     ),
 )

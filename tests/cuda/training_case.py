@@ -30,7 +30,7 @@ from tests.cuda.null_device import ROOT, Counters
 
 # In the first step the device has 3% more than the plan, beside what the runtime takes for its context.
 # PyTorch's allocator may have to unmap memory there, so that later steps have a larger one.
-_NUM_TIGHT, _TIGHT, _CONTEXT_BYTES, _LARGE = 1, 1.03, 600 << 20, 400_000_000_000
+_NUM_TIGHT, _CONTEXT_BYTES, _LARGE = 1, 600 << 20, 400_000_000_000
 # Counters of what must not happen. A graph would read the host's memory again in each replay.
 _FAULTS = ("fault ", "beside a capture", "capture ended", "first in a capture")
 _HOST_COPIES = ("node copy pinned", "node copy device to pinned", "node host function")
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("mode", choices=("sft", "lora"))
     parser.add_argument("out", type=Path)
+    parser.add_argument("--card", type=float, default=1.03, help="its memory, by the plan's")
     parser.add_argument("--streams", action="store_true", help="check the use of side streams")
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args()
@@ -121,7 +122,7 @@ def main() -> None:
         setup = setup_of(planned, TrainArguments.from_config(planned), num_ranks)
         predicted = plan_memory(setup, None).step_peak
         if setup.choice != "auto":  # which takes what there is
-            os.environ["NULLCUDA_BYTES"] = str(int(predicted * _TIGHT) + _CONTEXT_BYTES)
+            os.environ["NULLCUDA_BYTES"] = str(int(predicted * options.card) + _CONTEXT_BYTES)
         run, observer = prepare(config), Observer()
         end_step = run.profiler.end_step  # the last call of a step, after its log line
 

@@ -306,9 +306,7 @@ class ZeroEngine:
         self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()
-        # Activations would cut the device's memory into pieces. NVMe holds the state of stage 3 itself.
-        if isinstance(optimizer, FusedEmaAdam) and not getattr(self.zero, "swap_optimizer", False):
-            self.allocate_state([])
+        self.allocate_state([])  # activations would cut the device's memory into pieces
 
     def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
         return self._network(*inputs, **named)
@@ -503,9 +501,11 @@ class ZeroEngine:
     def allocate_state(self, kinds: list[str]) -> None:
         """Allocate the optimizer's state before its first step; kinds: of other optimizers."""
         self.wait_for_ema()
+        is_swapped = getattr(self.zero, "swap_optimizer", False)  # stage 3's state on NVMe
         for part in self.parts:
             if isinstance(self.optimizer, FusedEmaAdam):
-                self.optimizer.state_of(part)
+                if not is_swapped:
+                    self.optimizer.state_of(part)
                 continue
             for kind in kinds:
                 self.optimizer.state[part][kind] = torch.zeros_like(part, requires_grad=False)

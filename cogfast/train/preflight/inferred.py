@@ -48,7 +48,8 @@ def infer_precision(config: Config) -> None:
         if is_on:
             name = key.split(".")[1]
             config.deepspeed[name] = {"enabled": True}
-            config.origins[key] = "args.load"
+            config.args[name] = True
+            config.origins[key] = config.origins[f"args.{name}"] = "args.load"
             logger.info("precision: %s, the dtype of the weights of args.load=%s", name, load)
 
 

@@ -341,10 +341,10 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
-    before = _completed(manifest.get("config", {}))
-    if before:
-        settle_pairs(before, {})  # an earlier version recorded the values of both keys as given
-    after = plain_sections(config)
+    before, after = _completed(manifest.get("config", {})), plain_sections(config)
+    # An earlier version recorded the values of both keys of a pair as given.
+    for sections in filter(None, (before, after)):
+        settle_pairs(sections, {})
     found = [] if not before else list(_changes(before, after).items())
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:

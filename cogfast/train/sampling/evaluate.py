@@ -162,7 +162,9 @@ class Evaluator:
                 if groups.decide(self.is_asked_to_stop()):
                     left = counted(num_steps - number, "batch", "batches")
                     raise EvaluationStopped(f"left out {left}")
-                batch = groups.on_all(partial(self._next, batches), groups.model_control)
+                batch = groups.on_all(partial(next, batches), groups.model_control)
+                # Before `choose`, which has collectives: building an encoder may fail on one rank.
+                groups.on_all(partial(encoder.build, batch))
                 encoder.choose(batch)
                 with encoder.alone():
                     inputs = groups.on_all(partial(self._encoded, batch, order))
@@ -177,12 +179,6 @@ class Evaluator:
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / num_bands, **named}
-
-    def _next(self, batches: ModelBatches) -> dict:
-        batch = next(batches)
-        # Before `choose`, which has collectives: building an encoder may fail on one rank.
-        self.encoder.build(batch)
-        return batch
 
     @property
     def network_ranks(self) -> dist.ProcessGroup | None:
