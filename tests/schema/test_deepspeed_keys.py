@@ -245,6 +245,14 @@ def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> Non
     assert "args.batch_size" in config.describe().split("\n# ", 1)[1]
 
 
+def test_a_section_that_disables_the_other_precision_leaves_args_theirs(tmp_path: Path) -> None:
+    file = tmp_path / "sat.yaml"
+    file.write_text("args: {bf16: true}\ndeepspeed: {fp16: {enabled: false}}")
+    config = load_config([file])
+    assert TrainArguments.from_config(config).precision == "bf16"
+    assert "args.bf16" not in config.unused
+
+
 def test_two_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     first, second = tmp_path / "lora.yaml", tmp_path / "sft.yaml"
     first.write_text("args: {lr: 0.5}")

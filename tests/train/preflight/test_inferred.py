@@ -13,6 +13,7 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.inferred import infer_layout, infer_precision
+from cogfast.train.run.folder import check_changes, plain_sections
 from tests.model.weights.test_weights_load import sat_state, save_sat
 from tests.support.tiny_run import write_clips, write_config
 from tests.support.tiny_transformers import tiny
@@ -47,6 +48,17 @@ def test_other_weights_leave_float32(base: Path) -> None:
         config = load_config([base], load)
         infer_precision(config)
         assert TrainArguments.from_config(config).precision == "fp32"
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "stored by an earlier version"])
+def test_it_is_no_change_when_a_run_resumes(base: Path, stored: bool) -> None:
+    """Both keys of the pair have it; earlier versions set that of the deepspeed section alone."""
+    config = load_config([base], [f"args.load={base.parent / 'bfloat16'}"])
+    infer_precision(config)
+    sections = plain_sections(config)
+    assert sections["args"]["bf16"] and sections["deepspeed"]["bf16"]["enabled"]
+    sections["args"]["bf16"] = stored
+    check_changes(Path("checkpoint"), {"config": sections, "global_batch": 4}, config, 4)
 
 
 def test_a_dry_run_shows_it(base: Path, capsys: pytest.CaptureFixture) -> None:
