@@ -509,6 +509,9 @@ def _network(config: Config) -> dict[str, Any]:
 
 def _check_image_input(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
     takes_image = network["in_channels"] > network["out_channels"]
+    if model.image_latent_scale != "trainer" and not takes_image:
+        text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
+        refuse(config, "model.image_latent_scale", f"model.image_latent_scale={text}")
     if model.noised_image_input == takes_image:
         return
     given = str(model.noised_image_input).lower()

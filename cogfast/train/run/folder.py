@@ -80,6 +80,7 @@ _MOST_NAME_BYTES = 255  # of a file or folder, on Linux
 _MOST_CHANGES = 6  # in an error message
 # Time that ranks need to end after their torchrun was killed; see distributed/process_watch.py.
 _LOCK_SECONDS = 15.0
+_CONFIG = "training_config.yaml"
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
@@ -113,6 +114,12 @@ def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Pa
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
             # CogVideo's trainer gives weights to start from, and no run to continue.
             run, _ = _find(save, name, None)
+        elif args.resume not in (None, "auto", "latest") and not (run / _CONFIG).is_file():
+            # A copy: what lies beside it is not this run's to write to and remove.
+            raise ValueError(
+                f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; "
+                "set args.run_folder to the folder in which the run continues"
+            )
         locks.append(_lock(run))
         if checkpoint is not None and args.resume in ("auto", "latest"):
             checkpoint = newest_checkpoint(run)
@@ -394,7 +401,7 @@ def _write_description(
 ) -> None:
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
-    first = folder / "training_config.yaml"
+    first = folder / _CONFIG
     try:
         changed = _changed_keys(first, config_text) if first.is_file() else []
     except ValueError:

@@ -163,11 +163,13 @@ def sample(
 
 def _refuse_results(out: Path) -> None:
     """Raise ValueError if an earlier call has written into `out`: its prompts and seeds would be lost."""
-    # The first is there also if the call was interrupted.
-    found = [name for name in ("settings.json", "prompts.json") if (out / name).exists()]
-    if found:
+    # The settings alone are of a call that was interrupted before its first video.
+    samples = [*out.glob("*.mp4"), *out.glob("*.safetensors")]
+    has_settings = (out / "settings.json").exists() and samples
+    if has_settings or (out / "prompts.json").exists():
+        name = "settings.json" if has_settings else "prompts.json"
         raise ValueError(
-            f"--out {out}: has the samples of an earlier call ({found[0]}); give another folder with --out"
+            f"--out {out}: has the samples of an earlier call ({name}); give another folder with --out"
         )
 
 

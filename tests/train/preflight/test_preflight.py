@@ -88,6 +88,10 @@ def test_files_as_upstream_ships_them_are_refused(sat_configs):
 
 
 REFUSED = {
+    "model.image_latent_scale=pipeline": (
+        "command line: model.image_latent_scale=pipeline is a scale of image-to-video models; leave the "
+        "key out"
+    ),
     "model.network_config.params.out_channels=160": (
         "cogvideox_2b.yaml: model.network_config.params.in_channels=16 must equal out_channels=160, or "
         "twice that for image-to-video"

@@ -43,6 +43,7 @@ def make_run(save: Path, name: str, *steps: int) -> Path:
         (run / "checkpoints" / f"{step:08d}" / "manifest.json").write_text("{}")
         (run / "checkpoints" / "latest").write_text(f"{step:08d}")
     run.mkdir(parents=True, exist_ok=True)
+    (run / "training_config.yaml").write_text("args: {}")
     return run
 
 
@@ -71,6 +72,16 @@ def test_a_run_or_a_checkpoint_is_named_by_its_path(
     assert open_run_folder("", "a", str(run), ALONE)[1].name == "00000002"
     monkeypatch.chdir(run / "checkpoints")
     assert open_run_folder("", "a", "00000001", ALONE) == (run, first)
+
+
+def test_a_copied_checkpoint_does_not_make_a_run_of_the_folder_around_it(tmp_path: Path) -> None:
+    """The checkpoints that lie there would be pruned as if they were older ones of the run."""
+    run, other = make_run(tmp_path, "run", 1), tmp_path / "other"
+    (other / "copies").mkdir(parents=True)
+    copied = (run / "checkpoints" / "00000001").rename(other / "copies" / "one")
+    with pytest.raises(ValueError, match=r"not in the folder of its run.* set args.run_folder to"):
+        open_run_folder("", "a", str(copied), ALONE)
+    assert [path.name for path in other.iterdir()] == ["copies"]
 
 
 def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> None:

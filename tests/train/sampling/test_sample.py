@@ -196,6 +196,8 @@ def test_a_folder_with_samples_is_not_written_into(
 ) -> None:
     """Their prompts, settings and sheet would be those of the last call only."""
     words = ["sample", str(runs["5b"]), "--out", str(tmp_path), LATENTS, "--prompt"]
+    # An earlier call was interrupted before it wrote a sample.
+    (tmp_path / "settings.json").write_text("{}")
     assert main([*words, "a bar"]) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert main([*words, "two bars"]) == 2
