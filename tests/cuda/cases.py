@@ -148,7 +148,14 @@ CASES = (
         streams=True,
         launches=2655,
     ),
-    Case(model="1.5_5b_i2v", mode="lora", more=_LADDER, streams=True, launches=3220),
+    Case(
+        model="1.5_5b_i2v",
+        mode="lora",
+        more=_LADDER,
+        streams=True,
+        excess=0.012,  # the plan is 1.1% low
+        launches=3220,
+    ),
     Case(model="2b", mode="sft", stage=1, ranks=2, streams=True, launches=1669),
     Case(model="2b", mode="sft", policy="pointwise", ranks=2, streams=True, launches=1489),
     Case(model="2b", mode="sft", more=_ACCUMULATED, ranks=2, streams=True, launches=3583),
@@ -170,7 +177,7 @@ CASES = (
         more=_TENSOR_FP8,
         ranks=2,
         streams=True,
-        excess=0.013,  # the plan is 1.2% low
+        excess=0.016,  # the plan is 1.5% low
         launches=4292,
     ),
     Case(model="1.5_5b", mode="sft", more=_CONTEXT, ranks=2, streams=True, launches=3579),
@@ -190,6 +197,6 @@ CASES = (
         ranks=2,
         streams=True,
         card=1.3,  # with less, later steps still allocate again what the first one gave back
-        launches=4487,
+        launches=4488,
     ),
 )
