@@ -114,7 +114,9 @@ def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Pa
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
             # CogVideo's trainer gives weights to start from, and no run to continue.
             run, _ = _find(save, name, None)
-        elif args.resume not in (None, "auto", "latest") and not (run / _CONFIG).is_file():
+        elif checkpoint is not None and not (
+            checkpoint.parent.name == "checkpoints" or (run / _CONFIG).is_file()
+        ):
             # A copy: what lies beside it is not this run's to write to and remove.
             raise ValueError(
                 f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; "
