@@ -114,14 +114,8 @@ def assemble_transformer(
     fresh = {*(name for name, _ in transformer.named_parameters()), *held}
 
     def read(action: Callable[[], LoadReport]) -> LoadReport:
-        report = error = None
-        try:
-            report = action()
-        except Exception as caught:
-            error = caught
-        # A shard may be damaged that only one rank reads; the other ranks must end, too.
-        groups.agree(error)
-        assert report is not None, "agree has raised if the weights cannot be read"
+        # A shard may be damaged that only one rank reads; the others must not continue without it.
+        report = groups.on_all(action)
         fresh.intersection_update(report.missing)
         return report
 
