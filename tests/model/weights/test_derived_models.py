@@ -74,6 +74,12 @@ def test_the_class_of_the_pipeline_is_read(tmp_path: Path) -> None:
         for path in (folder, folder / "transformer"):
             with pytest.raises(ValueError, match=f"model_index.json: _class_name='{kind}'"):
                 open_source(path)
+    # A damaged file may have any value there, also one that a dictionary cannot look up.
+    for i, no_text in enumerate(({"a": 1}, ["CogVideoXPipeline"], None)):
+        folder = write(tmp_path / f"damaged {i}", "5b_i2v")
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": no_text}))
+        with pytest.raises(ValueError, match=r"model_index.json: _class_name="):
+            open_source(folder)
     fun = write(tmp_path / "fun", "5b_i2v", "CogVideoXPipeline", learnable_position=False)
     with pytest.raises(
         ValueError, match=r"in_channels=32 .* may be a CogVideoX-Fun control \(32\)"

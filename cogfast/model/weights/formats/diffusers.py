@@ -222,7 +222,7 @@ def _check_pipeline_class(folder: Path, config: _Config) -> None:
         return
     kind = read_json(file).get("_class_name")
     text = f"{file}: _class_name={brief(show(kind))}"
-    if kind not in _PIPELINES:
+    if not isinstance(kind, str) or kind not in _PIPELINES:
         raise ValueError(
             f"{text} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
             f"make; use a folder of {', '.join(_PIPELINES)}"
