@@ -157,7 +157,8 @@ class Trainer:
             describe_run(
                 self.folder,
                 self.checkpoint,
-                config.to_yaml(),
+                self.manifest,
+                config,
                 self.groups.world_size,
                 is_run_folder=args.run_folder is not None,
             )

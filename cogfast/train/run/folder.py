@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.core.files import WriteError, set_aside, write_text
+from cogfast.core.files import WriteError, write_text
 from cogfast.model.weights.formats.checkpoint_manifest import (
     find_run_checkpoint,
     is_in_run,
@@ -35,10 +35,8 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 )
 from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
-from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sections import settle_pairs
 from cogfast.schema.values import cut, printable
-from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -350,11 +348,7 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
-    before, after = _completed(manifest.get("config", {})), plain_sections(config)
-    # An earlier version recorded the values of both keys of a pair as given.
-    for sections in filter(None, (before, after)):
-        settle_pairs(sections, {})
-    found = [] if not before else list(_changes(before, after).items())
+    found = _changes_since(manifest, config).items()
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
         changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
@@ -381,53 +375,51 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 def describe_run(
     folder: Path,
     checkpoint: Path | None,
-    config_text: str,
+    manifest: dict,
+    config: Config,
     world_size: int,
     is_run_folder: bool = False,
 ) -> None:
     """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
-    checkpoint: the one that the run resumes from; None for a new run. A resumed run writes new files
-    beside the first ones and logs the config keys that changed. is_run_folder: args.run_folder names
-    the folder.
+    checkpoint, manifest: the one that the run resumes from; None and {} for a new run. A resumed run
+    writes new files beside the first ones and logs the config keys that differ from the checkpoint's.
+    is_run_folder: args.run_folder names the folder.
     """
     try:
-        _write_description(folder, checkpoint, config_text, world_size)
+        _write_description(folder, checkpoint, manifest, config, world_size)
     except (OSError, WriteError) as error:
         where = f"args.run_folder={folder}" if is_run_folder else f"args.save={folder.parent}"
         raise ValueError(f"{where}: {error}; free space, or set it to another folder") from None
 
 
 def _write_description(
-    folder: Path, checkpoint: Path | None, config_text: str, world_size: int
+    folder: Path, checkpoint: Path | None, manifest: dict, config: Config, world_size: int
 ) -> None:
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
-    first = folder / _CONFIG
-    try:
-        changed = _changed_keys(first, config_text) if first.is_file() else []
-    except ValueError:
-        logger.warning("%s is damaged: renamed to %s", first, set_aside(first).name)
-        changed = []
+    of_resume = ("args.resume", "args.accept_changes")
+    changes = _changes_since(manifest, config)
+    changed = [text for key, text in changes.items() if key not in of_resume]
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
-    if changed or not first.is_file():
-        write_text(folder / f"training_config{mark if changed else ''}.yaml", config_text)
+    if changed or not (folder / _CONFIG).is_file():
+        name = f"training_config{mark if changed else ''}.yaml"
+        write_text(folder / name, config.to_yaml())
     environment = json.dumps(_environment(world_size), indent=2)
     write_text(folder / f"environment{mark}.json", environment + "\n")
-    changes = git("diff", "HEAD")
-    if changes:
-        write_text(folder / f"changes{mark}.diff", changes + "\n")
+    changes_of_code = git("diff", "HEAD")
+    if changes_of_code:
+        write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")
 
 
-def _changed_keys(before: Path, after: str) -> list[str]:
-    """Return `key: old -> new` of every key that differs between a run's file and a configuration."""
-    old = read_yaml(before, before.name, is_plain=True)
-    new = OmegaConf.create(after)
-    assert isinstance(new, DictConfig), "a configuration is a mapping"
-    changes = _changes(to_dict(old), to_dict(new))
-    of_resume = ("args.resume", "args.accept_changes")
-    return [text for key, text in changes.items() if key not in of_resume]
+def _changes_since(manifest: dict, config: Config) -> dict[str, str]:
+    """Return {key: "key: old -> new"} of the keys that differ from a checkpoint's, {} without one."""
+    before, after = _completed(manifest.get("config", {})), plain_sections(config)
+    # An earlier version recorded the values of both keys of a pair as given.
+    for sections in filter(None, (before, after)):
+        settle_pairs(sections, {})
+    return _changes(before, after) if before else {}
 
 
 def _completed(sections: dict) -> dict:

@@ -111,8 +111,11 @@ def test_a_run_writes_down_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureF
     assert (run / "environment-from-00000002.json").is_file()
     assert "the configuration has changed: args.train_iters: 2 -> 3" in caplog.text
     caplog.clear()
-    Trainer(load_config([base], ["args.resume=latest"]))
+    # The comparison is with the checkpoint, not with the run's first start.
+    Trainer(load_config([base], ["args.resume=latest", "args.train_iters=3"]))
     assert "the configuration" not in caplog.text
+    Trainer(load_config([base], ["args.resume=latest"]))
+    assert "the configuration has changed: args.train_iters: 3 -> 2" in caplog.text
 
 
 def test_another_projects_git_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +126,7 @@ def test_another_projects_git_is_not_asked(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         module, "__file__", str(tmp_path / "site" / "cogfast" / "train" / "run" / "x.py")
     )
-    describe_run(tmp_path, None, "args: {}", 1)
+    describe_run(tmp_path, None, {}, load_config([]), 1)
     assert json.loads((tmp_path / "environment.json").read_text())["commit"] is None
     assert not (tmp_path / "changes.diff").exists()
 
@@ -134,7 +137,7 @@ def test_a_description_that_cannot_be_written(tmp_path: Path) -> None:
         ValueError,
         match=r"args.save=.*runs: .*/sft-1/training_config.yaml cannot be written \(No such file",
     ):
-        describe_run(gone, None, "args: {}", 1)
+        describe_run(gone, None, {}, load_config([]), 1)
 
 
 def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(tmp_path: Path) -> None:
