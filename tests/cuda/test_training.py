@@ -11,9 +11,9 @@ from tests.cuda.cases import CASES, FIRST_STEADY, LOG_INTERVAL, LOG_LAUNCHES, LO
 from tests.cuda.null_device import start
 
 _PLAN_TOLERANCE = 0.01
-# The plan counts 0.13 GiB of workspaces, of which the null libraries ask for half, and with int8 a
-# dequantized matrix more than there is at the peak.
-_SURPLUS_GIB = 0.15
+# The plan counts 0.13 GiB of workspaces, of which the null libraries ask for half, and with 8-bit
+# weights a matrix more than there is at the peak: 0.168 GiB for 5B's on two ranks.
+_SURPLUS_GIB = 0.17
 _LISTS = "multi_tensor_apply_kernel"
 _SHOWN = 12  # kernels in a message
 
