@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cogfast.data.clip_notes import ClipNotes, shown_share
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.clip import Span, frames_within, select_frames
@@ -33,13 +32,12 @@ class Survey:
 
     buckets: int16 [n], indices into the settings' sizes, -1 for samples that fit none. reasons:
     {sample: why it fits none}. slow: samples whose video has a lower frame rate than configured, so
-    that frame_selection=timestamp repeats frames. notes: lines about speeds and cut pictures.
+    that frame_selection=timestamp repeats frames.
     """
 
     buckets: np.ndarray
     reasons: Mapping[int, str]
     slow: Sequence[int] = ()
-    notes: Sequence[str] = ()
 
 
 def survey(dataset: CaptionedVideos) -> Survey:
@@ -49,7 +47,6 @@ def survey(dataset: CaptionedVideos) -> Survey:
     buckets = np.full(len(clips), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
     slow = []
-    used: Counter[tuple] = Counter()  # number of samples per header, span and rate
     for i, header in enumerate(read_headers(clips)):
         if header.reason:
             reasons[i] = header.reason
@@ -64,16 +61,9 @@ def survey(dataset: CaptionedVideos) -> Survey:
             reasons[i] = bucket
         else:
             buckets[i] = bucket
-            used[key] += 1
             if settings.frame_selection == "timestamp" and header.fps < _SLOW * settings.fps:
                 slow.append(i)
-    notes = ClipNotes()
-    for key, number in used.items():
-        header, span, fps = key
-        settings = replace(dataset.settings, fps=fps).for_bucket(sizes[int(seen[key])])
-        num_frames = len(_times(header, span))
-        notes.add(num_frames, header.fps, (header.height, header.width), settings, number)
-    return Survey(buckets, reasons, slow, notes.lines())
+    return Survey(buckets, reasons, slow)
 
 
 def _times(header: Header, span: Span | None) -> np.ndarray:
@@ -111,7 +101,9 @@ def choose(
 def kept_share(height: int, width: int, size: Bucket) -> float:
     """The share of a frame's picture and sharpness that scaling and cropping keep, 0 to 1."""
     scale = max(size.height / height, size.width / width)
-    return shown_share(height, width, size) * min(1.0, scale)
+    # The crop cuts one axis only: the other is scaled to fit exactly.
+    shown = (size.height / scale) * (size.width / scale) / (height * width)
+    return shown * min(1.0, scale)
 
 
 def in_buckets(dataset: CaptionedVideos, found: Survey) -> CaptionedVideos:

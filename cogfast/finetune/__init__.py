@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Any
 
@@ -9,18 +10,16 @@ _MODULES = {
     "Args": "schemas",
     "Trainer": "trainer",
     **dict.fromkeys(("register", "get_model_cls", "show_supported_models"), "registry"),
-    **{
-        f"CogVideoX{version}{kind}{training}Trainer": (
-            f"models.cogvideox{version}_{kind.lower()}.{training.lower()}_trainer"
-        )
-        for version in ("", "1_5")
-        for kind in ("T2V", "I2V")
-        for training in ("Lora", "Sft")
-    },
 }
+_CLASS = re.compile(r"CogVideoX(1_5)?(T2V|I2V)(Lora|Sft)Trainer")
 
 
 def __getattr__(name: str) -> Any:
+    found = _CLASS.fullmatch(name)
+    if found is not None:
+        version, kind, training = found.groups()
+        model = f"cogvideox{'1.5' if version else ''}-{kind.lower()}"
+        return import_module(f"{__name__}.registry").get_model_cls(model, training.lower())
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cogfast.schema.values import cut, nearest
 
-# {name: its folder in finetune/models}
+# {name: the folder of its classes in upstream's finetune/models}
 BUILT_IN = {
     "cogvideox-t2v": "cogvideox_t2v",
     "cogvideox-i2v": "cogvideox_i2v",
@@ -16,7 +16,7 @@ BUILT_IN = {
     "cogvideox1.5-i2v": "cogvideox1_5_i2v",
 }
 TRAINING_TYPES = ("lora", "sft")
-# Filled by `register`. Built-in classes are missing until get_model_cls imports their modules.
+# Filled by `register`. Built-in classes are missing until get_model_cls imports finetune/models.py.
 SUPPORTED_MODELS: dict[str, dict[str, type[Any]]] = {}
 
 
@@ -36,9 +36,9 @@ def register(model_name: str, training_type: str, trainer_cls: type[Any]) -> Non
 
 def get_model_cls(model_name: str, training_type: str) -> type[Any]:
     """Return the class of a model name and training type, built-in or registered."""
-    # The module registers its class when it is imported, as upstream's modules do.
-    if model_name in BUILT_IN and training_type in TRAINING_TYPES:
-        import_module(f"cogfast.finetune.models.{BUILT_IN[model_name]}.{training_type}_trainer")
+    # Registers its classes when it is imported, as upstream's modules do.
+    if model_name in BUILT_IN:
+        import_module("cogfast.finetune.models")
     check_name(model_name)
     found = SUPPORTED_MODELS[model_name]
     if training_type not in found:

@@ -17,7 +17,6 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from cogfast.cli.options import Parser
-from cogfast.finetune.cogkit_file import read_cogkit
 from cogfast.schema.arguments import DiffusersSchedule, TrainArguments
 from cogfast.schema.json_files import Range
 from cogfast.schema.values import cut, describe_type, fits, printable, show
@@ -167,7 +166,6 @@ class Args:
         None,
     )
     deepspeed_config: Path | None = _own("file with a DeepSpeed configuration", None)
-    yaml: Path | None = _own("a CogKit YAML file; options given here override it", None)
     overrides: list[str] = _own(
         "set a key of the configuration, such as args.log_interval=1", factory=list
     )
@@ -188,18 +186,12 @@ class Args:
     @classmethod
     def parse_args(cls, words: Sequence[str] | None = None) -> Args:
         """Parse a command line; None reads sys.argv, as upstream's `parse_args` does."""
-        # Only the options that were given: --yaml sets the others.
         found = vars(_parser().parse_intermixed_args(words))
         # A list takes the key=value words that follow it.
         modules = found.get("target_modules", [])
         found["overrides"] += [word for word in modules if "=" in word]
         if modules:
             found["target_modules"] = [word for word in modules if "=" not in word]
-        if "yaml" in found:
-            names = [field.name for field in _fields()]
-            of_file = read_cogkit(Path(found["yaml"]), names)
-            # The command line comes last, so that it wins over the file.
-            found = of_file | found | {"overrides": of_file["overrides"] + found["overrides"]}
         missing = [f"--{f.name}" for f in _fields() if _is_required(f) and f.name not in found]
         if missing:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""Arguments become an ordinary configuration: origins, DeepSpeed files, CogKit's YAML, wrong input."""
+"""Arguments become an ordinary configuration: origins, DeepSpeed files, wrong input."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import cogfast.train.trainer
 from cogfast.__main__ import main
@@ -293,61 +293,6 @@ def test_a_deepspeed_file_that_contradicts_an_option_is_refused(
     args = Args(**options(deepspeed_config=file, **{"mixed_precision": "bf16", **option}))
     with pytest.raises(ValueError, match=message):
         translate(args)
-
-
-# --- CogKit's YAML ---
-
-
-def test_cogkits_yaml_gives_the_options(options, tmp_path, pipelines):  # noqa: F811
-    file = tmp_path / "config.yaml"
-    content = {
-        "name4train": "t2v-train",
-        "log_level": "INFO",
-        "model_name": "cogvideox-t2v",
-        "model_path": str(pipelines.path("5b")),
-        "output_dir": str(tmp_path / "out"),
-        "report_to": None,
-        "data_root": str(tmp_path / "data"),
-        "seed": 42,
-        "training_type": "lora",
-        "strategy": "FULL_SHARD",
-        "offload_params_grads": False,
-        "no_grad_sync_when_accumulating": False,
-        "enable_packing": False,
-        "train_resolution": [9, 32, 48],
-        "train_epochs": 1,
-        "batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "mixed_precision": "fp32",
-        "learning_rate": 2.0e-5,
-        "num_workers": 8,
-        "pin_memory": True,
-        "checkpointing_steps": 10,
-        "checkpointing_limit": 2,
-        "resume_from_checkpoint": None,
-        "do_validation": False,
-        "validation_steps": 10,
-        "gen_fps": 16,
-    }
-    file.write_text(yaml.safe_dump(content))
-    args = Args.parse_args(["--yaml", str(file), "--learning_rate", "1e-3"])
-    assert (args.model_type, args.learning_rate, args.mixed_precision) == ("t2v", 1e-3, "no")
-    config = translate(args)
-    assert config.deepspeed.zero_optimization.stage == 3
-    assert config.args.experiment_name == "t2v-train"
-    assert config.data.target == "cogfast.data.datasets.VideoManifest"
-    assert config.args.train_data == [str(tmp_path / "data")]
-    for change, message in (
-        ({"strategy": "ddp"}, "strategy='ddp' must be one of DDP, SHARD_GRAD_OP"),
-        (
-            {"enable_packing": True},
-            "enable_packing=true has no counterpart in cogfast; remove it, and use data.params.buckets",
-        ),
-        ({"learning_rat": 1}, "unknown key learning_rat; did you mean learning_rate?"),
-    ):
-        file.write_text(yaml.safe_dump(content | change))
-        with pytest.raises(ValueError, match=re.escape(message)):
-            Args.parse_args(["--yaml", str(file)])
 
 
 # --- wrong input: one line, status 2, before weights load ---
@@ -639,6 +584,7 @@ def test_upstreams_classes_stand_at_upstreams_names():
             assert cls.__name__ == expected
             assert cls.__module__ == f"cogfast.finetune.models.{folder}.{training_type}_trainer"
             assert issubclass(cls, Trainer)
+            assert getattr(import_module(cls.__module__), expected) is cls
             package = __import__("cogfast.finetune", fromlist=[expected])
             assert getattr(package, expected) is cls
     with pytest.raises(

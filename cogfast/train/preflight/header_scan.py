@@ -60,8 +60,6 @@ def survey_datasets(
                 train.settings.fps,
                 train.name(found[0].slow[0]),
             )
-        for note in found[0].notes:
-            logger.info(note)
         train = in_buckets(train, found[0])
         if train.settings.buckets is not None:
             logger.info(table(train, found[0], global_batch))
