@@ -2,7 +2,7 @@
 
 PART is a piece or a set of pieces:
     short   the rows of the README's table in 25 minutes, what is worth more first
-    ops     kernel_tests, tensor_parallel, op_times, quantized, attention, launches
+    ops     kernel_tests, tensor_parallel, op_times, quantized, attention
     2b, 5b, 1.5-5b, 1.5-5b-i2v  blocks and training steps against the model of diffusers
     videos  data, data_runs
 Each piece prints a table and writes DIR/<piece>.json after every row. Each piece of a set runs in a
@@ -56,7 +56,6 @@ PIECES = {
     "kernel_tests": "bench.checks.kernels_on_device:run_kernel_tests",
     "op_times": "bench.ops:measure_ops",
     "quantized": "bench.kernel_ops.quantized_linears:measure_quantized",
-    "launches": "bench.ops:sweep_launches",
     "2b": "bench.steps.step_on_device:measure_2b",
     "5b": "bench.steps.step_on_device:measure_5b",
     "1.5-5b": "bench.steps.step_on_device:measure_15_5b",
@@ -80,9 +79,7 @@ PARTS: dict[str, Mapping[str, float | None]] = {
         "matmul": 0.8,
         "train": 1.0,
     },
-    "ops": dict.fromkeys(
-        ("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention", "launches")
-    ),
+    "ops": dict.fromkeys(("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention")),
     "videos": dict.fromkeys(("data", "data_runs")),
 }
 _PART_MINUTES = {"short": 25.0}

@@ -1,9 +1,8 @@
 """Time every fused op and compare it with the copy rate and with other packages.
 
-    python -m bench.ops [--out DIR]          print a table; write DIR/ops.json and DIR/ops.png
-    python -m bench.ops --sweep [--out DIR]  time candidate launch configurations
-    python -m pytest bench/ops.py            record the same figures with pytest-benchmark
-    ... --device cpu --tiny                  use small sizes, to test this program
+    python -m bench.ops [--out DIR]     print a table; write DIR/ops.json and DIR/ops.png
+    python -m pytest bench/ops.py       record the same figures with pytest-benchmark
+    ... --device cpu --tiny             use small sizes, to test this program
 
 First, an op is compared with float32 and float64 arithmetic: in bf16 at the timed shape, and in bf16,
 fp16 and fp32 at a small one. An op that is wrong is timed all the same; its row has the status WRONG,
@@ -25,7 +24,6 @@ import torch
 
 from bench.harness.outcome import WRONG, Bars, Outcome, Row, Settings, draw, table
 from bench.harness.rates import copy_rate
-from bench.kernel_ops.launch_sweep import sweep_launches
 from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
 from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
 from bench.kernel_ops.optimizer_ops import optimizer_benches
@@ -235,7 +233,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sweep", action="store_true", help="time launch configurations instead")
     parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
@@ -246,17 +243,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--device cpu: the full sizes take hours on a CPU; add --tiny")
 
     settings = Settings(torch.device(arguments.device), arguments.tiny)
-    name, piece = ("sweep", sweep_launches) if arguments.sweep else ("ops", measure_ops)
-    outcome = piece(settings)
+    outcome = measure_ops(settings)
     print(table(outcome))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
-        report = {"piece": name, "gpu": gpu, "torch": torch.__version__, "is_tiny": arguments.tiny}
+        report = {"piece": "ops", "gpu": gpu, "torch": torch.__version__, "is_tiny": arguments.tiny}
         report |= {"numbers": outcome.numbers, "rows": outcome.rows, "problems": outcome.problems}
-        (arguments.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        (arguments.out / "ops.json").write_text(json.dumps(report, indent=1) + "\n")
         if outcome.bars is not None:
-            print(draw(outcome.bars, arguments.out / f"{name}.png"))
+            print(draw(outcome.bars, arguments.out / "ops.png"))
     for problem in outcome.problems:
         print(f"WRONG: {problem}")
     return 1 if outcome.problems else 0

@@ -300,7 +300,3 @@ def optimizer_benches(settings: Settings) -> list[OptimizerBench]:
             )
         )
     return benches
-
-
-def sweep_bench(settings: Settings) -> OptimizerBench:
-    return next(b for b in optimizer_benches(settings) if b.has_copy and not b.has_clip)

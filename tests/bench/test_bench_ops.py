@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import json
 import math
 import os
@@ -21,8 +18,7 @@ from torch import nn
 
 from bench import ops
 from bench.harness.outcome import Settings
-from bench.kernel_ops import launch_sweep, peers
-from bench.kernel_ops.launch_sweep import CHOICES, taking
+from bench.kernel_ops import peers
 from bench.kernel_ops.op_bench import OpBench
 from bench.kernel_ops.op_cases import (
     GELU,
@@ -41,7 +37,6 @@ from bench.kernel_ops.optimizer_ops import OptimizerBench, optimizer_benches
 from bench.kernel_ops.peers import Unavailable
 from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.gpu import gelu as gelu_kernels
 from tests.support.tiny_run import ROOT
 
 CPU = torch.device("cpu")
@@ -337,67 +332,6 @@ def test_a_missing_liger_is_reported(monkeypatch) -> None:
     with pytest.raises(ImportError) as caught:
         peers.peers_of(NORM)["Liger LayerNorm"](NORM, PLAIN, inputs)
     assert "liger_kernel" in ops.why(caught.value)
-
-
-def test_the_sweep_reports_the_best_and_the_used_launch(monkeypatch) -> None:
-    choices = [replace(choice, ops=choice.ops[-1:]) for choice in CHOICES if GELU in choice.ops]
-    monkeypatch.setattr(launch_sweep, "CHOICES", choices)
-    monkeypatch.setattr(launch_sweep, "TINY_SHAPES", (ROTARY,))
-    checked = []
-    right = OpBench.check
-
-    def check(self, at_small_shapes: bool = True) -> list[str]:
-        """Report gelu's forward with a tile of two rows as wrong."""
-        launcher = gelu_kernels.launch_forward
-        checked.append(launcher)
-        launch = launcher.keywords["launch"] if hasattr(launcher, "keywords") else None
-        wrong = ["wrong"] if launch is not None and launch.rows == 2 else []
-        return wrong or right(self, at_small_shapes)
-
-    monkeypatch.setattr(OpBench, "check", check)
-    outcome = launch_sweep.sweep_launches(TINY)
-    assert outcome.problems == []
-    forward, backward, adam = outcome.rows
-    num_wrong = sum(launch.rows == 2 for launch in launch_sweep.GELU_FORWARD)
-    assert len(forward["candidates_that_fail"]) == num_wrong > 0
-    assert len(forward["candidates_ms"]) == len(launch_sweep.GELU_FORWARD) - num_wrong
-    assert len(backward["candidates_ms"]) == len(launch_sweep.GELU_BACKWARD)
-    assert set(adam["candidates_ms"]) == {str(x) for x in launch_sweep.ADAM}
-    for row in outcome.rows:
-        assert (
-            row["best_ms"]
-            == row["candidates_ms"][row["best"]]
-            == min(row["candidates_ms"].values())
-        )
-    assert not hasattr(gelu_kernels.launch_forward, "keywords"), "the launcher is restored"
-
-
-def read_names(function: ast.FunctionDef | ast.Lambda) -> set[str]:
-    """Names that a function reads or imports when it runs."""
-    nodes = list(ast.walk(function))
-    imported = {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
-    return imported | {n.id for n in nodes if isinstance(n, ast.Name)}
-
-
-def test_swapped_names_are_looked_up_at_every_launch() -> None:
-    swaps = [
-        swap for choice in CHOICES for swap in choice.swaps(choice.candidates(SHAPES[0].width)[0])
-    ]
-    swaps += launch_sweep.swaps_of_adam(launch_sweep.ADAM[0])
-    for module, name, _ in swaps:
-        # The functions of an op import its launchers, which lie in the module of this name in gpu/.
-        op = importlib.import_module(module.__name__.replace(".gpu.", "."))
-        nodes = [n for m in (module, op) for n in ast.walk(ast.parse(inspect.getsource(m)))]
-        bodies: list[ast.FunctionDef | ast.Lambda] = [
-            f for f in nodes if isinstance(f, ast.FunctionDef) and f.name != name
-        ]
-        bodies += [node for node in nodes if isinstance(node, ast.Lambda)]
-        users = [f for f in bodies if name in read_names(f)]
-        assert users, f"{module.__name__}.{name} is bound when the module is imported"
-    before = [vars(module)[name] for module, name, _ in swaps]
-    with taking(swaps[:1]):
-        assert vars(swaps[0][0])[swaps[0][1]] is not before[0]
-    assert [vars(module)[name] for module, name, _ in swaps] == before
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""The traffic formulas agree with the collectives of two and four processes, and with docs/scaling.md."""
+"""The traffic formulas agree with the collectives of two and four processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.scaling.tables import PAGE, count, read_tables, write_tables
 from cogfast.config import load_config
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.plan.traffic import (
     Layout,
+    Traffic,
     all_reduce,
     count_traffic,
     held_model,
@@ -30,7 +30,7 @@ from tests.support.ranks.communication_ranks import (
     RUNS,
     SHARED,
 )
-from tests.support.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
+from tests.support.tiny_run import CHANNELS, ROOT, SIDE, launch_ranks, write_clips, write_config
 from tests.support.tiny_transformers import FAMILY, inputs
 
 Sent = dict[str, dict[str, float]]
@@ -229,31 +229,22 @@ def test_lora_under_zero_3_is_refused() -> None:
         count_traffic(config, Layout(data_size=2, zero_stage=3), NUM_TOKENS)
 
 
-def test_the_page_has_the_figures_of_the_formulas() -> None:
-    assert read_tables(PAGE.read_text()) == write_tables(), "run python -m bench.scaling.tables"
+def of_5b(**layout: int) -> Traffic:
+    """Count the traffic of 5B at 49 x 480 x 720."""
+    network = load_config([ROOT / "configs/cogvideox_5b.yaml"]).model["network_config"]["params"]
+    model = TransformerConfig(**transformer_arguments(network))
+    return count_traffic(model, Layout(data_size=1, **layout), 17_776)
 
 
 def test_four_sums_per_block_of_5b() -> None:
     """Compare with a count by hand: 42 blocks with four all-reduces of 17,776 x 3072 in bf16."""
     unit = 17_776 * 3072 * 2
-    found = count("5B", data_size=1, model_size=2).activations
+    found = of_5b(model_size=2).activations
     assert found == pytest.approx(42 * 4 * unit, 1e-3)
 
 
 def test_exchanges_of_5b_by_hand() -> None:
     """42 blocks, each of 4 (c-1)/c^2 U forward and backward, and U gathered behind and before them."""
     unit = 17_776 * 3072 * 2
-    found = count("5B", data_size=1, context_size=4).rows
+    found = of_5b(context_size=4).rows
     assert found == pytest.approx((42 * 2 * 4 * 3 / 16 + 2 * 3 / 4) * unit, 1e-3)
-
-
-def test_a_page_written_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the text between the comments is replaced."""
-    import bench.scaling.tables as tables
-
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{tables.START}\nold\n{tables.END}\nafter\n")
-    monkeypatch.setattr(tables, "PAGE", page)
-    monkeypatch.setattr(tables, "write_tables", lambda: "new")
-    tables.main()
-    assert page.read_text() == f"before\n{tables.START}\n\nnew\n\n{tables.END}\nafter\n"

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero import partitioned_param_coordinator
 
-from bench.checks.plan_against_allocator import SHAPES, load
 from cogfast.config import Config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train import assembly, trainer
 from cogfast.train.plan.memory import GIB, plan_memory, setup_of
 from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
+from tests.cuda.full_size import SHAPES, load
 from tests.cuda.null_device import ROOT, Counters
 
 # In the first step the device has 3% more than the plan, beside what the runtime takes for its context.

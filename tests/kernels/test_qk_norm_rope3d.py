@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernel_ops.launch_sweep import QK_BACKWARD, QK_FORWARD
 from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.gpu.qk_norm_rope3d import (
     BACKWARD_LAUNCH,
@@ -192,13 +191,10 @@ def test_variants_of_the_kernels(variant: tuple) -> None:
     check_launchers(make((2, 1, (2, 1, 3), 2, 32), variant))
 
 
-@pytest.mark.parametrize(
-    "launches",
-    [*((x, None) for x in QK_FORWARD), *((None, x) for x in QK_BACKWARD)],
-    ids=lambda pair: str(pair).removeprefix("(").removesuffix(")"),
-)
-def test_every_launch_gives_the_same(launches: tuple) -> None:
-    check_launchers(make((1, 2, (1, 1, 3), 5, 64), VARIANTS["all"]), launches=launches)
+@pytest.mark.parametrize("programs", [1, 1 << 20], ids=["one program", "a program for each tile"])
+def test_every_launch_gives_the_same(programs: int) -> None:
+    launch = QkLaunch(tokens=1, heads=8, num_warps=2, programs=programs)
+    check_launchers(make((1, 2, (1, 1, 3), 5, 64), VARIANTS["all"]), launches=(launch, launch))
 
 
 def test_kernels_in_bf16() -> None:
