@@ -125,6 +125,7 @@ setup(
         "xxhash>=3.5",
         "numpy>=2",
         "psutil",
+        "jinja2>=3.1",
         f"decord>=0.6{LINUX_X86}",
         "av>=18",
         "pillow",

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from cogfast.core.files import WriteError
 from cogfast.model.weights.formats.checkpoint_manifest import is_in_run, run_of
-from cogfast.train.run.page.document import page_of_run, page_of_runs, write_page
+from cogfast.train.run.page.page import NAME, page_of, write_page
 from cogfast.train.run.page.record import is_run, read_run
 
-RUN_PAGE = "index.html"
 COMPARISON = Path("report.html")
 
 
@@ -25,17 +24,14 @@ def report(paths: Sequence[Path], out: Path | None) -> Path:
         if any(run.samefile(other) for other in runs[:i]):
             raise ValueError(f"{paths[i]}: the same run is given twice; give each run once")
     if out is None:
-        out = runs[0] / RUN_PAGE if len(runs) == 1 else COMPARISON
+        out = runs[0] / NAME if len(runs) == 1 else COMPARISON
     if out.is_dir():
-        raise ValueError(
-            f"--out {out} is a folder; give the path of a file, such as {out / RUN_PAGE}"
-        )
+        raise ValueError(f"--out {out} is a folder; give the path of a file, such as {out / NAME}")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: the folder {out.parent} does not exist; create it")
     records = [read_run(run) for run in runs]
-    document = page_of_run(records[0], out) if len(runs) == 1 else page_of_runs(records, out)
     try:
-        write_page(out, document)
+        write_page(out, page_of(records, out))
     except (OSError, WriteError) as error:
         raise ValueError(f"{error}; give another file with --out FILE") from None
     return out

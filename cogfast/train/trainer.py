@@ -76,7 +76,7 @@ from cogfast.train.run.health.nonfinite import NonfiniteCheck
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.health.speed import SpeedCheck
 from cogfast.train.run.metrics import Metrics
-from cogfast.train.run.page.writer import write_facts
+from cogfast.train.run.page.page import write_facts
 from cogfast.train.run.profiling import Profiler
 from cogfast.train.run.stop_signals import keep_in_last_line
 from cogfast.train.run.terminal import log_commands, log_facts, log_results, resume_words
@@ -303,7 +303,11 @@ class Trainer:
             write_facts(
                 self.folder,
                 self.config,
-                self.datasets.train,
+                dataclasses.replace(
+                    args, attention_backend=self.attention_backend or args.attention_backend
+                ),
+                engine.transformer.config,
+                num_samples=len(self.datasets.train),
                 num_steps=self.num_steps,
                 global_batch=self.global_batch,
                 num_trained=self.num_trained,

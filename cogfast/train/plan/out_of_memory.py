@@ -224,7 +224,7 @@ def write_snapshot(folder: Path) -> Path | None:
 
 
 def write_plan(folder: Path, plan: MemoryPlan, peak: int | None, step_ms: float | None) -> None:
-    """Write plan.json, which the page of the run shows. A full disk does not end the run.
+    """Write plan.json. A full disk does not end the run.
 
     peak: measured; None on a CPU. step_ms: predicted.
     """

@@ -32,7 +32,7 @@ from cogfast.train.run.health.nonfinite import FirstBad
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.page.metrics_table import read_metrics
-from cogfast.train.run.page.writer import RunPage
+from cogfast.train.run.page.page import RunPage
 from cogfast.train.run.terminal import open_bar
 from cogfast.train.run.wandb_run import WandbRun
 from cogfast.train.sampling.generate import SampledVideo
@@ -55,7 +55,8 @@ def memory_gib(device: torch.device) -> dict[str, float]:
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.98  # decay per step of the loss's running mean, about 50 steps
-_PAGE_SECONDS = 300.0  # between two pages that log lines write
+_PAGE_SECONDS = 30.0  # between two pages that log lines write, at least
+_PAGE_SHARE = 0.01  # of a run's time that log lines spend on its page, at most
 _SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is logged with a hint
 
 
@@ -89,7 +90,7 @@ class Metrics:
         self.last_line: dict = {}  # of `log`, on every rank
         self.lines = LogFile(folder / "metrics.jsonl")
         self.is_drawn = True  # whether the last attempt to write loss.png succeeded
-        self.page, self.page_time = RunPage(folder), time.perf_counter()
+        self.page, self.next_page = RunPage(folder), -math.inf  # the first line writes a page
         self.tensorboard = self.wandb = self.progress = None
         self.restart_clock()
         if groups.is_main:
@@ -122,6 +123,8 @@ class Metrics:
             self.progress.stop()
         if self.wandb is not None:
             self.wandb.finish(has_failed=error is not None)
+        if self.history:
+            self.write_page(is_active=False)
 
     def restart_clock(self) -> None:
         """Restart the step timer, so that evaluations and saves do not count as training time."""
@@ -224,7 +227,7 @@ class Metrics:
         self._log_line(step, line)
         if groups.is_main:
             self.learning.hints.after_line(step, self.history)
-        if time.perf_counter() - self.page_time > _PAGE_SECONDS:
+        if time.perf_counter() >= self.next_page:
             self.write_page()
         self.restart_clock()
         return int(in_a_row), bool(is_spent)
@@ -295,11 +298,13 @@ class Metrics:
         self.draw_loss()
         self.write_page()
 
-    def write_page(self) -> None:
-        """Write the run's page, on rank 0."""
+    def write_page(self, is_active: bool = True) -> None:
+        """Write the run's page, on rank 0. is_active: the page reloads itself."""
+        start = time.perf_counter()
         if self.groups.is_main:
-            self.page.write(self.history)
-        self.page_time = time.perf_counter()
+            self.page.write(self.history, is_active)
+        end = time.perf_counter()
+        self.next_page = end + max(_PAGE_SECONDS, (end - start) / _PAGE_SHARE)
 
     def draw_loss(self) -> None:
         """Draw loss.png; a failure is logged."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.clip import resize_picture
 from cogfast.data.video.transform import Resize
+from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
@@ -42,6 +43,7 @@ from cogfast.train.sampling.generate import (
     Prompt,
     SampledVideo,
     VideoMaker,
+    file_name,
     in_model,
     write_samples,
 )
@@ -247,7 +249,8 @@ class Evaluator:
         return torch.stack([*sums, is_counted.double().sum()])
 
     def _sample(self, step: int, size: LatentSize) -> None:
-        prompts = self.groups.on_main(lambda: self._prompts(size))
+        folder, start = samples_place(self.folder, step, self.args.folder_layout)
+        prompts = self.groups.on_main(lambda: self._prompts(size, start))
         maker = VideoMaker(
             self.engine,
             self.diffusion,
@@ -257,7 +260,6 @@ class Evaluator:
             num_steps=self.args.eval_sampling_steps,
             negative_prompt=self.args.negative_prompt,
         )
-        folder, start = samples_place(self.folder, step, self.args.folder_layout)
         write_samples(
             folder,
             maker,
@@ -280,9 +282,9 @@ class Evaluator:
         """Return whether there are given prompts that need no held-out data."""
         return bool(given) and (not self.encoder.image_input or given[0].image is not None)
 
-    def _prompts(self, size: LatentSize) -> list[Prompt]:
+    def _prompts(self, size: LatentSize, start: str) -> list[Prompt]:
         """Return the given prompts or held-out captions. For image-to-video, prompts without an image
-        get held-out first frames."""
+        get held-out first frames. start: what the names of their samples begin with."""
         if self._are_whole(self.given):
             return [
                 Prompt(i, prompt.text, _SEED + i, self._image(prompt.image, size))
@@ -295,11 +297,30 @@ class Evaluator:
         chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
         captions = None if self.encoder.image_input else _captions(dataset)
         if captions is not None:
-            return [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
-        return [
-            self._prompt(i, sample, texts[i] if texts else None, size)
-            for i, sample in enumerate(chosen)
-        ]
+            prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
+        else:
+            prompts = [
+                self._prompt(i, sample, texts[i] if texts else None, size)
+                for i, sample in enumerate(chosen)
+            ]
+        if not texts:
+            names = [file_name(prompt, start).removeprefix(start) for prompt in prompts]
+            self._write_references(dict(zip(names, chosen, strict=True)))
+        return prompts
+
+    def _write_references(self, samples: Mapping[str, int]) -> None:
+        """Write the held-out clips of captions, once in a run. samples: {name: index in the data}."""
+        for name, sample in samples.items():
+            path = self.folder / "reference" / f"{name}.mp4"
+            if path.exists():
+                continue
+            try:
+                clip = _clip(self._held_out, sample)
+                if clip is not None:
+                    write_video(path, *clip)
+            # A clip on the run's page is worth no run: whatever the libraries raise is logged.
+            except Exception as error:
+                logger.warning("%s is not written (%s); training continues", path, error)
 
     def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
         """Build a prompt from a sample of the data set. text: replaces its caption."""
@@ -340,3 +361,15 @@ def _captions(dataset: SizedDataset) -> Sequence[str] | None:
     if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
         return dataset.captions
     return None
+
+
+def _clip(dataset: SizedDataset, index: int) -> tuple[Tensor, float] | None:
+    """Return a video as it is trained, uint8 [F, H, W, 3], and its rate; None without a video file."""
+    if isinstance(dataset, Subset):
+        whole: Any = dataset.dataset
+        return _clip(whole, dataset.indices[index])
+    if not isinstance(dataset, CaptionedVideos):
+        return None
+    # Not `dataset[index]`: an item of a cache has latents.
+    sample = CaptionedVideos.__getitem__(dataset, index)
+    return sample["video"].cpu().permute(0, 2, 3, 1), sample["fps"]  # sync: once per clip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired
+
+import numpy as np
 
 from cogfast.schema.json_files import parse_json, read_limited
 
@@ -108,36 +109,40 @@ def to_columns(lines: Iterable[Mapping]) -> tuple[dict[str, Column], list[str]]:
 
 
 def thinned(column: Column, most: int = MOST_POINTS) -> Column:
-    """Return a column of at most `most` points, which has every peak and every dip of the given one.
-
-    The steps are divided into intervals; each keeps its lowest and its highest value.
-    """
-    if len(column.steps) <= most:
+    """Return a column of at most `most` points: the lowest and the highest of equally many points."""
+    num_points, values = len(column.steps), column.values
+    if num_points <= most:
         return column
-    first, last = column.steps[0], column.steps[-1]
-    num_intervals = max(1, most // 2)
+    size = -(-2 * num_points // most)
     kept: list[int] = []
-    start = 0
-    for number in range(1, num_intervals + 1):
-        limit = first + (last + 1 - first) * number // num_intervals
-        end = bisect_left(column.steps, limit)
-        points = [i for i in range(start, end) if column.values[i] is not None]
+    for start in range(0, num_points, size):
+        points = [i for i in range(start, min(start + size, num_points)) if values[i] is not None]
         if points:
-            value = lambda i: column.values[i] or 0.0
+            value = lambda i: values[i] or 0.0
             kept += sorted({min(points, key=value), max(points, key=value)})
-        start = end
-    return Column(tuple(column.steps[i] for i in kept), tuple(column.values[i] for i in kept))
+    return Column(tuple(column.steps[i] for i in kept), tuple(values[i] for i in kept))
 
 
-def encode(columns: Mapping[str, Column], most: int = MOST_POINTS) -> dict[str, object]:
-    """Return columns as JSON values: {"axes": lists of steps, "columns": {key: [axis, values]}}."""
+def encode(
+    columns: Mapping[str, Column], keys: Iterable[str], most: int = MOST_POINTS
+) -> dict[str, object]:
+    """Return columns of these keys as JSON values: {"axes": [steps, hours] of each, "columns": {key: [axis, values]}}.
+
+    Hours of training are those that all steps took; evaluations and checkpoints are not counted.
+    """
+    times = columns.get("step_ms", Column((), ()))
+    steps, ms = np.array((0, *times.steps)), np.array((0, *times.values), dtype=float)
+    hours = np.cumsum(np.diff(steps, prepend=0) * np.nan_to_num(ms)) / 3.6e6
     axes: dict[tuple[int, ...], int] = {}  # most columns share the steps of the logging lines
     encoded = {}
-    for key, column in columns.items():
-        column = thinned(column, most)
+    for key in keys:
+        if key not in columns:
+            continue
+        column = thinned(columns[key], most)
         axis = axes.setdefault(column.steps, len(axes))
         encoded[key] = [axis, [None if v is None else _shortened(v) for v in column.values]]
-    return {"axes": [list(steps) for steps in axes], "columns": encoded}
+    at = lambda axis: [float(f"{hour:.6g}") for hour in np.interp(axis, steps, hours)]
+    return {"axes": [[list(axis), at(axis)] for axis in axes], "columns": encoded}
 
 
 def _shortened(value: float) -> float | int:

@@ -52,13 +52,16 @@ def write_run(
     num_lines: int = 20,
     steps: Sequence[int] = (50, 100),
     prompts: Sequence[str] = PROMPTS,
+    lora_rank: int | None = None,
     **args: object,
 ) -> Path:
     """A run of the layout `cogfast` with metrics, configuration, versions and evaluations."""
     run.mkdir(parents=True)
     text = "".join(json.dumps(line) + "\n" for line in lines(num_lines))
     (run / "metrics.jsonl").write_text(text)
-    base = write_config(run.parent / "base" / f"{run.name}.yaml", run.parent, **args)
+    base = write_config(
+        run.parent / "base" / f"{run.name}.yaml", run.parent, lora_rank=lora_rank, **args
+    )
     config = load_config([base], ["args.seed=7"])
     (run / "training_config.yaml").write_text(config.to_yaml())
     facts = {
@@ -66,9 +69,8 @@ def write_run(
         "global_batch": 4,
         "num_samples": 60,
         "num_trained": 5_830_000,
-        "buckets": [["9x32x32", 40], ["17x32x32", 15]],
-        "left_out": 5,
         "allow_import": [],
+        "effective": {"args.attention_backend": "native"},
         "origins": {key: origin for key, origin in config.origins.items() if origin != "default"},
     }
     (run / "run_facts.json").write_text(json.dumps(facts))
@@ -101,12 +103,12 @@ class Page(HTMLParser):
         self.texts: dict[str, list[str]] = {}  # by id of the section
         self.tables: dict[str, list[list[str]]] = {}
         self.scripts: list[str] = []
+        self.code: list[str] = []  # texts of the code elements
         self._section = "head"
         self.feed(document)
         self.close()
         assert not self.open, f"not closed: {self.open}"
-        (numbers,) = [s for s in self.scripts if s.startswith('{"runs"')]
-        self.data = json.loads(numbers)
+        self.data = json.loads(self.scripts[0])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
@@ -121,6 +123,8 @@ class Page(HTMLParser):
             self.tables[self._section][-1].append("")
         elif tag == "script":
             self.scripts.append("")
+        elif tag == "code":
+            self.code.append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
@@ -133,6 +137,8 @@ class Page(HTMLParser):
             self.scripts[-1] += data
         elif self.open and self.open[-1] != "style":
             self.texts.setdefault(self._section, []).append(data)
+            if self.open[-1] == "code":
+                self.code[-1] += data
             if "td" in self.open or "th" in self.open:
                 self.tables[self._section][-1][-1] += data
 
@@ -142,11 +148,20 @@ class Page(HTMLParser):
     def attributes(self, tag: str, name: str) -> list[str]:
         return [found[name] or "" for kind, found in self.elements if kind == tag and name in found]
 
+    def values(self, run: int = 0) -> dict[tuple[str, int], float | None]:
+        """The numbers of a run's curves, by key and step."""
+        axes, columns = (self.data["runs"][run][name] for name in ("axes", "columns"))
+        return {
+            (key, step): value
+            for key, (axis, values) in columns.items()
+            for step, value in zip(axes[axis][0], values, strict=True)
+        }
+
     @property
     def sections(self) -> list[str]:
         return self.attributes("section", "id")
 
     def plots(self) -> dict[str, list[str]]:
-        """Titles of the plots that are shown at once, with the labels of their lines."""
-        shown = [plot for plot in self.data["plots"] if not plot["more"]]
-        return {plot["title"]: [line["label"] for line in plot["lines"]] for plot in shown}
+        """Titles of the plots, with the labels of their lines."""
+        plots = self.data["plots"]
+        return {plot["title"]: [line["label"] for line in plot["lines"]] for plot in plots}

@@ -1,4 +1,4 @@
-"""The page of a run: what it shows of a whole, an old, a damaged and a hostile folder."""
+"""The page of a run: what it shows of a whole, a damaged and a hostile folder."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ import json
 import os
 import re
 import shlex
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
+from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.data.video.reader import open_video
 from cogfast.model.weights.formats.checkpoint_manifest import FORMAT, write_manifest
-from cogfast.train.run.page.document import page_of_run, page_of_runs, write_page
-from cogfast.train.run.page.markup import address, tag, text
 from cogfast.train.run.page.metrics_table import Column, encode, thinned, to_columns
-from cogfast.train.run.page.record import read_run
-from cogfast.train.run.page.samples import MOST_CELLS, find_evaluations
-from cogfast.train.run.page.writer import RunPage
+from cogfast.train.run.page.page import RunPage, page_of, write_page
+from cogfast.train.run.page.record import MOST_CELLS, read_run
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
 from tests.train.run.page.run_folders import PROMPTS, Page, lines, write_evaluation, write_run
+from tests.train.run.test_lora_runs import ASKED, write_lora_config
 
-SPEED = ("step_ms", "samples_per_s")
-HOSTILE = '</script><img src=x onerror="alert(1)">\u202e" onmouseover=alert(2) \''
+HOSTILE = '</script><img src=x onerror="alert(1)">\u202e" onmouseover=alert(2) \'{{ 7*7 }}<!--'
+SHOWN = HOSTILE.replace("\u202e", "\\u202e")
 
 
-def page_of(run: Path) -> Page:
-    return Page(page_of_run(read_run(run), run / "index.html"))
+def page_at(*runs: Path, is_active: bool = False) -> Page:
+    page = runs[0] / "index.html" if len(runs) == 1 else runs[0].parent / "report.html"
+    return Page(page_of([read_run(run) for run in runs], page, is_active))
+
+
+def captions(page: Page) -> list[str]:
+    """What each video of a page shows."""
+    return page.attributes("video", "aria-label")
 
 
 @pytest.fixture(scope="module")
@@ -41,95 +49,133 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(run: Path) -> Page:
-    return page_of(run)
+    return page_at(run)
 
 
 # --- a whole run ---
 
 
 def test_a_page_has_all_sections_and_names_the_run(whole: Page) -> None:
-    page = whole
-    names = ["curves", "samples", "commands", "data", "configuration", "versions"]
-    assert page.sections == names
-    assert [link for link in page.attributes("a", "href") if link.startswith("#")][1:] == [
-        f"#{name}" for name in names
-    ]
-    assert "tiny-2026-01-01-00-00-00" in page.text("head")
-    assert "step 200 of 1,000" in page.text("head")
-    assert "5.83 million parameters trained" in page.text("head")
+    assert whole.sections == ["curves", "samples", "settings", "versions", "commands"]
+    for text in ("tiny-2026-01-01-00-00-00", "200 of 1,000", "5,830,000 trained parameters"):
+        assert text in whole.text("head")
+    last = [line for line in lines(20) if "loss_running" in line][-1]
+    assert f"Loss {last['loss_running']:.4g}" in whole.text("head")
+    # 800 steps are left, of 803.5 ms in the median.
+    assert "11 min left" in whole.text("head")
 
 
-def test_the_plots_have_the_numbers_of_the_metrics(whole: Page) -> None:
-    page = whole
-    (record,) = page.data["runs"]
-    found = {}
-    for key, (axis, values) in record["columns"].items():
-        for step, value in zip(record["axes"][axis], values, strict=True):
-            found[key, step] = value
+def test_the_curves_have_the_numbers_of_the_metrics(whole: Page) -> None:
     wanted = {
         (key, line["step"]): value
         for line in lines(20)
         for key, value in line.items()
-        if key not in ("step", "mfu")
+        if re.fullmatch(
+            r"(valid_|train_)?loss(_band_.)?|lr|grad_norm|\w+_ms|samples\w+|memory\w+", key
+        )
     }
-    assert found == {place: pytest.approx(value, rel=1e-5) for place, value in wanted.items()}
-    assert page.plots() == {
-        "Loss": ["logged steps", "running mean", "held out"],
-        "Held-out loss by noise level": ["t 0–249", "t 250–499", "t 500–749", "t 750–999"],
-        "Training loss by noise level": ["t 0–249", "t 250–499", "t 500–749", "t 750–999"],
-        "Learning rate": ["learning rate"],
-        "Gradient norm": ["gradient norm"],
-        "Update-to-weight ratio": ["update_ratio"],
-        "Time of a step": ["whole step", "waiting for data"],
-        "Throughput": ["samples per second"],
-        "Memory": ["allocated, peak", "reserved, peak"],
+    assert whole.values() == {place: pytest.approx(v, rel=1e-5) for place, v in wanted.items()}
+    bands = ["t 0–249", "t 250–499", "t 500–749", "t 750–999"]
+    assert whole.plots() == {
+        "Loss": ["training", "held out"],
+        "Held-out loss by noise level": bands,
+        "Training loss by noise level": bands,
+        "Learning rate": ["lr"],
+        "Time of a step (ms)": ["whole step", "data wait"],
+        "Memory (GiB)": ["allocated", "reserved"],
+        "Gradient norm, before clipping": ["grad norm"],
+        "Throughput (samples/s)": ["samples per s"],
     }
-    more = [plot["title"] for plot in page.data["plots"] if plot["more"]]
-    assert more == ["tokens_per_s", "model_tflops", "skipped", "skipped_in_a_row"]
 
 
-def test_the_grid_has_a_row_per_prompt_and_a_column_per_step(run: Path, whole: Page) -> None:
-    page = whole
-    head, *rows = page.tables["samples"]
-    assert head == ["Prompt", "step 50", "step 100"]
-    assert [row[0] for row in rows] == list(PROMPTS)
-    sources = [unquote(source) for source in page.attributes("video", "src")]
+def test_the_time_axis_is_the_sum_of_the_steps(whole: Page) -> None:
+    """Compared with a plain sum over the lines; each stands for ten steps."""
+    hours, found = 0.0, {}
+    for line in lines(20):
+        if "step_ms" in line:
+            hours += 10 * line["step_ms"] / 3_600_000
+        found[line["step"]] = hours
+    for steps, times in whole.data["runs"][0]["axes"]:
+        assert times == pytest.approx([found[step] for step in steps], rel=1e-5)
+
+
+def test_samples_stand_beside_each_other_and_beside_the_reference(
+    run: Path, whole: Page, tmp_path: Path
+) -> None:
+    assert captions(whole) == [f"step {step}: {text}" for text in PROMPTS for step in (50, 100)]
+    sources = [unquote(source) for source in whole.attributes("video", "src")]
     assert sources == [
         f"./samples/step-{step:08d}/{i:03d}-prompt-{i:06x}.mp4"
         for i in (0, 1)
         for step in (50, 100)
     ]
     assert all((run / source).is_file() for source in sources)
-    # Rows and columns of data.params.video_size.
-    assert set(page.attributes("video", "width")) == {"32"}
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    first = copy / "reference" / "000-prompt-000000.mp4"
+    first.parent.mkdir()
+    shutil.copy(run / sources[0], first)
+    shutil.copy(run / sources[0], first.with_name("a clip that no prompt has.mp4"))
+    page = page_at(copy)
+    assert captions(page)[:3] == [
+        f"{n}: {PROMPTS[0]}" for n in ("reference", "step 50", "step 100")
+    ]
+    assert len(captions(page)) == 5
+    assert page.attributes("video", "src")[0] == "./reference/000-prompt-000000.mp4"
 
 
-def test_the_configuration_shows_what_differs_first(run: Path, whole: Page) -> None:
-    rows = whole.tables["configuration"]
-    first = rows[: rows.index(["Key", "Value", "From"])]
-    assert first[0] == ["Key", "Value", "Default", "From"]
-    found = {key: rest for key, *rest in first[1:]}
+def test_the_settings_show_what_was_set_first(run: Path, whole: Page) -> None:
+    rows = whole.tables["settings"]
+    head = ["Key", "Value", "Default", "From"]
+    assert rows[0] == head
+    end = rows.index(head, 1)
+    found = {key: rest for key, *rest in rows[1:end]}
     assert found["args.seed"] == ["7", "1234", "command line"]
-    assert found["args.train_iters"] == ["4", "null", f"{run.name}.yaml"]
+    assert found["args.train_iters"] == ["4", "", f"{run.name}.yaml"]
     assert found["deepspeed.gradient_clipping"] == ["1.0", "", f"{run.name}.yaml"]
     assert found["args.batch_size"] == ["4", "1", f"{run.name}.yaml"]  # the deepspeed section's
+    assert "deepspeed.train_micro_batch_size_per_gpu" not in found
     assert "args.train_data" in found and "args.split" not in found
     assert not any(key.startswith("model.network_config") for key in found)
-    every = {row[0]: row[1:] for row in rows[len(first) :]}
-    assert every["args.split"] == ["1,0,0", "default"]
-    assert every["model.network_config.params.hidden_size"] == ["32", f"{run.name}.yaml"]
+    every = {row[0]: row[1:] for row in rows[end + 1 :]}
+    assert every["args.split"] == ["1,0,0", "1,0,0", "default"]
+    assert every["model.network_config.params.hidden_size"] == ["32", "", f"{run.name}.yaml"]
     config = load_config([run / "training_config.yaml"], is_of_run=True)
     assert set(every) >= {f"args.{key}" for key in config.args}
 
 
-def test_the_bucket_table_and_the_versions(whole: Page) -> None:
-    page = whole
-    assert page.tables["data"][1:] == [
-        ["9x32x32", "40", "66.7%"],
-        ["17x32x32", "15", "25.0%"],
-        ["left out", "5", "8.3%"],
+def test_the_adapters_are_set_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=(), lora_rank=4)
+    facts = json.loads((run / "run_facts.json").read_text())
+    effective = {"lora.rank": 4, "lora.alpha": 1.0, "lora.modules": ["to_q", "to_k"]}
+    (run / "run_facts.json").write_text(json.dumps(facts | {"effective": effective}))
+    rows = page_at(run).tables["settings"]
+    assert rows[1:4] == [
+        ["lora.rank", "4", "", "run.yaml"],
+        ["lora.alpha", "1.0", "", "default"],
+        ["lora.modules", '["to_q", "to_k"]', "", "default"],
     ]
-    assert ["devices", "2 x NVIDIA H100"] in page.tables["versions"]
+    assert rows[4][0].startswith("args.")
+
+
+def test_a_cpu_has_no_empty_values(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=())
+    assert "devices" in page_at(run).text("versions")
+    environment = {"torch": "2.13.0", "cuda": None, "devices": [], "world_size": 1}
+    (run / "environment.json").write_text(json.dumps(environment))
+    assert page_at(run).text("versions") == "Versions and machine torch 2.13.0 world_size 1"
+
+
+def save_checkpoint(run: Path, step: int) -> None:
+    checkpoint = run / "checkpoints" / f"{step:08d}"
+    checkpoint.mkdir(parents=True)
+    empty: dict[str, Mapping] = {k: {} for k in ("parameters", "slices", "bytes", "checksums")}
+    write_manifest(checkpoint, {"format": FORMAT, "step": step, **empty})
+    (run / "checkpoints" / "latest").write_text(f"{checkpoint.name}\n")
+
+
+def commands(page: Page) -> list[str]:
+    return [line for line in page.code if "cogfast " in line]
 
 
 def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path: Path) -> None:
@@ -141,22 +187,9 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
     saved.mkdir()
     for name in ("metrics.jsonl", "training_config.yaml", "environment.json"):
         (saved / name).write_text((run / name).read_text())
-    checkpoint = saved / "checkpoints" / "00000150"
-    checkpoint.mkdir(parents=True)
-    write_manifest(
-        checkpoint,
-        {
-            "format": FORMAT,
-            "step": 150,
-            "parameters": {},
-            "slices": {},
-            "bytes": {},
-            "checksums": {},
-        },
-    )
-    (saved / "checkpoints" / "latest").write_text("00000150\n")
-    page = page_of(saved)
-    found = page.attributes("button", "data-text")
+    save_checkpoint(saved, 150)
+    page = page_at(saved)
+    found = commands(page)
     assert found[0].startswith("torchrun --nproc_per_node=2 --no-python cogfast train --base ")
     parsers = {
         "train": parse_train,
@@ -164,58 +197,57 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
         "convert": parse_convert,
         "report": parse_report,
     }
+    kinds = []
     for line in found:
         words = shlex.split(line)
         start = words.index("cogfast")
+        kinds.append(words[start + 1])
         parsers[words[start + 1]](words[start + 2 :])
+    assert set(kinds) == set(parsers)
     request = parse_train(shlex.split(found[0])[5:])
     assert request.base == [str(saved / "training_config.yaml")]
-    assert "Continues from checkpoints/00000150" in page.text("commands")
+    assert "Resume from checkpoint 00000150" in page.text("commands")
+    # A resumption that changed keys has written a configuration.
+    text = (
+        (saved / "training_config.yaml")
+        .read_text()
+        .replace("log_interval: 1\n", "log_interval: 2\n")
+    )
+    (saved / "training_config-from-00000100.yaml").write_text(text)
+    (saved / "environment-from-00000100.json").write_text('{"torch": "2.14.0", "world_size": 1}')
+    page = page_at(saved)
+    assert ["args.log_interval", "2", "20", ""] in page.tables["settings"]
+    assert "torch 2.14.0" in page.text("versions")
+    newest = shlex.quote(str(saved / "training_config-from-00000100.yaml"))
+    assert commands(page)[0].startswith(f"cogfast train --base {newest} ")
 
 
-def test_plan_and_reality(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=())
-    plan = {"memory": {"weights": 2**30, "optimizer": 3 * 2**30}, "peak": 60 * 2**30}
-    (run / "plan.json").write_text(json.dumps({**plan, "step_ms": 400.0}))
-    rows = page_of(run).tables["plan"]
-    # The plan has no measured figures: those of the metrics stand for them.
-    assert rows[1] == ["Peak of memory per device", "60.00 GiB", "61.23 GiB", "+2.1%"]
-    assert rows[2][1:3] == ["400 ms", "804 ms"]
-    assert rows[4:] == [["optimizer", "3.00 GiB", ""], ["weights", "1.00 GiB", ""]]
-    measured = {"step_ms": None, "measured_peak": 54 * 2**30, "measured_step_ms": None}
-    (run / "plan.json").write_text(json.dumps({**plan, **measured}))
-    assert page_of(run).tables["plan"][1][2:] == ["54.00 GiB", "-10.0%"]
-
-
-def test_bad_samples_are_listed(tmp_path: Path) -> None:
+def test_problems_are_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=())
     bad = [{"path": f"videos/{i}.mp4", "reason": "cannot be decoded"} for i in range(300)]
-    text = "\n".join(map(json.dumps, bad)) + '\n{"path": "half'
-    (run / "bad_samples.jsonl").write_text(text)
-    page = page_of(run)
-    assert "300 samples could not be used" in page.text("data")
-    assert "and 100 more in bad_samples.jsonl" in page.text("data")
-    assert ["videos/199.mp4", "cannot be decoded"] in page.tables["data"]
-    assert "bad_samples.jsonl: 1 line left out" in page.text("head")
+    (run / "bad_samples.jsonl").write_text("\n".join(map(json.dumps, bad)) + "\n")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 210, "loss": 1.0, "skipped": 3}\n')
+    found = page_at(run).text("problems")
+    first = json.dumps(bad[0])
+    assert f"300 samples could not be used: bad_samples.jsonl; first: {first}" in found
+    assert "3 steps skipped, since gradients were not finite" in found
 
 
 def test_keys_that_are_absent_make_no_plot_and_no_section(tmp_path: Path) -> None:
     run = tmp_path / "old"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": null}\n')
-    page = page_of(run)
-    assert page.plots() == {"Loss": ["logged steps"]}
-    assert page.sections == ["curves", "commands", "versions"]
-    assert page.data["runs"][0]["columns"] == {"loss": [0, [0.5, None]]}
+    page = page_at(run)
+    assert page.plots() == {"Loss": ["training"]}
+    assert page.sections == ["curves", "commands"]
+    assert page.values() == {("loss", 1): 0.5, ("loss", 2): None}
     (run / "metrics.jsonl").unlink()
     (run / "training_config.yaml").write_text("args:\n  seed: 5\n")
-    page = page_of(run)
-    assert page.sections == ["commands", "configuration", "versions"]
-    # The origins of an older version's run are unknown.
-    assert page.tables["configuration"][:2] == [
-        ["Key", "Value", "Default"],
-        ["args.seed", "5", "1234"],
-    ]
+    page = page_at(run)
+    assert page.sections == ["settings", "commands"]
+    # Without the run's facts the origins are unknown.
+    assert page.tables["settings"][1] == ["args.seed", "5", "1234", ""]
 
 
 def test_the_layout_of_the_diffusers_trainer(tmp_path: Path) -> None:
@@ -223,27 +255,15 @@ def test_the_layout_of_the_diffusers_trainer(tmp_path: Path) -> None:
     for step in (5, 10):
         write_evaluation(run / "validation_res", f"validation-{step}-", PROMPTS)
     (run / "validation_res" / "notes.txt").write_text("")
-    page = page_of(run)
-    head, *rows = page.tables["samples"]
-    assert head == ["Prompt", "step 5", "step 10"]
-    assert [row[0] for row in rows] == list(PROMPTS)
+    page = page_at(run)
+    assert captions(page) == [f"step {step}: {text}" for text in PROMPTS for step in (5, 10)]
     assert all((run / unquote(s)).is_file() for s in page.attributes("video", "src"))
 
 
-def test_a_resumed_run_shows_its_newest_configuration_and_what_changed(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=())
-    text = (
-        (run / "training_config.yaml").read_text().replace("log_interval: 1\n", "log_interval: 2\n")
-    )
-    (run / "training_config-from-00000150.yaml").write_text(text)
-    (run / "environment-from-00000150.json").write_text('{"torch": "2.14.0", "world_size": 2}')
-    page = page_of(run)
-    assert ["args.log_interval", "2", "20", f"{run.name}.yaml"] in page.tables["configuration"]
-    assert "args.log_interval: 1 → 2" in page.text("configuration")
-    assert page.tables["versions"][:2] == [
-        ["", "start", "from 00000150"],
-        ["torch", "2.13.0", "2.14.0"],
-    ]
+def test_a_page_reloads_itself_while_its_run_is_active(run: Path, whole: Page) -> None:
+    assert whole.data["reload"] is None and "reloads itself" not in whole.text("head")
+    active = page_at(run, is_active=True)
+    assert active.data["reload"] == 60 and "reloads itself" in active.text("head")
 
 
 # --- damaged and hostile folders ---
@@ -253,7 +273,6 @@ def test_damage_is_left_out_and_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "lo')
-    (run / "plan.json").write_text('{"memory": {}, "peak": "large"}')
     (run / "environment.json").write_text("{")
     (run / "run_facts.json").write_text("[]")
     (run / "training_config.yaml").write_text("args:\n  seed: ${oc.env:HOME}\n")
@@ -262,11 +281,10 @@ def test_damage_is_left_out_and_named(tmp_path: Path) -> None:
     (run / "samples" / "step-00000100" / "prompts.json").write_text("not json")
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest").write_text("../../etc")
-    page = page_of(run)
-    found = page.text("head")
+    page = page_at(run)
+    found = page.text("problems")
     for word in (
         "metrics.jsonl: 1 line left out",
-        "plan.json: peak='large' must be a number",
         "environment.json: damaged JSON",
         "run_facts.json: [] must be a mapping",
         "training_config.yaml: args.seed=",
@@ -274,39 +292,48 @@ def test_damage_is_left_out_and_named(tmp_path: Path) -> None:
         "latest: damaged, it names no step",
     ):
         assert word in found, word
-    assert page.sections == ["curves", "samples", "commands", "versions"]
-    rows = page.tables["samples"][1:]
+    assert page.sections == ["problems", "curves", "samples", "commands"]
     # The listing of step 50 has the prompts of both.
-    assert [row[0] for row in rows] == list(PROMPTS)
-    assert [row[1] for row in rows] == ["missing", ""]
-    assert len(page.attributes("video", "src")) == 3
+    shown = [(50, PROMPTS[1]), (100, PROMPTS[0]), (100, PROMPTS[1])]
+    assert sorted(captions(page)) == sorted(f"step {step}: {text}" for step, text in shown)
 
 
-def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    clean = write_run(tmp_path / "clean", prompts=["a prompt"])
-    run = write_run(tmp_path / "run" / "<i>x'\"&", prompts=[HOSTILE])
-    line = {"step": 30, "loss": 1.0, HOSTILE: 2.0, "constructor": 1.0, "__proto__": 2}
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
-    facts = json.loads((run / "run_facts.json").read_text())
-    facts["origins"]["args.seed"] = facts["buckets"][0][0] = HOSTILE
-    (run / "run_facts.json").write_text(json.dumps(facts))
-    (run / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
-    bad = {"path": HOSTILE, "reason": "\ud800 " + HOSTILE}
-    (run / "bad_samples.jsonl").write_text(json.dumps(bad).replace("\\ud800", "") + "\n")
-    (run / "plan.json").write_text(json.dumps({"memory": {HOSTILE: 1}, "peak": 1}))
-    document = page_of_run(read_run(run), run / "index.html")
-    page, wanted = Page(document), page_of(clean)
-    assert "\u202e" not in document
-    kinds = {kind for kind, _ in page.elements}
-    assert kinds - {kind for kind, _ in wanted.elements} <= {"meter"}
-    assert len(page.scripts) == len(wanted.scripts) == 4
-    names = {name for _, found in page.elements for name in found}
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_hostile_text_stays_text(tmp_path: Path, num_runs: int) -> None:
+    clean = [
+        write_run(tmp_path / f"clean{i}", prompts=["a prompt"], log_interval=i + 1) for i in (0, 1)
+    ]
+    runs = [write_run(tmp_path / f"<i>x'\"&{i}", prompts=[HOSTILE]) for i in (0, 1)]
+    for run in runs + clean:
+        line = {"step": 300, "loss": 1.0, "skipped": 1}
+        if run in runs:
+            line |= {HOSTILE: 2.0, "constructor": 1.0, "__proto__": 2, f"memory_{HOSTILE}": 1.0}
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        save_checkpoint(run, 30)
+    for i, run in enumerate(runs):
+        facts = json.loads((run / "run_facts.json").read_text())
+        facts["origins"]["args.seed"] = f"{HOSTILE}{i}"
+        facts["effective"] = {"lora.modules": [HOSTILE, i], HOSTILE: f"{HOSTILE}{i}"}
+        facts["effective"]["lora.rank"] = {HOSTILE: HOSTILE}
+        facts["allow_import"] = [HOSTILE]
+        (run / "run_facts.json").write_text(json.dumps(facts))
+        (run / "environment.json").write_text(json.dumps({HOSTILE: f"{HOSTILE}{i}"}))
+        (run / "bad_samples.jsonl").write_bytes(f"{HOSTILE}\xff\n".encode("latin-1", "replace"))
+        (run / "bad_samples_valid.jsonl").write_text(f"{HOSTILE}\n")
+    page = runs[0] / "index.html"
+    document = page_of([read_run(run) for run in runs[:num_runs]], page)
+    document.encode()  # no lone surrogate
+    found, wanted = Page(document), page_at(*clean[:num_runs])
+    assert "\u202e" not in document and "49" not in found.text("samples")
+    assert {kind for kind, _ in found.elements} == {kind for kind, _ in wanted.elements}
+    assert len(found.scripts) == len(wanted.scripts) == 3
+    names = {name for _, attributes in found.elements for name in attributes}
     assert not {name for name in names if name.startswith("on")}
-    assert HOSTILE.replace("\u202e", "\\u202e") in page.tables["samples"][1][0]
-    assert page.data["runs"][0]["columns"][HOSTILE][1] == [2]
-    (link,) = {s for s in page.attributes("video", "src") if "step-00000050" in s}
-    assert (run / unquote(link)).is_file()
+    assert SHOWN in found.text("samples") and SHOWN in found.text("problems")
+    assert SHOWN in found.text("versions" if num_runs == 1 else "differences")
+    link = next(s for s in found.attributes("video", "src") if "step-00000050" in s)
+    assert (runs[0] / unquote(link)).is_file()
 
 
 def test_numbers_that_no_plot_can_show(tmp_path: Path) -> None:
@@ -322,9 +349,9 @@ def test_numbers_that_no_plot_can_show(tmp_path: Path) -> None:
     assert notes == ["metrics.jsonl: lines with an impossible step are left out"]
     many, notes = to_columns([{"step": 1, **{f"key{i}": 1 for i in range(1000)}}])
     assert len(many) == 200 and "first 200 keys" in notes[0]
-    text = encode(columns)
+    text = encode(columns, [*columns, "absent"])
     assert json.loads(json.dumps(text, allow_nan=False)) == {
-        "axes": [[1, 2], [1]],
+        "axes": [[[1, 2], [0, 0]], [[1], [0]]],
         "columns": {"loss": [0, [None, 0.25]], "d": [1, [5]]},
     }
 
@@ -336,16 +363,16 @@ def test_a_prompt_list_that_leads_outside_is_refused(tmp_path: Path) -> None:
     listing = {"../../secret.mp4": "outside", "/etc/passwd.mp4": "root"}
     (folder / "prompts.json").write_text(json.dumps(listing))
     (folder / "a.mp4").write_bytes(b"")
-    (found,), notes = find_evaluations(tmp_path)
-    assert [sample.file for sample in found.samples.values()] == ["samples/step-00000001/a.mp4"]
-    assert len(notes) == 2 and all("is no name of a sample" in note for note in notes)
+    run = read_run(tmp_path)
+    assert [sample.file for sample in run.samples] == ["samples/step-00000001/a.mp4"]
+    assert len(run.problems) == 2 and all("is no name of a sample" in p for p in run.problems)
 
 
 # --- size and drawing ---
 
 
 def test_thinning_keeps_every_extreme_and_few_points() -> None:
-    """Compared with a plain search of each interval's extremes."""
+    """Compared with a plain search of the extremes of every 80 points."""
     steps = tuple(range(5, 200_005, 5))
     values = [((i * 7919) % 10007) / 10007 for i in range(len(steps))]
     values[12_345], values[30_000], values[100] = 50.0, -50.0, None
@@ -374,14 +401,15 @@ def test_a_long_run_is_below_3_mb_without_its_videos(tmp_path: Path) -> None:
         (folder / "prompts.json").write_text(json.dumps(names))
         for name in names:
             (folder / name).write_bytes(b"")
-    document = page_of_run(read_run(run), run / "index.html")
+    document = page_of([read_run(run)], run / "index.html")
     assert len(document.encode()) < 3_000_000
     page = Page(document)
     assert len(page.attributes("video", "src")) == 200
     record = page.data["runs"][0]
     axis, values = record["columns"]["loss"]
-    assert len(values) == len(record["axes"][axis]) == 10_000  # a browser draws them all
-    assert len(record["axes"]) == 2  # all logging lines share their steps
+    # A browser draws them all. All logging lines share their steps.
+    assert len(values) == len(record["axes"][axis][0]) == len(record["axes"][axis][1]) == 10_000
+    assert len(record["axes"]) == 2
 
 
 def test_very_many_evaluations_are_spaced_evenly(tmp_path: Path) -> None:
@@ -389,11 +417,11 @@ def test_very_many_evaluations_are_spaced_evenly(tmp_path: Path) -> None:
         folder = tmp_path / "samples" / f"step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "0-a.mp4").touch()
-    found, notes = find_evaluations(tmp_path)
-    steps = [evaluation.step for evaluation in found]
+    run = read_run(tmp_path)
+    steps = [sample.step or 0 for sample in run.samples]
     assert (len(steps), steps[0], steps[-1]) == (MOST_CELLS, 1, 2 * MOST_CELLS + 1)
     assert {b - a for a, b in zip(steps, steps[1:], strict=False)} <= {2, 3}
-    assert "evaluations are shown" in notes[0]
+    assert "evaluations are shown" in run.problems[0]
 
 
 # --- the document ---
@@ -401,7 +429,7 @@ def test_very_many_evaluations_are_spaced_evenly(tmp_path: Path) -> None:
 
 def test_the_policy_allows_the_page_itself_and_nothing_else(run: Path) -> None:
     """Browsers run a script only if its hash is in the policy."""
-    document = page_of_run(read_run(run), run / "index.html")
+    document = page_of([read_run(run)], run / "index.html")
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', document)
     rules = {name: rest for name, *rest in (rule.split() for rule in policy.split("; "))}
     assert rules["default-src"] == ["'none'"]
@@ -410,17 +438,17 @@ def test_the_policy_allows_the_page_itself_and_nothing_else(run: Path) -> None:
     )
     scripts = re.findall(r"<script>(.*?)</script>", document, re.DOTALL)
     assert rules["script-src"] == [hash_of(script) for script in scripts]
-    (style,) = re.findall(r"<style>(.*?)</style>", document, re.DOTALL)
-    assert rules["style-src"] == [hash_of(style)]
+    styles = re.findall(r"<style>(.*?)</style>", document, re.DOTALL)
+    assert rules["style-src"] == [hash_of(style) for style in styles]
     page = Page(document)
     # Such an attribute would be blocked by the policy.
-    assert not page.attributes("div", "style") and not page.attributes("span", "style")
-    links = [link for link in page.attributes("a", "href") if not link.startswith("#")]
-    assert links and all(link.startswith("./") for link in links)
+    assert not any("style" in attributes for _, attributes in page.elements)
+    sources = page.attributes("video", "src")
+    assert sources and all(source.startswith("./") for source in sources)
 
 
 def test_the_page_carries_the_licence_of_the_library(run: Path) -> None:
-    document = page_of_run(read_run(run), run / "index.html")
+    document = page_of([read_run(run)], run / "index.html")
     assert "Copyright (c) 2022 Leon Sorokin" in document
     assert "Permission is hereby granted, free of charge" in document
 
@@ -444,20 +472,20 @@ def test_the_installed_package_has_the_static_files() -> None:
         os.chdir(before)
     static = ROOT / "cogfast" / "train" / "run" / "page" / "static"
     names = {f"train/run/page/static/{path.name}" for path in static.iterdir()}
-    assert names <= found and len(names) == 6
+    assert names <= found and "train/run/page/static/page.html.jinja" in names
 
 
 def test_links_start_at_the_page(tmp_path: Path) -> None:
     run = tmp_path / "a b#c" / "run?"
-    assert address(run, "samples/1:2%.mp4", run / "index.html") == "./samples/1%3A2%25.mp4"
-    assert address(run, "x", tmp_path / "report.html") == "./a%20b%23c/run%3F/x"
-    assert address(run, "x", tmp_path / "reports" / "a.html") == "./../a%20b%23c/run%3F/x"
-
-
-def test_markup_escapes_text_and_attributes() -> None:
-    found = tag("a", "<b>", tag("i", "x"), href='"><', hidden=True, id=None)
-    assert found == '<a href="&quot;&gt;&lt;" hidden>&lt;b&gt;<i>x</i></a>'
-    assert text("\x1b[0m\u202e\ud800") == "\\x1b[0m\\u202e\\ud800"
+    (run / "samples" / "step-00000001").mkdir(parents=True)
+    (run / "samples" / "step-00000001" / "1:2%.mp4").touch()
+    name = "samples/step-00000001/1%3A2%25.mp4"
+    for page, link in (
+        (run / "index.html", f"./{name}"),
+        (tmp_path / "report.html", f"./a%20b%23c/run%3F/{name}"),
+        (tmp_path / "reports" / "a.html", f"./../a%20b%23c/run%3F/{name}"),
+    ):
+        assert Page(page_of([read_run(run)], page)).attributes("video", "src") == [link]
 
 
 def test_a_file_that_is_no_page_is_kept(tmp_path: Path) -> None:
@@ -497,35 +525,94 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_writes_its_page(trained: Path) -> None:
     page = Page((trained / "index.html").read_text())
-    head, *rows = page.tables["samples"]
-    assert head == ["Prompt", "step 2", "step 3"]
-    assert rows[0] == ["a bar moves", "", ""]
+    texts = ["a bar moves", SHOWN]
+    assert captions(page) == [f"step {step}: {text}" for text in texts for step in (2, 3)]
     assert all((trained / unquote(s)).is_file() for s in page.attributes("video", "src"))
-    assert "step 3 of 3" in page.text("head")
-    assert "Continues from checkpoints/00000003" in page.text("commands")
-    assert ["args.eval_interval", "2", "null", "base.yaml"] in page.tables["configuration"]
-    assert page.attributes("aside", "class") == []  # nothing could not be read
+    assert "Step 3 of 3" in page.text("head")
+    assert page.data["reload"] is None  # the run has ended
+    assert "Train on from checkpoint 00000003" in page.text("commands")
+    assert ["args.eval_interval", "2", "", "base.yaml"] in page.tables["settings"]
+    assert "problems" not in page.sections
 
 
 def test_the_page_is_the_same_from_the_files(trained: Path) -> None:
     """The run knows its metrics; a report reads them from the disk."""
-    read = page_of(trained)
+    read = page_at(trained)
     written = Page((trained / "index.html").read_text())
-    assert read.data == written.data and read.tables == written.tables
+    assert read.data | {"written": 0} == written.data | {"written": 0}
+    assert read.tables == written.tables
+
+
+def test_the_page_appears_at_the_first_line_and_the_reference_at_the_first_evaluation(
+    tmp_path: Path,
+) -> None:
+    """The held-out clips are samples' references; a later evaluation does not write them again."""
+    data = tmp_path / "data"
+    base = write_lora_config(
+        tmp_path,
+        lora_rank=2,
+        train_iters=3,
+        eval_interval=2,
+        eval_num_samples=2,
+        eval_sampling_steps=2,
+        valid_data=[str(data)],
+        log_videos=False,
+    )
+    pages = []
+
+    class Watched(Trainer):
+        def compute_loss(self, batch: dict) -> Tensor:
+            path = self.folder / "index.html"
+            pages.append(Page(path.read_text()) if path.exists() else None)
+            return super().compute_loss(batch)
+
+    Watched(load_config([base], ASKED)).train()
+    assert pages[0] is None
+    assert [page.data["reload"] for page in pages[1:]] == [60, 60]
+    assert pages[1].values().keys() >= {("loss", 1)} and not captions(pages[1])
+    run = run_folder(tmp_path / "runs")
+    rows = page_at(run).tables["settings"][1:5]
+    assert rows == [
+        ["lora.rank", "2", "", "base.yaml"],
+        ["lora.alpha", "3.0", "", "command line"],
+        ["lora.modules", '["to_q", "to_v", "to_out.0"]', "", "command line"],
+        ["lora.layers", "null", "", "default"],
+    ]
+    assert any("lora --to peft" in line for line in commands(page_at(run)))
+    assert captions(page_at(run)) == [
+        f"{name}: bar number {number} moves"
+        for number in (0, 3)
+        for name in ("reference", "step 2")
+    ]
+    for number in (0, 3):
+        (file,) = (run / "reference").glob(f"*-bar-number-{number}-moves-*.mp4")
+        found, source = read_frames(file), read_frames(data / "videos" / f"{number}.mp4")
+        assert found.shape == (9, 32, 32, 3)
+        # Nine frames in a row of the clip; both files are compressed.
+        errors = [np.abs(found.astype(int) - source[i : i + 9]).mean() for i in range(9)]
+        assert min(errors) < 8
+
+
+def read_frames(path: Path) -> np.ndarray:
+    reader = open_video(str(path))
+    try:
+        return np.asarray(reader.read(range(len(reader))))
+    finally:
+        reader.close()
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(
-    tmp_path: Path, trained: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "index.html").mkdir()
     page = RunPage(tmp_path)
-    page.write([{"step": 1, "loss": 1.0}])
-    page.write([{"step": 1, "loss": 1.0}])
+    page.write([{"step": 1, "loss": 1.0}], is_active=True)
+    page.write([{"step": 1, "loss": 1.0}], is_active=True)
     assert len(caplog.messages) == 1
     assert "the page of the run is not written" in caplog.messages[0]
     (tmp_path / "index.html").rmdir()
-    page.write([{"step": 1, "loss": 1.0}])
-    assert Page((tmp_path / "index.html").read_text()).plots() == {"Loss": ["logged steps"]}
+    page.write([{"step": 1, "loss": 1.0}], is_active=True)
+    assert Page((tmp_path / "index.html").read_text()).plots() == {"Loss": ["training"]}
 
 
 # --- several runs ---
@@ -533,29 +620,66 @@ def test_a_page_that_cannot_be_written_ends_no_run(
 
 def test_a_comparison_of_runs(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", num_lines=10, steps=(100, 150), lr_schedule="cosine")
-    out = tmp_path / "report.html"
-    page = Page(page_of_runs([read_run(run), read_run(other)], out))
-    assert page.sections == ["curves", "samples", "configuration"]
+    facts = json.loads((other / "run_facts.json").read_text()) | {"global_batch": 8}
+    facts["effective"] = {"args.attention_backend": "flash"}
+    (other / "run_facts.json").write_text(json.dumps(facts))
+    environment = {"torch": "2.14.0", "devices": ["NVIDIA H100"] * 2, "world_size": 4}
+    (other / "environment.json").write_text(json.dumps(environment))
+    page = page_at(run, other)
+    assert page.sections == ["curves", "samples", "differences"]
     labels = [run.name, "other"]
-    assert page.plots()["Loss, running mean"] == labels
-    assert page.plots()["Held-out loss"] == labels
-    head, *rows = page.tables["configuration"]
+    assert page.plots()["Loss: training"] == page.plots()["Loss: held out"] == labels
+    assert page.plots()["Time of a step (ms): whole step"] == labels
+    for i, number in enumerate((20, 10)):
+        wanted = {line["step"]: line["loss"] for line in lines(number) if "loss" in line}
+        found = {step: value for (key, step), value in page.values(i).items() if key == "loss"}
+        assert found == {step: pytest.approx(value, rel=1e-5) for step, value in wanted.items()}
+    head, *rows = page.tables["differences"]
     assert head == ["Key", *labels]
-    assert {row[0]: row[1:] for row in rows}["args.lr_schedule"] == ["constant", "cosine"]
-    assert not any(row[1] == row[2] for row in rows)
-    head, *rows = page.tables["samples"]
-    assert head == ["Prompt", *labels, *labels, *labels]  # at steps 50, 100 and 150
-    assert rows[0] == [PROMPTS[0], "", "–", "", "", "–", ""]
-    # The slider starts at the last step that both have.
-    ((_, slider),) = [e for e in page.elements if e[0] == "input"]
-    assert slider["value"] == "1"
-    assert all((tmp_path / unquote(s)).is_file() for s in page.attributes("video", "src"))
-    *_, last, held_out = lines(20)
-    speed = [median(line[key] for line in lines(20) if key in line) for key in SPEED]
-    wanted = [200, last["loss_running"], held_out["valid_loss"], *speed]
-    name, *found = page.tables["head"][1]
-    assert name == run.name
-    assert [float(text) for text in found] == pytest.approx(wanted, rel=1e-2)
+    found = {row[0]: row[1:] for row in rows}
+    assert found == {
+        "global_batch": ["4", "8"],
+        "torch": ["2.13.0", "2.14.0"],
+        "world_size": ["2", "4"],
+        "args.lr_schedule": ["constant", "cosine"],
+        "args.attention_backend": ["native", "flash"],
+        "args.train_data": [json.dumps([str(path.parent)]) for path in (run, other)],
+        "args.save": [str(path.parent / "base" / "runs") for path in (run, other)],
+        "model.first_stage_config.params.ckpt_path": [
+            str(path.parent / "wavelet.safetensors") for path in (run, other)
+        ],
+    }
+    assert all((run.parent / unquote(s)).is_file() for s in page.attributes("video", "src"))
+
+
+def test_common_prompts_come_first_and_defaults_are_no_difference(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", prompts=["only here", "both"])
+    second = write_run(tmp_path / "second", prompts=["both", "only there"], steps=(70,))
+    # A default that a file does not say is the same value.
+    config = second / "training_config.yaml"
+    config.write_text(config.read_text().replace("  save_interval: 1000\n", ""))
+    config = first / "training_config.yaml"
+    config.write_text(config.read_text().replace("  eval_with_ema: true\n", ""))
+    page = page_at(first, second)
+    assert captions(page) == [
+        *(f"{name}: both" for name in ("first, step 50", "first, step 100", "second, step 70")),
+        *(f"first, step {step}: only here" for step in (50, 100)),
+        "second, step 70: only there",
+    ]
+    figures = [found for kind, found in page.elements if kind == "figure"]
+    assert [(f["data-run"], f["data-step"]) for f in figures][1:3] == [
+        ("first", "100"),
+        ("second", "70"),
+    ]
+    assert page.tables["differences"][1:] == [["args.save_interval", "1000", "5000"]]
+
+
+def test_equal_runs_have_no_table_of_differences(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=())
+    other = shutil.copytree(run, tmp_path / "other")
+    page = page_at(run, other)
+    assert "differences" not in page.tables
+    assert "settings, versions and machines are equal" in page.text("differences")
 
 
 def test_a_line_that_a_crash_has_cut(tmp_path: Path) -> None:
@@ -563,6 +687,6 @@ def test_a_line_that_a_crash_has_cut(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "loss": 1.0}\n\n{"step": 2, "lo')
     run = read_run(tmp_path)
     assert run.columns["loss"] == Column((1,), (1.0,))
-    assert run.notes[0].startswith(
+    assert run.problems[0].startswith(
         "metrics.jsonl: 1 line left out, since they are damaged; first: line 3"
     )
