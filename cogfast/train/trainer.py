@@ -303,10 +303,9 @@ class Trainer:
             write_facts(
                 self.folder,
                 self.config,
-                dataclasses.replace(
-                    args, attention_backend=self.attention_backend or args.attention_backend
-                ),
+                args,
                 engine.transformer.config,
+                self.attention_backend,
                 num_samples=len(self.datasets.train),
                 num_steps=self.num_steps,
                 global_batch=self.global_batch,

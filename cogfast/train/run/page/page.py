@@ -83,14 +83,22 @@ class RunPage:
 
 
 def write_facts(
-    folder: Path, config: Config, args: TrainArguments, network: TransformerConfig, **numbers: int
+    folder: Path,
+    config: Config,
+    args: TrainArguments,
+    network: TransformerConfig,
+    attention_backend: str | None,
+    **numbers: int,
 ) -> None:
     """Write the facts of a run that its page shows and no other file has; a full disk is logged.
 
-    numbers: num_steps, global_batch, num_samples and num_trained.
+    attention_backend: the one that was chosen, if any. numbers: num_steps, global_batch, num_samples
+    and num_trained.
     """
+    used = asdict(args)
+    used["attention_backend"] = attention_backend or args.attention_backend
     effective: dict[str, object] = {
-        f"args.{key}": value for key, value in asdict(args).items() if value != config.args.get(key)
+        f"args.{key}": value for key, value in used.items() if value != config.args.get(key)
     }
     if network.lora_rank is not None:
         effective |= {"lora.rank": network.lora_rank, "lora.alpha": network.lora_alpha}

@@ -125,7 +125,7 @@ def test_values_smoothing_and_the_time_axis(browser: Browser, page: Path) -> Non
     choose(browser, "#axis", "time")
     hours = sum(10 * line["step_ms"] for line in lines(20) if "step_ms" in line) / 3.6e6
     assert float(browser.evaluate(LEGEND)[0]) == pytest.approx(hours, rel=1e-3)
-    # What the legend hides is not drawn, smoothed or not.
+    # A curve that the legend hides is not drawn, smoothed or not.
     before = browser.evaluate(COLOURED)[0]
     browser.evaluate("document.querySelectorAll('.u-series:not(.raw) th')[1].click()")
     browser.evaluate("document.querySelectorAll('.u-series:not(.raw) th')[2].click()")

@@ -38,7 +38,7 @@ def page_at(*runs: Path, is_active: bool = False) -> Page:
 
 
 def captions(page: Page) -> list[str]:
-    """What each video of a page shows."""
+    """Return what each video of a page shows."""
     return page.attributes("video", "aria-label")
 
 
@@ -246,7 +246,7 @@ def test_keys_that_are_absent_make_no_plot_and_no_section(tmp_path: Path) -> Non
     (run / "training_config.yaml").write_text("args:\n  seed: 5\n")
     page = page_at(run)
     assert page.sections == ["settings", "commands"]
-    # Without the run's facts the origins are unknown.
+    # A page without the run's facts shows no origins.
     assert page.tables["settings"][1] == ["args.seed", "5", "1234", ""]
 
 
@@ -661,11 +661,9 @@ def test_common_prompts_come_first_and_defaults_are_no_difference(tmp_path: Path
     config = first / "training_config.yaml"
     config.write_text(config.read_text().replace("  eval_with_ema: true\n", ""))
     page = page_at(first, second)
-    assert captions(page) == [
-        *(f"{name}: both" for name in ("first, step 50", "first, step 100", "second, step 70")),
-        *(f"first, step {step}: only here" for step in (50, 100)),
-        "second, step 70: only there",
-    ]
+    both = [f"{name}: both" for name in ("first, step 50", "first, step 100", "second, step 70")]
+    ours = [f"first, step {step}: only here" for step in (50, 100)]
+    assert captions(page) == [*both, *ours, "second, step 70: only there"]
     figures = [found for kind, found in page.elements if kind == "figure"]
     assert [(f["data-run"], f["data-step"]) for f in figures][1:3] == [
         ("first", "100"),
