@@ -48,6 +48,8 @@ PARTS = {
     "trainer._save": "save",
     "checkpoint_writer._write_all": "save",
     "command._fill": "cache",
+    # StopRequest's: a stop before it listens ends a rank, and so the run, without a checkpoint.
+    "process_groups.__enter__": "start",
     "trainer.train": "step",
 }
 
