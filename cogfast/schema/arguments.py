@@ -168,10 +168,6 @@ class TrainArguments:
     kernels: Literal["triton", "torch"] = "triton"
     # torch.compile for each block
     compile: bool = False
-    # training on a GPU: launch the kernels of a block at once, through CUDA graphs, for up to 4 shapes of a
-    # micro-batch that repeat. Saves time on the host, not on the GPU. Graphs keep the memory of the blocks'
-    # activations between steps, so that encoders and evaluations have less; the memory plan counts one shape
-    cuda_graphs: bool = False
     # auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint
     attention_backend: Literal[
         "auto", "fa4", "fa3", "fa2", "cudnn", "flash", "efficient", "math"

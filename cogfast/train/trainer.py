@@ -43,7 +43,6 @@ from cogfast.train.distributed.replica_check import ReplicaCheck
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
-from cogfast.train.memory.block_graphs import BlockGraphs
 from cogfast.train.memory.fit import fit_to_device
 from cogfast.train.optimizer import (
     build_learning_rate,
@@ -238,7 +237,6 @@ class Trainer:
             has_buckets=bool(sizes),
             is_offloaded=args.offload_activations,
         )
-        self.graphs = BlockGraphs(transformer) if args.cuda_graphs else None
         hints = LearningHints(args, self.learning_rate, self.num_steps, self.num_trained)
         self.learning = Learning(args, self.diffusion.loss, self.engine, self.groups, hints)
         self.memory.checkpointing = self.checkpointing
@@ -336,8 +334,6 @@ class Trainer:
                         self.nonfinite.first_bad.add_loss(loss)
                     self.step += 1
                     checkpointing.after_step()
-                    if self.graphs is not None:
-                        self.graphs.after_step()
                     self.memory.after_step()
                     metrics.end_step(self.step, self.num_tokens)
                     self.gradient_check.after_step(self.step)

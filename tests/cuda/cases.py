@@ -29,11 +29,11 @@ _ZERO_3_WAITS = (
     "cudaStreamSynchronize in runtime/zero/stage3.py:get_grad_norm_direct",
     "cudaStreamSynchronize in deepspeed/runtime/utils.py:is_invalid_grad_norm",
 )
-# The first three steps allocate, and graphs are captured after step 2. Step 4 logs, 5 does not.
+# The first three steps allocate. Step 4 logs, 5 does not.
 NUM_STEPS, LOG_INTERVAL = 6, 4
 LOG_LAUNCHES = 80  # beside those of other steps
-# The first step that allocates nothing: before, a capture returns cached memory, policy auto measures
-# what it has, and the device has little memory.
+# The first step that allocates nothing: before, policy auto measures what it has, and the device has
+# little memory.
 FIRST_STEADY = 4
 
 _PRECISION = {
@@ -71,10 +71,6 @@ class Case:
         return "-".join(parts)
 
     @property
-    def has_graphs(self) -> bool:
-        return _GRAPHS in self.more.split()
-
-    @property
     def words(self) -> list[str]:
         """Return the command-line words that make this run."""
         return [
@@ -95,7 +91,6 @@ _TENSOR_FP8 = f"{_TENSOR} args.quantize_base=fp8"
 _BOTH = f"{_TENSOR} {_CONTEXT}"
 _EFFICIENT = "args.attention_backend=efficient"
 _CUDNN = "args.attention_backend=cudnn"
-_GRAPHS = "args.cuda_graphs=true"
 
 # Every precision, ZeRO stage, policy and key of small cards, layouts of several ranks, and the backends
 # that PyTorch has for a GPU ("math" takes memory that the plan does not count, and is never chosen there).
@@ -119,8 +114,6 @@ CASES = (
         waits=_DEEPSPEED_WAITS,
         launches=2862,
     ),
-    Case(model="2b", mode="sft", more=_GRAPHS, launches=286),
-    Case(model="2b", mode="sft", precision="fp16", stage=1, more=_GRAPHS, launches=314),
     Case(model="2b", mode="sft", stage=3, waits=_ZERO_3_WAITS, launches=2856),
     Case(model="2b", mode="lora", precision="fp16", streams=True, launches=1924),
     Case(model="2b", mode="lora", precision="fp16", stage=1, policy="none", launches=1444),
@@ -137,8 +130,6 @@ CASES = (
     Case(model="5b", mode="lora", more="args.offload_blocks=42", streams=True, launches=2614),
     Case(model="5b", mode="lora", more=_OFFLOADED, streams=True, launches=2614),
     Case(model="5b", mode="lora", more=_LADDER, streams=True, launches=3201),
-    Case(model="5b", mode="lora", policy="pointwise", more=_GRAPHS, launches=266),
-    Case(model="5b", mode="lora", more=f"{_CUDNN} {_GRAPHS}", launches=266),
     Case(model="5b_i2v", mode="lora", launches=2619),
     Case(model="1.5_5b", mode="lora", launches=2614),
     Case(

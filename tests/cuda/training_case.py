@@ -38,9 +38,6 @@ SHAPES |= {f"{name}_i2v": SHAPES[name] for name in ("5b", "1.5_5b")}
 # In the first step the device has 3% more than the plan, beside what the runtime takes for its context.
 # PyTorch's allocator may have to unmap memory there, so that later steps have a larger one.
 _NUM_TIGHT, _CONTEXT_BYTES, _LARGE = 1, 600 << 20, 400_000_000_000
-# Counters of what must not happen. A graph would read the host's memory again in each replay.
-_FAULTS = ("fault ", "beside a capture", "capture ended", "first in a capture")
-_HOST_COPIES = ("node copy pinned", "node copy device to pinned", "node host function")
 
 
 def load(model: str, mode: str, words: list[str], folder: Path) -> tuple[Config, Config]:
@@ -103,9 +100,7 @@ class Observer:
                 "pinned_allocations": counts.get("cudaHostAlloc", 0)
                 + counts.get("cudaHostRegister", 0),
                 "waits": self.waits,
-                "faults": [n for n in counts if n.startswith((*_FAULTS, *_HOST_COPIES))],
-                "graphs": counts.get("launch cudaGraphLaunch", 0),
-                "graph_nodes": counts.get("graph nodes", 0),
+                "faults": [n for n in counts if n.startswith("fault ")],
                 "kernels": {
                     name.removeprefix("launch "): number
                     for name, number in counts.items()

@@ -1,4 +1,4 @@
-"""Triton if it is installed, its kernels with a quick launch, and what decides a launch's size.
+"""Triton if it is installed, and what decides a launch's size.
 
 Files with Triton kernels import `jit` and `tl` from here, so that they can be imported without
 Triton. None of them has `from __future__ import annotations`: Triton's interpreter looks for the
@@ -29,63 +29,6 @@ else:
 HAS_TRITON = triton is not None
 
 
-_JITFunction: Any = object if triton is None else triton.JITFunction
-
-
-class Kernel(_JITFunction):
-    """A Triton kernel that finds its compiled form with one look into a dict.
-
-    JITFunction first binds the arguments to names and describes each of them. Here launches give
-    the arguments in the kernel's order, then its constants and options by name.
-    """
-
-    def __init__(self, kernel: Callable) -> None:
-        super().__init__(kernel)
-        self._compiled: dict[tuple, Any] = {}
-
-    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
-        runtime = triton.knobs.runtime
-        if warmup or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            return super().run(*args, grid=grid, warmup=warmup, **named)
-        driver = triton.runtime.driver.active
-        device = driver.get_current_device()
-        # Triton compiles for the dtype of a tensor and for addresses that are multiples of 16, for
-        # the type of a float, and for integers that are 1, multiples of 16 or above 32 bits, all of
-        # which an integer's own value decides.
-        key, values = [device, *named], [*args, *named.values()]
-        for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                address = values[i] = value.data_ptr()
-                key += value.dtype, address % 16
-            else:
-                key.append(float if isinstance(value, float) else value)
-        compiled = self._compiled.get(key := tuple(key))
-        if compiled is None:
-            names = [*self.arg_names[: len(args)], *named]
-            runtime_names = [p.name for p in self.params if not p.is_constexpr]
-            assert names[: len(runtime_names)] == runtime_names, "give arguments in this order"
-            assert not any(isinstance(v, float) for v in values[len(runtime_names) :])
-            compiled = super().run(*args, grid=grid, warmup=False, **named)
-            # On other GPUs Triton also compiles for the size of a tensor.
-            if driver.get_current_target().backend == "cuda":
-                self._compiled[key] = compiled
-            return compiled
-        x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(
-            x,
-            y,
-            z,
-            driver.get_current_stream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,  # metadata and hooks of profilers
-            None,
-            None,
-            *values[: len(self.params)],  # without the options, which Triton 3.6 refuses
-        )
-        return compiled
-
-
 # Values for CPU tensors, which are launched only by Triton's interpreter: a few programs, so that
 # tests cover programs that take several tiles, and the shared memory of a small GPU.
 _INTERPRETED_PROGRAMS, _INTERPRETED_SHARED_BYTES = 5, 99 * 1024
@@ -94,9 +37,7 @@ _INTERPRETED_PROGRAMS, _INTERPRETED_SHARED_BYTES = 5, 99 * 1024
 def jit(kernel: Callable) -> Any:
     """Return a kernel for `kernel[grid](...)`, or the function itself without Triton."""
     # Any: a checker knows neither `kernel[grid](...)` nor what Triton's types do inside a kernel.
-    if triton is None:
-        return kernel
-    return triton.jit(kernel) if triton.knobs.runtime.interpret else Kernel(kernel)
+    return kernel if triton is None else triton.jit(kernel)
 
 
 def cdiv(a: int, b: int) -> int:

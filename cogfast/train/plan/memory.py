@@ -68,7 +68,6 @@ class Setup:
     context_size: int = 1
     is_sampling: bool = False  # args.mode=inference: nothing is trained
     offloads: bool = False  # args.offload_activations
-    has_graphs: bool = False  # args.cuda_graphs
     is_cpu: bool = False
 
     @property
@@ -279,22 +278,11 @@ def host_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
     }
 
 
-def _graph_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
-    """Return what CUDA graphs hold outside of the blocks' passes, which use it.
-
-    On the null runtime they held 3.6 GiB for 2B (this says 4.2) and 49.6 GiB for LoRA of 5B (51.1).
-    """
-    if not setup.has_graphs:
-        return {}
-    return {"CUDA graphs": sum(map(setup.layer.kept, policies)) + 3 * setup.layer.live // 2}
-
-
 def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[Phase]:
     if setup.is_sampling:
         return _evaluation_phases(setup, base_parts(setup, is_evaluated=True), card, "sampling")
     phases = [training_phase(setup, policies)]
-    graphs = _graph_parts(setup, policies)
-    base = {**base_parts(setup), **graphs}
+    base = base_parts(setup)
     phases.append(
         Phase("optimizer step", {**base, "gradients": step_bytes(setup.model, setup.rules)})
     )
@@ -315,7 +303,7 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
         parts = {**base, **setup.encoders.fetched(setup.encoders.text_bytes)}
         phases.append(Phase("encoding captions", {**parts, "T5": setup.encoders.text_peak}))
     if setup.eval_rows:
-        base = {**base_parts(setup, is_evaluated=True), **graphs}
+        base = base_parts(setup, is_evaluated=True)
         phases += _evaluation_phases(setup, base, card, "evaluation")
     return phases
 
@@ -378,7 +366,6 @@ def setup_of(
         context_size=args.context_parallel_size,
         is_sampling=is_sampling,
         offloads=args.offload_activations,
-        has_graphs=args.cuda_graphs,
         is_cpu=is_cpu,
     )
 

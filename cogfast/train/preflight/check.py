@@ -33,7 +33,7 @@ from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.schema.sat_unused import own_defaults
 from cogfast.schema.values import Problems, counted, cut, one_line, show
 from cogfast.train.preflight.attention_choice import check_attention
-from cogfast.train.preflight.compilers import check_compilers, check_cuda_graphs, check_fp8
+from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
@@ -153,7 +153,6 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
     _check_offload(config, args)
-    check_cuda_graphs(config, args, TransformerConfig(**network))
     check_fp8(config, args)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     _check_export(config, args, network)

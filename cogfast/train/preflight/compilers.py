@@ -1,4 +1,4 @@
-"""Checks what Triton, torch.compile and CUDA graphs need of this machine and of the configuration."""
+"""Checks what Triton and torch.compile need of this machine and of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from cogfast.config import Config
-from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import refuse
 
@@ -62,62 +61,6 @@ def check_fp8(config: Config, args: TrainArguments) -> None:
         text = f"{key}=fp8 has products in bf16 on a GPU, but the run is in {args.precision}; set"
         refuse(config, key, f"{text} deepspeed.bf16.enabled=true, or {key}=int8")
     _check_triton(config, key, f"{key}=fp8", f"{key}=int8")
-
-
-def check_cuda_graphs(config: Config, args: TrainArguments, model: TransformerConfig) -> None:
-    """Check that the blocks do nothing that args.cuda_graphs=true could not repeat."""
-    if not args.cuda_graphs:
-        return
-    key, instead = "args.cuda_graphs", "args.cuda_graphs=false"
-    if not torch.cuda.is_available():
-        refuse(config, key, f"{key}=true needs a GPU; use {instead}")
-    moved = "moves weights or activations, but a graph reads fixed places in memory"
-    ranks = "exchanges data between ranks inside of a block, which graphs do not repeat"
-    names = ("args.model_parallel_size", "args.context_parallel_size", "args.offload_blocks")
-    sizes = args.model_parallel_size, args.context_parallel_size, args.offload_blocks
-    tensor, context, offloaded = (f"{n}={size}" for n, size in zip(names, sizes, strict=True))
-    # (whether it applies, what is set, the rule, the fix)
-    rules = (
-        (args.compile, "args.compile=true", "replaces the blocks, too", "args.compile=false"),
-        (args.zero_stage == 3, "ZeRO stage 3", moved, "deepspeed.zero_optimization.stage=2"),
-        (args.offload_blocks > 0, offloaded, moved, "args.offload_blocks=0"),
-        (
-            args.offload_activations,
-            "args.offload_activations=true",
-            moved,
-            "args.offload_activations=false",
-        ),
-        (args.model_parallel_size > 1, tensor, ranks, f"{names[0]}=1"),
-        (args.context_parallel_size > 1, context, ranks, f"{names[1]}=1"),
-        (
-            model.lora_dropout > 0,
-            f"lora_dropout={model.lora_dropout}",
-            "draws other numbers in each step",
-            "lora_dropout: 0",
-        ),
-        (
-            args.activation_checkpointing == "auto",
-            "args.activation_checkpointing=auto",
-            "fills memory that graphs keep",
-            "full, attention_kept, pointwise or none",
-        ),
-        (
-            args.fit == "auto",
-            "args.fit=auto",
-            "may set keys that graphs do not support",
-            "args.fit=none",
-        ),
-        (
-            args.profiling_blocks,
-            "args.profiling_blocks=true",
-            "records ranges of blocks, which graphs do not have",
-            "args.profiling_blocks=false",
-        ),
-    )
-    for applies, what, rule, fix in rules:
-        if applies:
-            text = f"{key}=true does not support {what}, which {rule}"
-            refuse(config, key, f"{text}; use {fix}, or {instead}")
 
 
 def _check_triton(config: Config, key: str, what: str, instead: str) -> None:

@@ -85,17 +85,6 @@ API const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidValue: return "invalid argument";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated:
-      return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureUnjoined:
-      return "capturing stream has unjoined work";
-    case cudaErrorStreamCaptureIsolation:
-      return "dependency created on uncaptured work in another stream";
-    case cudaErrorStreamCaptureImplicit:
-      return "operation would make the legacy stream depend on a capturing blocking stream";
-    case cudaErrorCapturedEvent:
-      return "operation not permitted on an event last recorded in a capturing stream";
     default: return "error of the null CUDA runtime";
   }
 }

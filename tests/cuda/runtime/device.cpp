@@ -160,7 +160,6 @@ API cudaError_t cudaProfilerStart() { return cudaSuccess; }
 API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 API cudaError_t cudaDeviceSynchronize() {
-  RETURN_IF_FAILED(check_device_wait("cudaDeviceSynchronize"));
   count_sync("cudaDeviceSynchronize");
   return cudaSuccess;
 }
@@ -181,30 +180,40 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t, int* out) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return check_stream_wait(stream, "cudaStreamQuery");
-}
+API cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 
-API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  RETURN_IF_FAILED(check_stream_wait(stream, "cudaStreamSynchronize"));
+API cudaError_t cudaStreamSynchronize(cudaStream_t) {
   count_sync("cudaStreamSynchronize");
   return cudaSuccess;
 }
 
-API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  return wait_captured(stream, event);
+API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+
+// PyTorch asks before it waits or allocates. Nothing here captures.
+
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* out) {
+  *out = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
 }
 
-API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  const auto run = [=] { function(data); };
-  const Work work = begin_work(stream, "host function", run);
-  if (work == Work::now) run();
-  return work == Work::refused ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* out,
+                                         unsigned long long* id, cudaGraph_t*,
+                                         const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                         size_t*) {
+  *out = cudaStreamCaptureStatusNone;
+  if (id != nullptr) *id = 0;
+  return cudaSuccess;
+}
+
+API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) {
+  function(data);
+  return cudaSuccess;
 }
 
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function,
                                       void* data, unsigned) {
-  RETURN_IF_FAILED(check_stream_wait(stream, "cudaStreamAddCallback"));
   function(stream, cudaSuccess, data);
   return cudaSuccess;
 }
@@ -217,13 +226,11 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) {
 API cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
 
 API cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  forget_event(event);
   delete reinterpret_cast<Event*>(event);
   return cudaSuccess;
 }
 
-API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  if (record_captured(event, stream)) return cudaSuccess;
+API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   reinterpret_cast<Event*>(event)->milliseconds = now();
   return cudaSuccess;
 }
@@ -232,13 +239,9 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
   return cudaEventRecord(event, stream);
 }
 
-API cudaError_t cudaEventQuery(cudaEvent_t event) {
-  RETURN_IF_FAILED(check_event_wait(event, "cudaEventQuery"));
-  return check_unsafe("cudaEventQuery");
-}
+API cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 
-API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  RETURN_IF_FAILED(check_event_wait(event, "cudaEventSynchronize"));
+API cudaError_t cudaEventSynchronize(cudaEvent_t) {
   count_sync("cudaEventSynchronize");
   return cudaSuccess;
 }

@@ -6,38 +6,21 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <string>
 
 #define API extern "C" __attribute__((visibility("default")))
 
 // As state.h declares them, whose headers are not included here.
-struct CUstream_st;
-
 namespace null_cuda {
-enum class Work { now, captured, refused };
-Work begin_work(CUstream_st* stream, const std::string& name, std::function<void()> run);
 void count_launch(const std::string& kernel);
 size_t number_from_environment(const char* name, size_t otherwise);
 }  // namespace null_cuda
 
-using null_cuda::Work;
-
 namespace {
 
-// A handle is zeros, and the stream of its library.
-struct Handle {
-  int64_t zeros[7];
-  CUstream_st* stream;
-};
-
+// A handle is zeros.
 int make_handle(void** out) {
-  *out = calloc(1, sizeof(Handle));
-  return 0;
-}
-
-int set_stream(void* handle, CUstream_st* stream) {
-  static_cast<Handle*>(handle)->stream = stream;
+  *out = calloc(1, 64);
   return 0;
 }
 
@@ -46,14 +29,9 @@ int free_handle(void* handle) {
   return 0;
 }
 
-int launch(const char* name, CUstream_st* stream) {
-  const Work work = null_cuda::begin_work(stream, name, nullptr);
-  if (work == Work::now) null_cuda::count_launch(name);
-  return work == Work::refused ? 14 : 0;  // CUBLAS_STATUS_INTERNAL_ERROR
-}
-
-int launch(const char* name, void* handle) {
-  return launch(name, static_cast<Handle*>(handle)->stream);
+int launch(const char* name) {
+  null_cuda::count_launch(name);
+  return 0;
 }
 
 }  // namespace
@@ -66,12 +44,12 @@ API int cublasGetMathMode(void*, int* out) { return *out = 0; }
 API int cublasGetPointerMode_v2(void*, int* out) { return *out = 0; }
 API int cublasSetMathMode(void*, int) { return 0; }
 API int cublasSetPointerMode_v2(void*, int) { return 0; }
-API int cublasSetStream_v2(void* handle, CUstream_st* stream) { return set_stream(handle, stream); }
+API int cublasSetStream_v2(void*, void*) { return 0; }
 API int cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
-API int cublasGemmEx(void* handle) { return launch("cublasGemmEx", handle); }
-API int cublasGemmStridedBatchedEx(void* handle) { return launch("cublasGemmStridedBatchedEx", handle); }
-API int cublasSgemm_v2(void* handle) { return launch("cublasSgemm", handle); }
-API int cublasSgemmStridedBatched(void* handle) { return launch("cublasSgemmStridedBatched", handle); }
+API int cublasGemmEx(void*) { return launch("cublasGemmEx"); }
+API int cublasGemmStridedBatchedEx(void*) { return launch("cublasGemmStridedBatchedEx"); }
+API int cublasSgemm_v2(void*) { return launch("cublasSgemm"); }
+API int cublasSgemmStridedBatched(void*) { return launch("cublasSgemmStridedBatched"); }
 
 API size_t cublasLtGetVersion() { return 130100; }
 API int cublasLtMatmulDescCreate(void** out, int, int) { return make_handle(out); }
@@ -84,8 +62,8 @@ API int cublasLtMatrixLayoutCreate(void** out, int, uint64_t, uint64_t, int64_t)
 API int cublasLtMatrixLayoutDestroy(void* handle) { return free_handle(handle); }
 
 API int cublasLtMatmul(void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*,
-                       void*, void*, void*, size_t, CUstream_st* stream) {
-  return launch("cublasLtMatmul", stream);
+                       void*, void*, void*, size_t, void*) {
+  return launch("cublasLtMatmul");
 }
 
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int,
@@ -106,7 +84,7 @@ enum { kInt64 = 3, kInt32 = 23 };
 }  // namespace
 
 API int cudnnCreate(void** out) { return make_handle(out); }
-API int cudnnSetStream(void* handle, CUstream_st* stream) { return set_stream(handle, stream); }
+API int cudnnSetStream(void*, void*) { return 0; }
 API size_t cudnnGetVersion() { return CUDNN_VERSION; }
 API size_t cudnnGetCudartVersion() { return 13000; }
 API const char* cudnnGetErrorString(int) { return "error of the null cuDNN"; }
@@ -140,7 +118,7 @@ API int cudnnBackendGetAttribute(void*, int name, int type, int64_t wanted, int6
   return 0;
 }
 
-API int cudnnBackendExecute(void* handle) { return launch("cudnnBackendExecute", handle); }
+API int cudnnBackendExecute(void*) { return launch("cudnnBackendExecute"); }
 
 // NVML, which PyTorch asks for before it maps an expandable segment
 

@@ -68,19 +68,6 @@ void copy(const char* call, void* to, const void* from, size_t bytes) {
   if (bytes <= most_copied()) memmove(to, from, bytes);
 }
 
-// Copy, or keep the copy in the graph that the stream is captured into.
-cudaError_t copy_on(cudaStream_t stream, const char* call, void* to, const void* from,
-                    size_t bytes) {
-  const std::string source = kind_of(from), target = kind_of(to);
-  // A graph would copy the host's memory again long after this call.
-  if (source == "pageable" || target == "pageable")
-    RETURN_IF_FAILED(check_stream_wait(stream, "a copy of pageable memory"));
-  const auto run = [=] { copy(call, to, from, bytes); };
-  const Work work = begin_work(stream, "copy " + source + " to " + target, run);
-  if (work == Work::now) run();
-  return work == Work::refused ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
-}
-
 void fill(const char* call, void* to, int value, size_t bytes) {
   check_range(call, to, bytes);
   if (bytes <= most_copied()) memset(to, value, bytes);
@@ -105,7 +92,6 @@ void check_range(const char* call, const void* pointer, size_t bytes) {
 }  // namespace null_cuda
 
 API cudaError_t cudaMalloc(void** out, size_t bytes) {
-  RETURN_IF_FAILED(check_unsafe("cudaMalloc"));
   Lock lock(mutex);
   count("cudaMalloc");
   const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
@@ -119,7 +105,6 @@ API cudaError_t cudaMalloc(void** out, size_t bytes) {
 
 API cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
-  RETURN_IF_FAILED(check_unsafe("cudaFree"));
   // Not count_sync: the caller may hold a lock of PyTorch's allocator.
   count("sync cudaFree");
   Lock lock(mutex);
@@ -145,7 +130,6 @@ API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 
 API cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
-  RETURN_IF_FAILED(check_unsafe("cudaHostAlloc"));
   Lock lock(mutex);
   count("cudaHostAlloc");
   *out = map_lazily(bytes + kPage);
@@ -155,7 +139,6 @@ API cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
 }
 
 API cudaError_t cudaFreeHost(void* pointer) {
-  RETURN_IF_FAILED(check_unsafe("cudaFreeHost"));
   Lock lock(mutex);
   auto range = pinned_ranges.find(reinterpret_cast<uintptr_t>(pointer));
   if (range == pinned_ranges.end()) return fail(cudaErrorInvalidValue);
@@ -166,7 +149,6 @@ API cudaError_t cudaFreeHost(void* pointer) {
 
 // CUDA registers whole pages, and none twice. NULLCUDA_REGISTER_MAX: larger memory cannot be registered.
 API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
-  RETURN_IF_FAILED(check_unsafe("cudaHostRegister"));
   Lock lock(mutex);
   count("cudaHostRegister");
   if (bytes > number_from_environment("NULLCUDA_REGISTER_MAX", SIZE_MAX))
@@ -181,7 +163,6 @@ API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
 }
 
 API cudaError_t cudaHostUnregister(void* pointer) {
-  RETURN_IF_FAILED(check_unsafe("cudaHostUnregister"));
   Lock lock(mutex);
   if (pinned_ranges.erase(reinterpret_cast<uintptr_t>(pointer)) == 0)
     return fail(cudaErrorHostMemoryNotRegistered);
@@ -205,37 +186,33 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void*
 }
 
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
-                                cudaStream_t stream) {
-  return copy_on(stream, "cudaMemcpyAsync", to, from, bytes);
+                                cudaStream_t) {
+  copy("cudaMemcpyAsync", to, from, bytes);
+  return cudaSuccess;
 }
 
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  RETURN_IF_FAILED(check_unsafe("cudaMemcpy"));
   count_sync("cudaMemcpy");
   copy("cudaMemcpy", to, from, bytes);
   return cudaSuccess;
 }
 
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes,
-                                    cudaStream_t stream) {
-  return copy_on(stream, "cudaMemcpyPeerAsync", to, from, bytes);
+                                    cudaStream_t) {
+  copy("cudaMemcpyPeerAsync", to, from, bytes);
+  return cudaSuccess;
 }
 
 API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  RETURN_IF_FAILED(check_unsafe("cudaMemset"));
   count_sync("cudaMemset");
   fill("cudaMemset", to, value, bytes);
   return cudaSuccess;
 }
 
-API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  const auto run = [=] {
-    count("memset");
-    fill("cudaMemsetAsync", to, value, bytes);
-  };
-  const Work work = begin_work(stream, "memset", run);
-  if (work == Work::now) run();
-  return work == Work::refused ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  count("memset");
+  fill("cudaMemsetAsync", to, value, bytes);
+  return cudaSuccess;
 }
 
 API cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
