@@ -139,7 +139,7 @@ def _pictures_only_where_they_are_looked_at(request, monkeypatch) -> None:
     metrics = sys.modules.get("cogfast.train.run.metrics")
     if metrics is not None and request.path.name not in ("test_metrics.py", "test_page.py"):
         monkeypatch.setattr(metrics.Metrics, "draw_loss", lambda self: None)
-        monkeypatch.setattr(metrics.RunPage, "write", lambda self, history: None)
+        monkeypatch.setattr(metrics.RunPage, "write", lambda self, history, is_active: None)
 
 
 @pytest.fixture(autouse=True)
