@@ -48,7 +48,7 @@ LONG = (
     "test_bench_step.py",
     "test_autoencoder.py",
     "test_gpu_run.py",
-    "test_sample_clips.py",
+    "test_quickstart.py",
 )
 
 

@@ -30,11 +30,9 @@ from pathlib import Path
 
 import torch
 
-from bench.harness.expected import compare
 from bench.harness.machine import describe_machine
-from bench.harness.outcome import Outcome, Row, Settings, draw, table
+from bench.harness.outcome import Outcome, Settings, draw, table
 from cogfast.diagnostics.timing import wait_for
-from cogfast.train.plan.gpus import find_gpu
 
 _TRACE_LINES = 12
 _MINUTES = 9.0
@@ -142,22 +140,12 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
     print(table(outcome))
     if outcome.bars is not None:
         print(f"  {draw(outcome.bars, out / f'{name}.png')}")
-    if settings.device.type == "cuda":
-        memory_gib = torch.cuda.get_device_properties(settings.device).total_memory / 2**30
-        for line in expectations(outcome.rows, str(report["gpu"]), memory_gib):
-            print(f"  {line}")
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
     is_well = "error" not in report and not outcome.problems
     seconds = time.perf_counter() - started
     print(f"  {'ok' if is_well else 'FAILED'}, {seconds:.1f} s", flush=True)
     return is_well
-
-
-def expectations(rows: Sequence[Row], gpu_name: str, memory_gib: float) -> list[str]:
-    """Describe measured training steps beside what is expected of the GPU; nothing without a figure."""
-    gpu = find_gpu(gpu_name, memory_gib)
-    return [] if gpu is None else compare(rows, gpu)
 
 
 def run_apart(name: str, arguments: argparse.Namespace, minutes: float) -> bool:

@@ -158,12 +158,8 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     for piece, render in renders.items():
         for report in results.of(piece):
             lines += render(report["rows"])
-    for piece, render in {
-        "finetune_step": _finetune_steps,
-        "finetune_cache": _finetune_cache,
-    }.items():
-        for report in results.of(piece):
-            lines += [*render(report), *_load(report)]
+    for report in results.of("finetune_step"):
+        lines += _finetune_steps(report)
     for path in sorted(results.folder.glob("*.png")):
         link = Path(os.path.relpath(path, folder_of_page)).as_posix()
         lines += ["", f"![{path.stem} on {results.machine}]({link})"]
@@ -391,38 +387,11 @@ def _finetune_steps(report: Report) -> list[str]:
     question = (
         "How long does a step of `cogfast finetune` take against CogVideo's diffusers trainer?"
     )
-    return _question(question, ("case", "time of cogfast / CogVideo", *columns), body)
-
-
-def _finetune_cache(report: Report) -> list[str]:
-    body = [
-        (
-            f"{row['side']}, {row['clips']} clips of 9x{row['size'][0]}x{row['size'][1]}, {_threads(report['threads'])}",
-            f"{row['ratio']:.2f}" if "ratio" in row else _EMPTY,
-            number(row["clips_per_s"]),
-            f"{number(row['p10_s'])} to {number(row['p90_s'])}",
-            f"{row['bytes_per_clip'] / 2**20:.2f}",
-        )
-        for row in report["rows"]
-    ]
-    head = (
-        "",
-        "time of cogfast / CogVideo",
-        "clips per second",
-        "s in all, p10 to p90",
-        "MiB per clip",
-    )
-    question = "How fast does one process encode clips, with one that reads, against CogVideo's diffusers trainer?"
-    return _question(question, head, body)
-
-
-def _load(report: Report) -> list[str]:
-    load = report["load_average"]
-    text = (
-        f"{load['before']:.1f} before and {load['after']:.1f} after, on {report['cpu_cores']} cores"
-    )
+    lines = _question(question, ("case", "time of cogfast / CogVideo", *columns), body)
+    load, cores = report["load_average"], report["cpu_cores"]
     note = "Ratios are medians over pairs that follow each other. CogVideo's trainer keeps no EMA. Load"
-    return ["", f"{note} average: {text}."]
+    average = f"{load['before']:.1f} before and {load['after']:.1f} after, on {cores} cores"
+    return [*lines, "", f"{note} average: {average}."]
 
 
 def _case(row: Row, report: Report) -> str:

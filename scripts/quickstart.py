@@ -25,37 +25,37 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-# bench is not installed with the package: import it from the checkout.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.clips.animation import write_animation  # noqa: E402
-from bench.clips.sample_clips import (  # noqa: E402
+from PIL import Image, ImageDraw, ImageFont
+from quickstart_clips import (
     FPS,
     HELD_OUT,
     caption_of,
     combinations,
-    write_sample_clips,
+    read_frames,
+    score,
+    write_clips,
 )
-from bench.clips.shape_look import read_frames, score  # noqa: E402
-from cogfast.config import load_config  # noqa: E402
-from cogfast.core.shapes import num_latent_frames  # noqa: E402
-from cogfast.kernels.block_kernels import choose_kernels  # noqa: E402
-from cogfast.model.transformer import build_transformer  # noqa: E402
-from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState  # noqa: E402
+
+from cogfast.config import load_config
+from cogfast.core.shapes import num_latent_frames
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.transformer import build_transformer
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 NUM_BANDS = 48  # of 768: reconstructions have 27.8 dB, and two CPU cores can train on the latents
 BATCH = 16  # clips of a training step
 FIT_BATCH = 16  # clips
-NUM_ANIMATED = 12
+NUM_ANIMATED, NUM_COLUMNS = 12, 4  # videos of the moving picture
+SCALE, GAP, TEXT_HEIGHT = 3, 8, 20  # of the moving picture, in pixels of a video and of the picture
+PAPER, INK = (255, 255, 255), (36, 36, 36)
 NUM_TIMED_STEPS = 2  # after one that warms up; the faster counts
 
 
 def prepare(folder: Path) -> None:
     """Write clips, captions and wavelet; print the scores that training can reach at best."""
-    paths = write_sample_clips(folder)
+    paths = write_clips(folder)
     captions = [read_caption(path) for path in paths]
     all_captions = [caption_of(*parts) for parts in combinations()]
     (folder / "captions.txt").write_text("\n".join(all_captions) + "\n")
@@ -183,7 +183,27 @@ def animate(folder: Path, path: Path) -> None:
     count = NUM_ANIMATED - len(first)
     # Evenly spaced over all captions that were trained on.
     chosen = first + [rest[round((k + 0.5) * len(rest) / count - 0.5)] for k in range(count)]
-    write_animation(path, [videos[i] for i in chosen], [captions[i] for i in chosen], FPS)
+    _, height, width, _ = videos[0].shape
+    size = (SCALE * width, SCALE * height)
+    cell = (size[0] + GAP, size[1] + TEXT_HEIGHT + GAP)
+    rows = -(-len(chosen) // NUM_COLUMNS)  # rounded up
+    page = Image.new("RGB", (NUM_COLUMNS * cell[0] + GAP, rows * cell[1] + GAP), PAPER)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(size=13)
+    places = [
+        (GAP + k % NUM_COLUMNS * cell[0], GAP + k // NUM_COLUMNS * cell[1])
+        for k in range(len(chosen))
+    ]
+    for (x, y), i in zip(places, chosen, strict=True):
+        draw.text((x + size[0] / 2, y + size[1] + 4), captions[i], INK, font, anchor="ma")
+    pages = [page.copy() for _ in videos[0]]
+    for place, i in zip(places, chosen, strict=True):
+        for shown, frame in zip(pages, videos[i], strict=True):
+            # Nearest neighbour, so that every sampled pixel stays visible.
+            shown.paste(Image.fromarray(frame).resize(size, Image.Resampling.NEAREST), place)
+    duration = round(1000 / FPS)  # ms
+    pages[0].save(
+        path, save_all=True, append_images=pages[1:], duration=duration, loop=0, quality=90
+    )
 
 
 def read_samples(folder: Path) -> tuple[list[np.ndarray], list[str]]:

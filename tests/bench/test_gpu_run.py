@@ -30,14 +30,11 @@ from bench.checks.kernels_on_device import run_kernel_tests
 from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
 from bench.harness.compact_rows import COMPACT_ROWS
-from bench.harness.expected import EXPECTED, compare, write
 from bench.harness.outcome import Outcome, Settings
 from bench.kernel_ops import attention_backends, quantized_linears
 from bench.kernel_ops.attention_backends import Backend, measure_backend
-from bench.steps.step_on_device import cases_15_5b, cases_15_5b_i2v
 from cogfast.diagnostics.timing import spread, time_calls
 from cogfast.model.weights.shard import Shard
-from cogfast.train.plan.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(torch.device("cpu"), is_tiny=True)
@@ -645,82 +642,3 @@ def test_ranks_that_differ_or_are_wrong_are_reported(golden_2b) -> None:
     other = {**ranks[1][0].gradients, norm: exact.gradients[norm] + 1e-7}
     ranks[1] = Answers(exact.outputs, exact.loss, other), ranks[1][1]
     assert find_differences(ranks) == [f"{norm}: rank 1 differs from rank 0"]
-
-
-# --- expected step times ---
-
-H100 = next(gpu for gpu in GPUS if gpu.name == "h100-80")
-ROW = {"model": "5b", "num_layers": 42, "mode": "lora", "checkpointing": "full", "what": "step"}
-ROW |= {"engine": "eager"}
-
-
-def test_the_stored_file_is_that_of_the_formulas() -> None:
-    assert EXPECTED.read_text() == write(), "run python -m bench.harness.expected"
-
-
-def test_figures_by_hand() -> None:
-    """The linears of 5B LoRA, recomputed: 24 B S M^2 in three passes, at 65% of 989 TFLOP/s."""
-    rows = json.loads(EXPECTED.read_text())
-    (row,) = (
-        r for r in rows if r["gpu"] == "h100-80" and all(ROW.get(k, v) == v for k, v in r.items())
-    )
-    seconds = 42 * 3 * 24 * 17_776 * 3072**2 / (0.65 * 989e12)
-    assert row["matmul_ms"] == pytest.approx(1000 * seconds, rel=0.1)  # adapters take the rest
-    parts = [row[f"{part}_ms"] for part in ("matmul", "attention", "memory_bound")]
-    assert row["step_ms"] == pytest.approx(sum(parts), abs=0.2)
-
-
-@pytest.mark.parametrize("model", ["1.5-5b", "1.5-5b-i2v"])
-@pytest.mark.parametrize("gpu", ["h100-80", "h200"])
-def test_figures_of_15_by_hand(model: str, gpu: str) -> None:
-    """LoRA on the whole model, with attention kept: 45,104 tokens, at 65, 50 and 40% of 989 TFLOP/s."""
-    rows = json.loads(EXPECTED.read_text())
-    (row,) = (r for r in rows if (r["gpu"], r["model"], r["num_layers"]) == (gpu, model, 42))
-    assert (row["mode"], row["checkpointing"]) == ("lora", "attention_kept")
-    tokens, width, peak = 45_104, 3072, 989e12
-    matmul = 42 * 3 * 24 * tokens * width**2 / (0.65 * peak)
-    assert row["matmul_ms"] == pytest.approx(1000 * matmul, rel=0.1)  # adapters take the rest
-    attention = 42 * tokens**2 * width * (4 / (0.5 * peak) + 10 / (0.4 * peak))
-    assert row["attention_ms"] == pytest.approx(1000 * attention, abs=0.1)
-    parts = [row[f"{part}_ms"] for part in ("matmul", "attention", "memory_bound")]
-    assert row["step_ms"] == pytest.approx(sum(parts), abs=0.2)
-
-
-def test_all_policies_of_15_are_measured_and_compared() -> None:
-    rows = [row for row in json.loads(EXPECTED.read_text()) if row["gpu"] == "h100-80"]
-    for cases in (cases_15_5b(), cases_15_5b_i2v()):
-        steps = [c for c in cases if c.what == "step" and c.checkpointing != "auto"]
-        measured = [
-            {
-                **{k: getattr(c, k) for k in ("model", "what", "mode", "checkpointing", "engine")},
-                "num_layers": c.layers,
-                "ours_median_ms": 1e6,
-            }
-            for c in steps
-        ]
-        lines = gpu_run.expectations(measured, "NVIDIA H100 80GB HBM3", 79.1)
-        assert len(lines) == len(steps) and all(line.endswith("BELOW 85%") for line in lines)
-        known = [row for row in rows if row["model"] == steps[0].model]
-        assert len(known) == len({replace(c, engine="eager") for c in steps})
-
-
-def test_a_step_below_85_percent_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "expected.json"
-    keys = ("model", "num_layers", "mode", "checkpointing")
-    wanted = {"gpu": "h100-80", **{key: ROW[key] for key in keys}, "step_ms": 850.0}
-    path.write_text(json.dumps([wanted, {**wanted, "gpu": "h200", "step_ms": 1.0}]))
-    times = (1000.0, 1001.0)
-    rows = [{**ROW, "ours_median_ms": ms} for ms in times]
-    rows += [{**ROW, "what": "block", "ours_median_ms": 9.0}, {**ROW, "ours_error": "none"}]
-    rows += [{**ROW, "num_layers": 3, "ours_median_ms": 9.0}]
-    assert compare(rows, H100, path) == [
-        "5b, 42, lora, full, eager: 1000 ms, 850 expected: 85% of the expected speed",
-        "5b, 42, lora, full, eager: 1001 ms, 850 expected: 85% of the expected speed, BELOW 85%",
-    ]
-
-
-def test_only_known_gpus_have_expectations() -> None:
-    rows = [{**ROW, "ours_median_ms": 1e6}]
-    assert gpu_run.expectations(rows, "NVIDIA A100-SXM4-80GB", 79.2) == []
-    (line,) = gpu_run.expectations(rows, "NVIDIA H100 80GB HBM3", 79.1)
-    assert line.endswith("BELOW 85%")

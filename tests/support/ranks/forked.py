@@ -180,6 +180,7 @@ def _run(program: Sequence[str]) -> int:
         elif program[0] == "-m":
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
+            sys.path.insert(0, os.path.dirname(program[0]))  # as Python does
             runpy.run_path(program[0], run_name="__main__")
     except SystemExit as end:
         status = end.code

@@ -9,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.checks.plan_step_time import Probe, measure, predict, rates_of
-from bench.steps.step_cases import Case, Plan
 from cogfast.diagnostics.plan_times import time_lines
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.quantized import int8_linear
@@ -175,26 +173,6 @@ def test_policies_recompute_in_their_order() -> None:
     mixed = estimate(large(), NUM_TOKENS, ALONE, RATES, ("full", "none")).seconds
     assert times[0] < mixed < times[-1]
     assert torch.tensor(times).diff().gt(0).all()
-
-
-def test_the_bench_predicts_from_rates_alone() -> None:
-    """The time of the real step is no input: twice the rates halve the prediction."""
-    case = Case("5b-smallest")
-    row = measure(case, num_rounds=1)
-    parts = sum(row[f"{part}_ms"] for part in ("matmul", "attention", "memory_bound"))
-    assert row["predicted_ms"] == pytest.approx(parts)
-    assert row["ratio"] == pytest.approx(row["predicted_ms"] / row["step_ms"])
-    variant = Plan(torch.device("cpu"), torch.float32).variant(case)
-    kinds = ("matmul", "matmul", "attention_forward", "attention_backward", "copy", "kernels")
-    probes = [
-        Probe(kind, 6e9, lambda: None, [3.0, 2.0 if i else 1.0]) for i, kind in enumerate(kinds)
-    ]
-    rates = rates_of(probes)
-    # All work of a kind over the least times: 12e9 in 1 + 2 s.
-    assert (rates.matmul, rates.attention_forward, rates.copy) == (4e9, 3e9, 3e9)
-    fast = [Probe(p.name, 2 * p.work, p.call, p.times) for p in probes]
-    seconds = [predict(variant, case, rates_of(made)).seconds for made in (probes, fast)]
-    assert seconds[0] == pytest.approx(2 * seconds[1])
 
 
 # --- what saves memory ---

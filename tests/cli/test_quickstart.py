@@ -13,18 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from bench.clips.sample_clips import (
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
+from scripts.quickstart_clips import (
     COLOURS,
     DIRECTIONS,
     HELD_OUT,
     SHAPES,
+    Look,
+    Scores,
     caption_of,
     combinations,
+    foreground,
+    look_at,
+    read_frames,
     render_clip,
-    write_sample_clips,
+    score,
+    write_clips,
 )
-from bench.clips.shape_look import Look, Scores, foreground, look_at, read_frames, score
-from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
 from tests.support.ranks.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,14 +76,14 @@ def test_files_are_h264_of_the_documented_format(clips_folder: Path) -> None:
 
 
 def test_the_same_bytes_every_time(clips_folder: Path, tmp_path: Path) -> None:
-    paths = write_sample_clips(tmp_path, num_copies=1)
+    paths = write_clips(tmp_path, num_copies=1)
     assert len(paths) == 44
     for path in tmp_path.glob("*/*"):
         assert path.read_bytes() == (clips_folder / path.relative_to(tmp_path)).read_bytes(), path
 
 
 def test_copies_are_jittered_and_the_seed_matters(clips_folder: Path, tmp_path: Path) -> None:
-    write_sample_clips(tmp_path, num_copies=1, seed=1)
+    write_clips(tmp_path, num_copies=1, seed=1)
     name = "videos/blue-square-up"
     versions = [(clips_folder / f"{name}-{i}.mp4").read_bytes() for i in range(4)]
     versions.append((tmp_path / f"{name}-0.mp4").read_bytes())
