@@ -126,7 +126,8 @@ def test_an_image_to_video_run_samples_one_size(tmp_path: Path, data: Path) -> N
              "args.eval_num_samples=4", "data.params.max_num_frames=17",
              "data.params.buckets=[[17,32,32],[1,16,32],[1,32,32]]")  # fmt: skip
     make(tmp_path, data, *overrides, family="1.5_5b_i2v").train()
-    assert len(list(run_folder(tmp_path / "runs").rglob("*.mp4"))) == 4
+    samples = run_folder(tmp_path / "runs") / "samples" / "step-00000002"
+    assert len(list(samples.glob("*.mp4"))) == 4
 
 
 def test_too_many_bad_videos_end_the_run_at_its_start(tmp_path: Path, data: Path) -> None:

@@ -80,7 +80,7 @@ def command_line(rng: random.Random, model: Path, data: Path) -> list[str]:
         "num_workers": "0",
         "train_steps": "1",
     }
-    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
         options[rng.choice([*SHELL, *OWN])] = rng.choice(VALUES)
     if rng.random() < 0.2:
         del options[rng.choice(list(options))]

@@ -315,7 +315,7 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
     assert set(num_drawn) == {0, 1, 2}
 
     run.evaluator.args = replace(run.args, eval_num_samples=2)
-    shown = [prompt.image for prompt in run.evaluator._prompts(run.latent_size)]
+    shown = [prompt.image for prompt in run.evaluator._prompts(run.latent_size, "")]
     unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[2])]
     torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)
 

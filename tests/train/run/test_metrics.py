@@ -266,7 +266,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
         "latest",
     ]
     Image.open(run / "loss.png").verify()
-    assert "step 6 of 6" in (run / "index.html").read_text()
+    assert "<dd>6 <small>of 6</small></dd>" in (run / "index.html").read_text()
     ours = [record for record in caplog.records if record.name.startswith("cogfast")]
     warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     warnings = [text for text in warnings if "File too large" in text]
@@ -274,6 +274,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
         "metrics.jsonl",
         "events.out",
         "sampling at step 4",
+        "reference/000",
         "loss.png",
         "index.html",
         "checkpoint of step 4",
@@ -433,14 +434,14 @@ def test_a_log_line_has_the_time_left(tmp_path: Path, data: Path, caplog) -> Non
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps"), [(300.0, [2, 4, 5, 5]), (-1.0, [1, 2, 2, 3, 4, 4, 5, 5, 5])]
+    ("seconds", "steps"), [(300.0, [1, 2, 4, 5, 5, 5]), (-1.0, [1, 2, 2, 3, 4, 4, 5, 5, 5, 5])]
 )
 def test_the_page_is_written_at_checkpoints_and_after_minutes(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
 ) -> None:
-    """Without evaluations; the end of the run saves and draws."""
+    """Without evaluations; the end of the run saves, draws and marks the page as complete."""
     written: list[int] = []
-    page = lambda _, history: written.append(history[-1]["step"])
+    page = lambda _, history, is_active: written.append(history[-1]["step"])
     monkeypatch.setattr("cogfast.train.run.metrics.RunPage.write", page)
     monkeypatch.setattr("cogfast.train.run.metrics._PAGE_SECONDS", seconds)
     make(tmp_path, data, train_iters=5, save_interval=2).train()
