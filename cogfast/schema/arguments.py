@@ -208,8 +208,6 @@ class TrainArguments:
     # data-parallel ranks. cpu: in host memory, updated over PCIe while the next step computes, with the
     # same numbers
     ema_device: EmaDevice = "device"
-    # CPU ranks of one machine exchange gradients and weights through shared memory (ZeRO 0 to 2)
-    shared_memory: bool = True
     # consecutive steps that may be skipped because of non-finite gradients
     max_nonfinite_steps: Count = 20
     # after a loss or gradient that is not finite: skip its step; stop: save and end the run; rollback:

@@ -213,13 +213,7 @@ class Trainer:
         )
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
-        self.engine = ZeroEngine(
-            transformer,
-            optimizer,
-            deepspeed_config(config, args),
-            mpu,
-            shares_memory=args.shared_memory,
-        )
+        self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)
         self.replica_check = ReplicaCheck(
             transformer,
             self.groups.tensor,

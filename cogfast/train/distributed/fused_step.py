@@ -6,13 +6,13 @@ DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the n
 
 The all-gather of the new weights overlaps the preparation of the next batch (the frozen VAE and text
 encoder, or only copies and noise for cached latents). The next forward pass waits for all weights.
-Nothing here was timed on a GPU. DeepSpeed reduces the gradients, except between CPU ranks that share
-memory; a rank without others has nothing to reduce. Only this file, shared_memory.py and zero_engine.py use private names of DeepSpeed 0.19.
+Nothing here was timed on a GPU. DeepSpeed reduces the gradients; a rank without others has nothing to
+reduce. Only this file and zero_engine.py use private names of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -146,15 +146,11 @@ class FusedStep:
     """Replaces `zero.step`.
 
     zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16, fp16 or fp32. gather:
-    the gather of its weights; a step starts it and does not wait for it. averaged: this rank's
-    averaged gradients, flat by partition, if DeepSpeed does not reduce them.
+    the gather of its weights; a step starts it and does not wait for it.
     """
 
-    def __init__(
-        self, zero, gather: WeightGather, averaged: Sequence[Tensor] | None = None
-    ) -> None:
+    def __init__(self, zero, gather: WeightGather) -> None:
         self.zero, self.optimizer, self.gather = zero, zero.optimizer, gather
-        self.averaged = averaged
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
         self._flat_gradients: dict[int, Tensor] = {}  # by partition
         device = self.partitions[0].device  # of the step's stream
@@ -251,8 +247,6 @@ class FusedStep:
 
     def _gradient(self, part: int) -> Tensor:
         """Return the averaged gradient of a partition, flat, in the accumulation dtype."""
-        if self.averaged is not None:
-            return self.averaged[part]
         pieces = self.zero.averaged_gradients[part]
         flat = getattr(pieces, "flat_partition", None)
         if flat is not None:

@@ -3,8 +3,7 @@
 ZeRO flattens the trainable parameters into a few float32 vectors, of which every rank owns a part
 ("partition"). `ZeroEngine` maps partitions to parameters: a `Slice` says which elements of a
 parameter this rank owns and where they are in its partition. Checkpoints, EMA evaluation and resume
-use nothing else of DeepSpeed. Only this file, fused_step.py and shared_memory.py use private names of
-DeepSpeed 0.19.
+use nothing else of DeepSpeed. Only this file and fused_step.py use private names of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from cogfast.train.distributed.fused_step import (
     reason_for_stock_step,
 )
 from cogfast.train.distributed.process_groups import ModelParallelUnit
-from cogfast.train.distributed.shared_memory import share_memory
 from cogfast.train.run.health.inspection import OpWatch
 from cogfast.train.run.health.step_clock import CLOCK
 
@@ -237,8 +235,7 @@ class ZeroEngine:
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
     config: from `deepspeed_config`. mpu: DeepSpeed's model parallel unit, with the tensor- and
     data-parallel groups; None without tensor parallelism. use_stock_step: use DeepSpeed's own step of
-    stages 1 and 2 even where FusedStep could replace it. shares_memory: let CPU ranks of one machine
-    exchange gradients and weights through shared memory where FusedStep is used.
+    stages 1 and 2 even where FusedStep could replace it.
     tensor_rank, data_rank: this process's ranks in the tensor- and data-parallel group.
 
     `step` returns while the new weights are still being gathered. A forward pass, `publish`,
@@ -253,7 +250,6 @@ class ZeroEngine:
         config: dict,
         mpu: ModelParallelUnit | None = None,
         use_stock_step: bool = False,
-        shares_memory: bool = True,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
         import deepspeed
@@ -300,7 +296,6 @@ class ZeroEngine:
             self.slices = list(self._stage12_slices(names))
         _time_collectives(self.zero, config["zero_optimization"])
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
-        self._shares_memory = shares_memory and self.parts[0].device.type == "cpu"
         # Every forward pass waits, also those of evaluations.
         transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
         self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
@@ -394,15 +389,8 @@ class ZeroEngine:
 
         reason = reason_for_stock_step(self.zero, self.optimizer, deepspeed.__version__)
         if reason is None:
-            averaged = None
-            if self._shares_memory and self.zero.dtype != torch.float16:  # its sums may overflow
-                try:
-                    gradients, self._gather = share_memory(self.zero)
-                    averaged = gradients.partitions
-                except OSError as error:
-                    logger.info("ranks exchange gradients through gloo, not memory: %s", error)
             assert self._gather is not None, "stages 1 and 2 gather weights"
-            FusedStep(self.zero, self._gather, averaged)
+            FusedStep(self.zero, self._gather)
         else:
             logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
         return reason is None

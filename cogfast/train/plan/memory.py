@@ -217,7 +217,7 @@ def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
     if setup.is_cpu:
         # The checkpoint's writer keeps its copies, which are host memory on a GPU's machine.
         parts["copy for checkpoints"] = state.master + state.moments + state.ema
-    return {**parts, "gradients": state.gradients} if state.gradients else parts
+    return parts
 
 
 def _workspace(setup: Setup) -> int:
@@ -258,7 +258,7 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
             best = found
     base = base_parts(setup)
     head = {
-        "gradients": base.get("gradients", 0),
+        "gradients": 0,
         "ZeRO's buffers": 0,
         "activations": embedded + held(len(policies), NUM_RESIDENT),
         "block at work": _HEAD * layer.unit,
@@ -356,7 +356,7 @@ def setup_of(
     eval_rows = 2 * eval_batch * rows if args.has_evaluation or is_sampling else 0
     return Setup(
         model=ModelSize.of(transformer),
-        rules=rules_of(config, args, world_size // model_size, is_cpu),
+        rules=rules_of(config, args, world_size // model_size),
         layer=LayerShape.of(transformer, args.batch_size * rows, number),
         choice=str(args.activation_checkpointing),
         encoders=encoders,
@@ -390,9 +390,7 @@ def meta_transformer(config: Config, args: TrainArguments) -> DiffusionTransform
     return build_on_meta(config, args, ParallelGroup(0, size, no_group) if size > 1 else None)
 
 
-def rules_of(
-    config: Config, args: TrainArguments, data_size: int, is_cpu: bool = False
-) -> ZeroRules:
+def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
     """Return where DeepSpeed and the optimizer keep the state of this configuration."""
     section = to_dict(config.deepspeed)
     zero = section.get("zero_optimization") or {}
@@ -422,7 +420,6 @@ def rules_of(
         accumulation=args.gradient_accumulation_steps,
         bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
         copies_gradients=not is_fused_adam or args.kernels == "torch",
-        shares_memory=is_cpu and args.shared_memory and args.precision != "fp16",
     )
 
 

@@ -96,7 +96,7 @@ class ZeroRules:
     data_size: data-parallel ranks. num_moments: of the optimizer, float32. is_fused: FusedStep replaces
     DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. has_8bit_moments,
     has_host_ema: args.optimizer_moments and args.ema_device. sum_bytes: size of a number
-    in which gradients are accumulated. shares_memory: ranks on a CPU (distributed/shared_memory.py).
+    in which gradients are accumulated.
     """
 
     stage: int
@@ -113,12 +113,6 @@ class ZeroRules:
     accumulation: int = 1
     bucket: int = _DEFAULT_BUCKET
     copies_gradients: bool = False  # the optimizer reads float32 gradients
-    shares_memory: bool = False
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether a rank has memory of its own for all gradients, from step to step."""
-        return self.shares_memory and self.is_fused
 
     @property
     def is_alone(self) -> bool:
@@ -137,11 +131,10 @@ class State:
     master: int
     moments: int
     ema: int
-    gradients: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.master + self.moments + self.ema + self.gradients
+        return self.weights + self.master + self.moments + self.ema
 
 
 def lasting_state(model: ModelSize, rules: ZeroRules) -> State:
@@ -159,15 +152,7 @@ def lasting_state(model: ModelSize, rules: ZeroRules) -> State:
         master=part,
         moments=rules.num_moments * moment,
         ema=average if rules.has_ema else 0,
-        gradients=_row_bytes(model, rules) if rules.keeps_gradients else 0,
     )
-
-
-def _row_bytes(model: ModelSize, rules: ZeroRules) -> int:
-    """Return the bytes of a rank's row of shared memory: all gradients, and its new weights twice."""
-    num_places = 2 if rules.data_size > 1 else 0
-    new_weights = num_places * rules.partition(model.num_trained) * rules.weight_bytes
-    return model.num_trained * rules.sum_bytes + new_weights
 
 
 def host_ema_bytes(model: ModelSize, rules: ZeroRules) -> int:
@@ -195,10 +180,6 @@ def backward_points(model: ModelSize, rules: ZeroRules) -> list[GradientPoint]:
     part = rules.partition(model.num_trained)
     # Micro-batches before the last one left their sum.
     is_later = rules.accumulation > 1
-    if rules.keeps_gradients:
-        # A gradient that has come is copied to its place and freed.
-        row = _row_bytes(model, rules)
-        return [GradientPoint(block, row, 0) for block, _ in _arrivals(model)]
     if rules.stage == 3:
         return _stage3_points(model, rules)
     if rules.is_alone and not (rules.stage == 1 and not rules.overlaps):
@@ -273,9 +254,6 @@ def _stage3_points(model: ModelSize, rules: ZeroRules) -> list[GradientPoint]:
 def step_bytes(model: ModelSize, rules: ZeroRules) -> int:
     """Return the bytes of gradients in the optimizer's step."""
     part = rules.partition(model.num_trained)
-    if rules.keeps_gradients:
-        copies = part * _FLOAT32 if rules.copies_gradients else 0
-        return _row_bytes(model, rules) + copies
     if rules.is_offloaded:
         return model.largest * rules.weight_bytes
     num_bytes = part * rules.sum_bytes

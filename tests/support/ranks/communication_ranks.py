@@ -152,8 +152,7 @@ def _find_group(args: tuple) -> dist.ProcessGroup:
 
 def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     """Count the bytes of the third step; the first two set up buffers."""
-    # Shared memory is off, as on GPUs.
-    arguments = ["args.train_iters=3", "args.shared_memory=false", *arguments]
+    arguments = ["args.train_iters=3", *arguments]
     trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
     if groups.model is not None:

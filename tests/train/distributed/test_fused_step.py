@@ -2,8 +2,7 @@
 
 Without clipping the two are equal bit for bit, also in bf16 and fp16: a 16-bit gradient is the same
 number in fp32, and a loss scale is a power of two. With clipping the norm is summed in a different
-order, so the clip factor may differ in its last bit. DeepSpeed reduces the gradients here;
-test_shared_memory.py has the other way.
+order, so the clip factor may differ in its last bit.
 
 In the runs of two processes, a gather writes its result only when it is waited for. Code that reads
 weights without waiting reads old ones.
@@ -158,7 +157,7 @@ class Network(nn.Module):
         return self.last(self.middle(self.norm(torch.tanh(self.first(x)))))
 
 
-def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroEngine:
+def make(case: Case, use_stock_step: bool) -> ZeroEngine:
     torch.manual_seed(0)
     network = Network().to(DTYPES[case.dtype])
     if case.dtype == "fp16":
@@ -188,7 +187,7 @@ def make(case: Case, use_stock_step: bool, shares_memory: bool = False) -> ZeroE
     # Earlier engines must not be collected in the middle of an import: what they then import ends in
     # a KeyError of Python 3.11's import locks.
     gc.collect()
-    engine = ZeroEngine(network, optimizer, config, mpu, use_stock_step, shares_memory)
+    engine = ZeroEngine(network, optimizer, config, mpu, use_stock_step)
     if use_stock_step and case.dtype == "fp16":
         unscale_by_the_scale_of_the_loss(engine.zero)
     return engine
@@ -240,9 +239,9 @@ def snapshot(engine: ZeroEngine) -> dict[str, Tensor]:
     return out
 
 
-def trajectory(case: Case, use_stock_step: bool, shares_memory: bool = False) -> dict:
+def trajectory(case: Case, use_stock_step: bool) -> dict:
     """Return a run's losses, norms, counters and last state, and the states around a bad step."""
-    engine = make(case, use_stock_step, shares_memory)
+    engine = make(case, use_stock_step)
     assert engine.is_step_fused is not use_stock_step
     losses, norms, before = [], [], {}
     for step in range(STEPS):
@@ -297,11 +296,9 @@ def gather_late(
     return GATHERS[-1]
 
 
-def eventful_run(
-    case: Case, waits: bool, groups: ProcessGroups, folder: Path, shares_memory: bool = False
-) -> dict:
+def eventful_run(case: Case, waits: bool, groups: ProcessGroups, folder: Path) -> dict:
     """Run evaluations and a save right after steps. waits: wait for the weights after each step."""
-    engine, found = make(case, False, shares_memory), {}
+    engine, found = make(case, False), {}
     x = torch.linspace(-1, 1, 13).to(next(engine.transformer.parameters()).dtype)
     writer = CheckpointWriter(folder, engine, groups, keep_last=1)
     for step in range(STEPS):
@@ -322,10 +319,10 @@ def eventful_run(
     return found | {f"saved {k}": v for k, v in saved.items()} | snapshot(engine)
 
 
-def accumulated_gradient(case: Case, shares_memory: bool = False) -> tuple[Tensor, Tensor]:
+def accumulated_gradient(case: Case) -> tuple[Tensor, Tensor]:
     """Return the gradient that the optimizer gets for this rank's partition, and the float64 sum of
-    the same bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does, or in float64."""
-    engine = make(case, False, shares_memory)
+    the same bf16 gradients, averaged over the ranks in bf16 as DeepSpeed does."""
+    engine = make(case, False)
     parameters = {n: p for n, p in engine.transformer.named_parameters() if n != "unused"}
     exact = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in parameters.items()}
     twin = copy.deepcopy(engine.transformer)
@@ -335,8 +332,6 @@ def accumulated_gradient(case: Case, shares_memory: bool = False) -> tuple[Tenso
         loss = 10 * twin(x).float().square().mean() / case.accumulation
         gradients = torch.autograd.grad(loss, [twin.get_parameter(n) for n in parameters])
         for name, gradient in zip(parameters, gradients, strict=True):
-            if shares_memory:
-                gradient = gradient.double()
             gradient = gradient / dist.get_world_size()
             dist.all_reduce(gradient)
             exact[name] += gradient.double()
@@ -356,6 +351,20 @@ def accumulated_gradient(case: Case, shares_memory: bool = False) -> tuple[Tenso
     got = [seen[s.part].narrow(0, s.offset, s.numel) for s in mine]
     want = [exact[s.parameter].flatten().narrow(0, s.start, s.numel) for s in mine]
     return torch.cat(got), torch.cat(want)
+
+
+def rare_gradients(use_stock_step: bool) -> dict[str, Tensor]:
+    """Run steps in which a layer has gradients in all, in one or in no micro-batches."""
+    engine = make(Case(dtype="fp32", accumulation=2), use_stock_step)
+    network = engine.transformer
+    whole = network.forward
+    without_middle = lambda x: network.last(network.norm(torch.tanh(network.first(x))))
+    for step, use in enumerate(((True, True), (False, False), (False, True), (True, False))):
+        for i, is_used in enumerate(use):
+            network.forward = whole if is_used else without_middle
+            micro_batch(engine, step, i)
+            engine.step(1e-2)
+    return snapshot(engine)
 
 
 def order_of_events(use_stock_step: bool) -> list[str]:
@@ -394,24 +403,13 @@ def run_cases(out: Path, has_soaks: bool) -> None:
             found[key] = eventful_run(case, waits, groups, folder)
         found["order"] = {stock: order_of_events(stock) for stock in (False, True)}
     found |= {(c.name, stock): trajectory(c, stock) for c in cases for stock in (False, True)}
+    found["rare gradients"] = {stock: rare_gradients(stock) for stock in (False, True)}
     found |= {("sum", case.name): accumulated_gradient(case) for case in wanted(LONG_SUMS)}
     torch.save(found, out / f"{groups.rank}-of-{groups.world_size}.pt")
     groups.close()
 
 
 PLACES = {"one process": (1, 0), "two, rank 0": (2, 0), "two, rank 1": (2, 1)}
-
-
-def run_everywhere(
-    run: Callable[[Path], None], module: str, out: Path, *arguments: str
-) -> dict[tuple[int, int], dict]:
-    """Call `run` here, run `module`, which does the same, on two ranks, and return what they saved,
-    by (number of processes, rank)."""
-    gc.collect()
-    gc.freeze()  # make() collects, which is to look at its own garbage alone
-    run(out)
-    launch_ranks(2, "-m", module, str(out), *arguments)
-    return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
 
 
 def by_case(cases: Sequence[Case]) -> pytest.MarkDecorator:
@@ -441,9 +439,13 @@ def runs(
 ) -> dict[tuple[int, int], dict]:
     mine = [item for item in request.session.items if item.module is request.module]
     has_soaks = any(item.get_closest_marker("soak") for item in mine)
-    module, out = "tests.train.distributed.test_fused_step", tmp_path_factory.mktemp("fused step")
-    run = lambda folder: run_cases(folder, has_soaks)
-    return run_everywhere(run, module, out, *["soak"] * has_soaks)
+    out = tmp_path_factory.mktemp("fused step")
+    gc.collect()
+    gc.freeze()  # make() collects, which is to look at its own garbage alone
+    run_cases(out, has_soaks)
+    module = "tests.train.distributed.test_fused_step"
+    launch_ranks(2, "-m", module, str(out), *["soak"] * has_soaks)
+    return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
 
 
 @pytest.mark.slow
@@ -481,6 +483,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     assert before["updates 0"] == BAD_STEP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_parameters_without_gradients_get_zeros(runs: dict, place: tuple[int, int]) -> None:
+    """A gradient of an earlier step or micro-batch is not used again."""
+    ours, stock = (runs[place]["rare gradients"][is_stock] for is_stock in (False, True))
+    torch.testing.assert_close(ours, stock, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -141,7 +141,6 @@ def random_layout(seed: int) -> Layout:
     options = {
         ROWS: tensor > 1,
         WHOLE: stage == 3,
-        "args.shared_memory=false": True,
         "args.kernels=torch": True,
         f"{zero}.use_multi_rank_bucket_allreduce=false": stage == 2,
         f"{zero}.overlap_comm=false": stage in (1, 2),

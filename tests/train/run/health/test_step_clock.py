@@ -166,8 +166,7 @@ groups.close()
 
 
 WAYS = {
-    "memory": {},
-    "gloo": {"shared_memory": False},
+    "zero-2": {},
     "tensor": {"model_parallel_size": 2},
     "stock": {"optimizer": "AdamW"},
     "stage 3": {"optimizer": "AdamW"},
@@ -178,8 +177,8 @@ WAYS = {
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("memory", "tensor"), id="own"),
-        pytest.param(("gloo", "stock", "stage 3"), id="of DeepSpeed", marks=pytest.mark.soak),
+        pytest.param(("zero-2", "tensor"), id="own"),
+        pytest.param(("stock", "stage 3"), id="of DeepSpeed", marks=pytest.mark.soak),
     ],
 )
 def test_the_fast_rank_waits_for_the_slow_one(tmp_path: Path, names: tuple[str, ...]) -> None:
