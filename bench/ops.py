@@ -1,8 +1,7 @@
 """Time every fused op and compare it with the copy rate and with other packages.
 
-    python -m bench.ops [--out DIR]     print a table; write DIR/ops.json and DIR/ops.png
+    python -m bench.ops --out DIR       the piece op_times of bench.gpu_run: a table, JSON and a plot
     python -m pytest bench/ops.py       record the same figures with pytest-benchmark
-    ... --device cpu --tiny             use small sizes, to test this program
 
 First, an op is compared with float32 and float64 arithmetic: in bf16 at the timed shape, and in bf16,
 fp16 and fp32 at a small one. An op that is wrong is timed all the same; its row has the status WRONG,
@@ -11,18 +10,15 @@ and the exit status is 1. GB/s always count the bytes that a perfect kernel woul
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from bench.harness.outcome import WRONG, Bars, Outcome, Row, Settings, draw, table
+from bench.harness.outcome import WRONG, Bars, Outcome, Row, Settings
 from bench.harness.rates import copy_rate
 from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
 from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
@@ -31,7 +27,7 @@ from bench.kernel_ops.peers import Unavailable
 from cogfast.diagnostics.timing import spread
 
 _LEAST_SECONDS = 20  # time that an op with all its peers may need
-_FOREIGN = re.compile("Liger|apex|DeepSpeed")  # peers that bring GPU code of their own
+_FOREIGN = re.compile("Liger|DeepSpeed")  # peers that bring GPU code of their own
 _NOT_FOUND = (ImportError, Unavailable)
 
 
@@ -185,11 +181,6 @@ def _settings_here() -> Settings:
 
 
 @cache
-def _copy_here() -> float:
-    return copy_rate(_settings_here())["gb_per_s"]
-
-
-@cache
 def _wrong_here(bench: Bench) -> list[str]:
     return bench.check()
 
@@ -225,38 +216,10 @@ def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
     benchmark.group = f"{bench} {way}"
     benchmark.extra_info |= {**bench.describe(), "way": way, "by": name}
     benchmark.extra_info |= {"bytes": bench.num_bytes(way), "gb_per_s": rate}
-    benchmark.extra_info |= {"percent_of_copy": 100 * rate / _copy_here()}
     _CLOCK.play(times_ms, benchmark)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU; use --device cpu --tiny to try the program")
-    if arguments.device == "cpu" and not arguments.tiny:
-        parser.error("--device cpu: the full sizes take hours on a CPU; add --tiny")
-
-    settings = Settings(torch.device(arguments.device), arguments.tiny)
-    outcome = measure_ops(settings)
-    print(table(outcome))
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
-        report = {"piece": "ops", "gpu": gpu, "torch": torch.__version__, "is_tiny": arguments.tiny}
-        report |= {"numbers": outcome.numbers, "rows": outcome.rows, "problems": outcome.problems}
-        (arguments.out / "ops.json").write_text(json.dumps(report, indent=1) + "\n")
-        if outcome.bars is not None:
-            print(draw(outcome.bars, arguments.out / "ops.png"))
-    for problem in outcome.problems:
-        print(f"WRONG: {problem}")
-    return 1 if outcome.problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from bench import gpu_run
+
+    sys.exit(gpu_run.main(["op_times", *sys.argv[1:]]))

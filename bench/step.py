@@ -13,7 +13,6 @@ attention) and no recomputation; MFU is their rate over the dense bf16 peak of t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import get_args
 
 import torch
 
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Bars, Outcome, Row, table
 from bench.steps.step_cases import (
     Case,
@@ -37,9 +36,8 @@ from bench.steps.step_cases import (
     measure_case,
 )
 from bench.steps.step_models import MODELS
-from bench.steps.step_sides import SIDES, free_memory
+from bench.steps.step_sides import SIDES, Policy, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.schema.arguments import PolicyChoice
 
 _CASE_KEYS = ("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio")
 _TIME_KEYS = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
@@ -101,10 +99,8 @@ def _measure_safely(case: Case, plan: Plan) -> tuple[dict[str, object], list[str
     except Exception as error:  # the other cases are measured after any failure
         text = f"{type(error).__name__}: {error}".splitlines()[0]
     free_memory(plan.device)
-    named = {key: getattr(case, key) for key in ("model", "what", "mode", "checkpointing")}
-    row = {**named, "engine": case.engine, "num_layers": case.layers, "error": text}
-    layers, dtype = MODELS[case.model][0].num_layers, str(plan.dtype).removeprefix("torch.")
-    return {**row, "num_layers_of_model": layers, "dtype": dtype}, [f"{case}: {text}"]
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return {**case.describe(), "dtype": dtype, "error": text}, [f"{case}: {text}"]
 
 
 def _bars(rows: Sequence[Row]) -> Bars | None:
@@ -131,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     many("--what", What, "step")
     many("--mode", Mode, "sft")
-    many("--checkpointing", PolicyChoice, "none")
+    many("--checkpointing", Policy, "none")
     many("--engine", Engine, "eager")
     parser.add_argument("--layers", type=int, help="number of layers; default: all of the model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -145,7 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=60.0, help="sampling time per case and side"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args(argv)
     if arguments.layers is not None and not (
@@ -166,7 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         attention_backend=arguments.attention_backend,
         num_pairs=arguments.pairs,
         seconds=arguments.seconds,
-        sides=("ours",) if arguments.ours_only else tuple(SIDES),
     )
     options = (arguments.what, arguments.mode, arguments.engine, arguments.checkpointing)
     cases = [
@@ -179,17 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("  best: " + ", ".join(f"{key} {value}" for key, value in best.items()))
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
-    if arguments.out:
-        report = {
-            "piece": "step",
-            **describe_machine(plan.device),
-            "threads": arguments.threads,
-            "numbers": outcome.numbers,
-            "rows": outcome.rows,
-            "problems": outcome.problems,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
+    write_report(arguments.out, "step", plan.device, threads=arguments.threads, **answer)
     return 1 if outcome.problems else 0
 
 

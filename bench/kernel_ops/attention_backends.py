@@ -176,7 +176,8 @@ def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[
         times = spread(time_calls(calls, settings.device, settings.seconds))
         figures |= {f"{way}_{key}": value for key, value in times.items()}
         figures[f"{way}_tflop_per_s"] = factor * flops / times["median_ms"] / 1e9
-        figures[f"{way}_kernel"] = name_of_kernel(calls[0], settings.device)
+        kernels = kernels_by_time(calls[0], settings.device)
+        figures[f"{way}_kernel"] = kernels[0] if kernels else "the trace shows none"
     return {**figures, **errors}, wrong
 
 
@@ -222,8 +223,8 @@ def _reference(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("out", "dq", "dk", "dv"), (output.detach(), *gradients), strict=True))
 
 
-def name_of_kernel(call: Callable[[], object], device: torch.device) -> str:
-    """Return the kernel (on a CPU: the operator) with the largest share of a call's time, by a trace."""
+def kernels_by_time(call: Callable[[], object], device: torch.device) -> list[str]:
+    """Return the kernels (on a CPU: the operators) of a call by a trace, the slowest first."""
     is_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     with profile(activities=activities) as trace:
@@ -231,10 +232,8 @@ def name_of_kernel(call: Callable[[], object], device: torch.device) -> str:
         wait_for(device)
     kind = DeviceType.CUDA if is_gpu else DeviceType.CPU
     events = [event for event in trace.key_averages() if event.device_type == kind]
-    if not events:
-        return "the trace shows none"
     cost = (lambda e: e.self_device_time_total) if is_gpu else (lambda e: e.self_cpu_time_total)
-    return max(events, key=cost).key
+    return [event.key for event in sorted(events, key=cost, reverse=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -121,15 +121,13 @@ def check_run(run: Run, reference: tuple, given: Tensors) -> list[str]:
         return [f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_CHARACTERS]]
 
 
-def check_op(
-    op: Op, shape: TokenShape, device: torch.device, at_small_shapes: bool = True
-) -> list[str]:
+def check_op(op: Op, shape: TokenShape, device: torch.device) -> list[str]:
     """Check the op of cogfast in bf16 at this shape, and in three dtypes at a small one."""
-    cases = [(shape, torch.bfloat16)]
-    if at_small_shapes:
-        cases += [(small(shape), dtype) for dtype in _SMALL_DTYPES]
     wrong = []
-    for case_shape, dtype in cases:
+    for case_shape, dtype in [
+        (shape, torch.bfloat16),
+        *((small(shape), dtype) for dtype in _SMALL_DTYPES),
+    ]:
         torch.manual_seed(0)  # the largest error depends on the draws
         inputs = draw_inputs(op, case_shape, dtype, device)
         with torch.no_grad():

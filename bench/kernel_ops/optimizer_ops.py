@@ -6,7 +6,7 @@ Bytes per parameter of a perfect kernel, for FusedEmaAdam and for torch's AdamW 
     the new weight in bf16                                                        + 2        + 6
     clipping: the norm reads the gradient; torch's also scales it in place        + 2       + 12
 
-torch, DeepSpeed and apex need gradients in float32, the dtype of the weights. With the quickstart's
+torch and DeepSpeed need gradients in float32, the dtype of the weights. With the quickstart's
 count of parameters all of them have float32 gradients, in one tensor and in 100.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness.outcome import Row, Settings
-from bench.kernel_ops.peers import Unavailable, compile_call, is_compiled, need_gpu, nvidia_apex
+from bench.kernel_ops.peers import Unavailable, compile_call, is_compiled, need_gpu
 from cogfast.kernels.fused_ema_adam import (
     FusedEmaAdam,
     fused_ema_adam_reference,
@@ -177,18 +177,12 @@ def _deepspeed_adam(params: list[Tensor]) -> torch.optim.Optimizer:
         raise Unavailable(f"its kernel is not built: {reason}") from error
 
 
-def _apex_adam(params: list[Tensor]) -> torch.optim.Optimizer:
-    need_gpu(params[0].device)
-    return nvidia_apex("optimizers").FusedAdam(params, **_ADAM)
-
-
 PEERS: dict[str, Callable[[Streams, int, bool], Callable[[], object]]] = {
     "torch eager": _reference,
     "torch.compile": _reference,
     "AdamW(fused) + lerp": _with_lerp(_torch_adamw),
     "AdamW(foreach) + lerp": _with_lerp(_torch_foreach_adamw),
     "DeepSpeed FusedAdam + lerp": _with_lerp(_deepspeed_adam),
-    "apex FusedAdam + lerp": _with_lerp(_apex_adam),
 }
 
 
@@ -231,12 +225,10 @@ class OptimizerBench:
     def peers(self) -> Sequence[str]:
         return tuple(PEERS)
 
-    def check(self, at_small_shapes: bool = True) -> list[str]:
-        lengths = [self.num_parameters]
-        if at_small_shapes:
-            lengths += _TINY_LENGTHS if self.settings.is_tiny else _CHECKED_LENGTHS
+    def check(self) -> list[str]:
+        small = _TINY_LENGTHS if self.settings.is_tiny else _CHECKED_LENGTHS
         wrong = []
-        for n in lengths:
+        for n in (self.num_parameters, *small):
             for dtype in _DTYPES if n != self.num_parameters else (self.gradient,):
                 try:
                     wrong += self._compare(n, dtype)
@@ -273,7 +265,7 @@ class OptimizerBench:
 
     def calls(self, name: str) -> dict[str, Sequence[Callable[[], object]]]:
         device = self.settings.device
-        # Adam of torch, DeepSpeed and apex needs the gradient in the dtype of the weights.
+        # Adam of torch and DeepSpeed needs the gradient in the dtype of the weights.
         takes_any_gradient = name not in PEERS or PEERS[name] is _reference
         gradient = self.gradient if takes_any_gradient else torch.float32
         streams = draw_streams(self.num_parameters, gradient, self.has_copy, device)

@@ -6,7 +6,6 @@ package is not a dependency of cogfast.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -36,23 +35,6 @@ class Unavailable(Exception):
 def need_gpu(device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable("needs a GPU")
-
-
-def nvidia_apex(module: str) -> object:
-    """Import a module of NVIDIA's apex; the `apex` of PyPI is a different project."""
-    try:
-        return importlib.import_module(f"apex.{module}")
-    except ImportError as error:
-        try:
-            importlib.import_module("apex")
-        except ImportError:
-            raise Unavailable(
-                "apex is not installed (PyPI's apex is a different project)"
-            ) from error
-        except Exception:  # PyPI's apex imports a web framework, which may be missing or broken
-            pass
-        reason = f"the apex here is not NVIDIA's, or is built without its kernels: {error}"
-        raise Unavailable(reason) from error
 
 
 def compile_call(call: Callable, is_tiny: bool, is_first: bool) -> Callable:
@@ -97,34 +79,32 @@ class _Biased:
         return _BiasWithin.apply(self.leaf, self._bias)
 
 
-def _other_norm(load: Callable[[], type]) -> Build:
-    """Build a peer from the LayerNorm of a package and plain PyTorch for the rest."""
+def liger_norm(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
+    """Run Liger's LayerNorm, with plain PyTorch for the rest."""
+    from liger_kernel.transformers import LigerLayerNorm
 
-    def build(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
-        need_gpu(inputs["hidden"].device)
-        layer = _with_weights(load()(shape.width, eps=EPS), inputs)
-        leaves = dict(trained(op, inputs))
-        branch = None
-        if "branch" in inputs:
-            branch = _Biased(inputs["branch"], inputs["branch_bias"])
-            leaves["branch"] = branch.leaf
+    need_gpu(inputs["hidden"].device)
+    layer = _with_weights(LigerLayerNorm(shape.width, eps=EPS, bias=True), inputs)
+    leaves = dict(trained(op, inputs))
+    branch = None
+    if "branch" in inputs:
+        branch = _Biased(inputs["branch"], inputs["branch_bias"])
+        leaves["branch"] = branch.leaf
 
-        def call() -> Tensors:
-            hidden = inputs["hidden"]
-            if branch is not None:
-                hidden = norm.gated_residual_reference(
-                    hidden, branch(), None, inputs["gate"], shape.num_text
-                )
-            text, video = norm._split_rows(layer(hidden), shape.num_text)
-            scale_video, scale_text = (1 + inputs["scale"]).split(1, dim=1)
-            shift_video, shift_text = inputs["shift"].split(1, dim=1)
-            text = torch.addcmul(shift_text, text, scale_text)
-            normed = torch.cat([text, torch.addcmul(shift_video, video, scale_video)], dim=1)
-            return {"hidden_out": hidden, "normed": normed}
+    def call() -> Tensors:
+        hidden = inputs["hidden"]
+        if branch is not None:
+            hidden = norm.gated_residual_reference(
+                hidden, branch(), None, inputs["gate"], shape.num_text
+            )
+        text, video = norm._split_rows(layer(hidden), shape.num_text)
+        scale_video, scale_text = (1 + inputs["scale"]).split(1, dim=1)
+        shift_video, shift_text = inputs["shift"].split(1, dim=1)
+        text = torch.addcmul(shift_text, text, scale_text)
+        normed = torch.cat([text, torch.addcmul(shift_video, video, scale_video)], dim=1)
+        return {"hidden_out": hidden, "normed": normed}
 
-        return Run(call, leaves)
-
-    return build
+    return Run(call, leaves)
 
 
 def _with_weights(layer: nn.Module, inputs: Tensors) -> nn.Module:
@@ -132,16 +112,6 @@ def _with_weights(layer: nn.Module, inputs: Tensors) -> nn.Module:
     del layer.weight, layer.bias
     layer.weight, layer.bias = inputs["weight"], inputs["bias"]
     return layer
-
-
-def _liger_norm() -> type:
-    from liger_kernel.transformers import LigerLayerNorm
-
-    return lambda width, eps: LigerLayerNorm(width, eps=eps, bias=True)
-
-
-def _apex_norm() -> type:
-    return nvidia_apex("normalization").FusedLayerNorm
 
 
 def _two_streams(op: Op, shape: TokenShape, inputs: Tensors) -> tuple[dict, Callable]:
@@ -228,11 +198,7 @@ def diffusers_gelu(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
     return Run(lambda: {"y": module(product())}, {**trained(op, inputs), "x": product.leaf})
 
 
-_NORMS = {
-    "Liger LayerNorm": _other_norm(_liger_norm),
-    "apex FusedLayerNorm": _other_norm(_apex_norm),
-    "diffusers": diffusers_norm,
-}
+_NORMS = {"Liger LayerNorm": liger_norm, "diffusers": diffusers_norm}
 # Peers by op and name. A name that ends in "compiled" is compiled: torch.compile does not fuse the
 # complex numbers by which the reference rotates, so the peer without them is compiled too.
 PEERS: dict[str, dict[str, Build]] = {

@@ -16,31 +16,23 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Row
+from bench.kernel_ops.attention_backends import kernels_by_time
 from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
-from bench.steps.step_optimizers import UPDATES
-from bench.steps.step_sides import SIDES, Side, free_memory
+from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
 from cogfast.diagnostics.timing import spread, wait_for
 from cogfast.kernels.attention.backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.schema.arguments import PolicyChoice
-from cogfast.train.plan.activations import describe
 from cogfast.train.plan.flops import peak_flops, train_flops
 
 What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]
 Engine = Literal["eager", "compiled"]
 
-_ROUNDS = (
-    "ours",
-    "diffusers",
-    "diffusers",
-    "ours",
-)  # so that a drift of the clocks affects both sides
+# So that a drift of the clocks affects both sides.
+_ROUNDS = (("ours",), ("diffusers",), ("diffusers",), ("ours",))
 _MIN_SAMPLES = 3
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bwd|bprop", re.IGNORECASE)
@@ -53,7 +45,7 @@ class Case:
     model: str
     what: What = "step"
     mode: Mode = "sft"
-    checkpointing: PolicyChoice = "none"
+    checkpointing: Policy = "none"
     engine: Engine = "eager"
     num_layers: int | None = None
 
@@ -69,6 +61,15 @@ class Case:
             f"checkpointing {self.checkpointing}, {self.engine}"
         )
 
+    def describe(self) -> dict[str, object]:
+        """Return the keys that every row has, also one without figures."""
+        keys = ("model", "what", "mode", "checkpointing", "engine")
+        layers = {
+            "num_layers": self.layers,
+            "num_layers_of_model": MODELS[self.model][0].num_layers,
+        }
+        return {key: getattr(self, key) for key in keys} | layers
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -83,7 +84,6 @@ class Plan:
     attention_backend: str | None = None
     num_pairs: int = 20
     seconds: float = 10.0
-    sides: Sequence[str] = tuple(SIDES)
     # (model, mode, engine) -> figures and problems, since each is compared only once
     agreements: dict[tuple[str, str, str], tuple[Row, list[str]]] = field(default_factory=dict)
 
@@ -98,14 +98,6 @@ class Plan:
         )
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """A side after its warm-up: the call to time, and the figures found so far."""
-
-    call: Callable[[], None]
-    figures: dict[str, object]
-
-
 def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     """Measure a row of figures; return it with the problems.
 
@@ -117,19 +109,12 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     if plan.device.type == "cuda":
         default = default_backend(plan.device, plan.dtype, variant.config.head_width)
     row: dict[str, object] = {
-        "model": case.model,
-        "what": case.what,
-        "mode": case.mode,
-        "checkpointing": case.checkpointing,
-        "engine": case.engine,
-        "num_layers": case.layers,
-        "num_layers_of_model": MODELS[case.model][0].num_layers,
+        **case.describe(),
         "batch_size": variant.batch_size,
         "num_tokens": variant.num_tokens,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "ours_kernels": plan.kernels,
         "ours_attention_backend": plan.attention_backend or default,
-        "diffusers_attention_backend": "PyTorch's choice",
     }
     agreement, wrong = _agree(case, plan, variant)
     row |= agreement
@@ -138,7 +123,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     problems = [f"{case}: {text}" for text in wrong]
     is_alternating = case.what == "block" or plan.device.type == "cpu"
     row["order"] = "pairs" if is_alternating else "rounds"
-    times, seen = (_time_pairs if is_alternating else _time_rounds)(case, plan, variant)
+    times, seen = time_sides(case, plan, variant, (tuple(SIDES),) if is_alternating else _ROUNDS)
     # Both sides count equal FLOPs; recomputation does not count.
     model_flops = train_flops(variant.config, variant.num_tokens) * variant.batch_size
     row["model_tflop"] = model_flops / 1e12
@@ -152,20 +137,16 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
         peak = peak_flops(plan.device)
         row[f"{side}_mfu"] = None if peak is None else model_flops / seconds / peak
     if len(times) == len(SIDES):
-        row["ratio"] = _ratio(times["ours"], times["diffusers"], is_alternating)
+        ours, theirs = times["ours"], times["diffusers"]
+        row["ratio"] = (
+            statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            if is_alternating
+            else statistics.median(ours) / statistics.median(theirs)
+        )
     return row, problems
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float], are_pairs: bool) -> float:
-    """Return the time of cogfast over that of diffusers: below 1, cogfast is faster."""
-    if are_pairs:
-        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    return statistics.median(ours) / statistics.median(theirs)
-
-
 def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
-    if len(plan.sides) < len(SIDES):
-        return {"not_compared": "only cogfast was to be measured"}, []
     key = (case.model, case.mode, case.engine)
     if key not in plan.agreements:
         # compare_sides cuts the layers by itself.
@@ -182,53 +163,49 @@ def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
     return plan.agreements[key]
 
 
-def _time_pairs(
-    case: Case, plan: Plan, variant: Variant
+def time_sides(
+    case: Case, plan: Plan, variant: Variant, rounds: Sequence[Sequence[str]]
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, object]]]:
-    # Both sides are built at once, so that their calls can alternate.
+    """Time the sides of each round in turn; return the milliseconds and the other figures of each side.
+
+    The sides of a round are in memory together, and are freed after it.
+    """
+    times: dict[str, list[float]] = {}
+    seen: dict[str, dict[str, object]] = {}
+    for sides in rounds:
+        seconds = plan.seconds * (len(sides) if len(rounds) == 1 else 0.5)
+        # A side that did not run in an earlier round does not run in a later one.
+        able = [side for side in sides if side in times or side not in seen]
+        _time_round(case, plan, variant, able, seconds, times, seen)
+        free_memory(plan.device)
+    return times, seen
+
+
+def _time_round(
+    case: Case,
+    plan: Plan,
+    variant: Variant,
+    sides: Sequence[str],
+    seconds: float,
+    times: dict[str, list[float]],
+    seen: dict[str, dict[str, object]],
+) -> None:
+    """Build the sides, time them and add what is found to `times` and `seen`."""
     torch._dynamo.reset()  # each build counts as a recompilation, and their number is limited
-    prepared = {side: _prepare(side, case, plan, variant) for side in plan.sides}
-    seen = {side: p.figures if isinstance(p, _Prepared) else p for side, p in prepared.items()}
-    calls = {side: p.call for side, p in prepared.items() if isinstance(p, _Prepared)}
-    times: dict[str, list[float]] = {side: [] for side in calls}
+    calls: dict[str, Callable[[], None]] = {}
+    for side in sides:
+        call, seen[side] = _prepare(side, case, plan, variant, seen.get(side))
+        if call is None:
+            times.pop(side, None)
+        else:
+            calls[side] = call
+            times.setdefault(side, [])
     started = time.perf_counter()
     for i in range(plan.num_pairs):
-        is_late = time.perf_counter() - started > plan.seconds * len(calls)
-        if is_late and i >= _MIN_SAMPLES:
+        if i >= _MIN_SAMPLES and time.perf_counter() - started > seconds:
             break
         for side in sorted(calls, reverse=i % 2 == 0):  # the sides alternate in going first
             times[side].append(_time(calls[side], plan.device))
-    return times, seen
-
-
-def _time_rounds(
-    case: Case, plan: Plan, variant: Variant
-) -> tuple[dict[str, list[float]], dict[str, dict[str, object]]]:
-    times: dict[str, list[float]] = {}
-    seen: dict[str, dict[str, object]] = {}
-    # A round builds one side, samples half its time and frees it.
-    for side in _ROUNDS:
-        if side not in plan.sides or (
-            side in seen and side not in times
-        ):  # measured already, and it does not fit
-            continue
-        torch._dynamo.reset()
-        prepared = _prepare(side, case, plan, variant, seen.get(side))
-        if not isinstance(prepared, _Prepared):
-            seen[side] = prepared
-            times.pop(side, None)
-            continue
-        seen[side] = prepared.figures
-        samples = times.setdefault(side, [])
-        started, num_before = time.perf_counter(), len(samples)
-        while len(samples) - num_before < plan.num_pairs:
-            is_late = time.perf_counter() - started > plan.seconds / 2
-            if is_late and len(samples) - num_before >= _MIN_SAMPLES:
-                break
-            samples.append(_time(prepared.call, plan.device))
-        del prepared
-        free_memory(plan.device)
-    return times, seen
 
 
 def _time(call: Callable[[], None], device: torch.device) -> float:
@@ -241,13 +218,9 @@ def _time(call: Callable[[], None], device: torch.device) -> float:
 
 
 def _prepare(
-    side: str,
-    case: Case,
-    plan: Plan,
-    variant: Variant,
-    seen: dict[str, object] | None = None,
-) -> _Prepared | dict[str, object]:
-    """Build a side and warm it up; return the reason as figures if it cannot run.
+    side: str, case: Case, plan: Plan, variant: Variant, seen: dict[str, object] | None
+) -> tuple[Callable[[], None] | None, dict[str, object]]:
+    """Build a side and warm it up; return its call, or None with the reason if it cannot run.
 
     seen: the figures of an earlier build, which are kept.
     """
@@ -255,105 +228,62 @@ def _prepare(
     try:
         return _build(side, case, plan, variant, seen)
     except ImportError as error:
-        return {"unavailable": str(error)}
+        return None, {"unavailable": str(error)}
     except torch.OutOfMemoryError as error:
         figures = {"does_not_fit": str(error).splitlines()[0]}
     except Exception as error:  # the other side is measured after any failure
         figures = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     # Only here, outside the handler, the traceback no longer holds the tensors of the failed build.
     free_memory(plan.device)
-    return figures
+    return None, figures
 
 
 def _build(
     side: str, case: Case, plan: Plan, variant: Variant, seen: dict[str, object] | None
-) -> _Prepared | dict[str, object]:
+) -> tuple[Callable[[], None] | None, dict[str, object]]:
     is_gpu = plan.device.type == "cuda"
     before = torch.cuda.memory_allocated(plan.device) if is_gpu else 0
     built = SIDES[side](variant)
     if case.checkpointing not in built.policies:
-        return {"lacks_policy": f"checkpointing is one of {', '.join(built.policies)}"}
+        return None, {"lacks_policy": f"checkpointing is one of {', '.join(built.policies)}"}
     built.use_checkpointing(case.checkpointing)
     if case.engine == "compiled":
         built.compile_blocks()
     call = make_call(side, built, case, variant)
     call()  # compiles, and creates the optimizer state
-    if case.checkpointing == "auto":
-        call()  # `auto` chooses after the second step
     if seen is not None:
-        return _Prepared(call, seen)
+        return call, seen
     # Peak memory is that of a later step: the first one also compiles and allocates state.
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(plan.device)
     call()
-    figures: dict[str, object] = {"checkpointing": describe(built.layer_policies)}
+    figures: dict[str, object] = {}
     if is_gpu:
         wait_for(plan.device)
         peak = torch.cuda.max_memory_allocated(plan.device) - before
         figures["peak_memory_gib"] = peak / 2**30
-    if case.what == "step":
-        figures |= _time_parts(call, plan.device)
-    # The profiler slows a call, so this call is not timed.
-    figures["attention_kernels"] = name_attention(call, plan.device)
+    # The profiler slows a call, so this call is not timed. The slowest of forward and of backward count.
+    kernels = [name for name in kernels_by_time(call, plan.device) if _ATTENTION.search(name)]
+    ways = ([n for n in kernels if bool(_BACKWARD.search(n)) is back] for back in (False, True))
+    figures["attention_kernels"] = [names[0] for names in ways if names]
     free_memory(plan.device)
-    return _Prepared(call, figures)
+    return call, figures
 
 
-def _time_parts(step: Callable[..., None], device: torch.device) -> dict[str, float]:
-    """Return the median milliseconds of forward and backward, and of the update."""
-    times = []
-    for _ in range(_MIN_SAMPLES):
-        wait_for(device)
-        start, middle = time.perf_counter(), []
-
-        def note(middle: list[float] = middle) -> None:
-            wait_for(device)
-            middle.append(time.perf_counter())
-
-        step(note)
-        wait_for(device)
-        times.append((middle[0] - start, time.perf_counter() - middle[0]))
-    forward_backward, optimizer = (
-        1000 * statistics.median(part) for part in zip(*times, strict=True)
-    )
-    return {"forward_backward_ms": forward_backward, "optimizer_ms": optimizer}
-
-
-def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[..., None]:
-    """Return the call to time. A step calls its argument, if it is given, before its update."""
+def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
+    """Return the call to time."""
     if case.what == "block":
         return built.block_call(draw_block_input(variant))
     # Every step takes one batch: data loading is not part of the comparison.
     batch = draw_batch(variant)
     update = UPDATES[side](built.network.parameters())
 
-    def step(between: Callable[[], None] = lambda: None) -> None:
+    def step() -> None:
         # Mean squared error in float32 on both sides, in place of the diffusion loss.
-        loss = (built.forward(batch) - batch.target).float().square().mean()
-        loss.backward()
-        built.after_backward()
-        between()
+        (built.forward(batch) - batch.target).float().square().mean().backward()
         update.step()
-        built.after_step()
 
     return step
-
-
-def name_attention(call: Callable[[], object], device: torch.device) -> list[str]:
-    """Return the slowest attention kernel (on a CPU: operator) of forward and of backward, by a trace."""
-    is_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
-    with profile(activities=activities) as trace:
-        call()
-        wait_for(device)
-    kind = DeviceType.CUDA if is_gpu else DeviceType.CPU
-    costs = {
-        event.key: event.self_device_time_total if is_gpu else event.self_cpu_time_total
-        for event in trace.key_averages()
-        if event.device_type == kind and _ATTENTION.search(event.key)
-    }
-    ways = ([n for n in costs if bool(_BACKWARD.search(n)) is back] for back in (False, True))
-    return [max(names, key=costs.__getitem__) for names in ways if names]
 
 
 def best_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

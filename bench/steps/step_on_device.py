@@ -16,11 +16,11 @@ import torch
 from bench.harness.outcome import Outcome, Settings
 from bench.step import measure_cases
 from bench.steps.step_cases import Case, Plan
+from bench.steps.step_sides import Policy
 
 _LARGE_GIB = 120.0  # an H200 has more
 _PAIRS, _SECONDS = 20, 6.0
-# Policies that the model of diffusers lacks.
-_OURS = ("attention_kept", "pointwise", "auto")
+_OURS: tuple[Policy, ...] = ("attention_kept", "pointwise")  # that the model of diffusers lacks
 _NUM_LAYERS_15 = 4  # of 1.5-5B, for cases that would not fit into memory or time
 
 

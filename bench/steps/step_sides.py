@@ -2,15 +2,16 @@
 
 They have the same weights and dtype and train all weights or LoRA. The model of diffusers runs as its
 users run it: with its own modules, F.scaled_dot_product_attention, adapters of peft, and its own
-gradient checkpointing.
+gradient checkpointing. Both updates clip by the global norm, take a step of AdamW and keep an EMA of
+the weights; for a model in half precision they keep float32 masters and copy them back.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,42 +19,34 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.steps.step_models import Batch, BlockInput, Variant
 from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.diffusers import diffusers_names
-from cogfast.schema.arguments import PolicyChoice
 from cogfast.train.distributed.parallelize import allocate
-from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.memory.activation_checkpointing import (
-    ActivationCheckpointing,
-    apply_policies,
-)
-from cogfast.train.plan.activations import LADDER, LayerShape, Policy
-from cogfast.train.plan.encoders import Encoders
-from cogfast.train.plan.memory import Setup
-from cogfast.train.plan.state import ModelSize, ZeroRules
+from cogfast.train.memory.activation_checkpointing import apply_policies
+
+Policy = Literal["none", "attention_kept", "pointwise", "full"]
+
+CLIP = 1.0
+EMA_DECAY = 0.9999
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-4}
+_NORM_EPS = 1e-6  # as in clip_grad_norm_
 
 
 class Side(Protocol):
     """A model to measure: its forward pass, and one block forward and backward."""
 
     network: nn.Module
-    policies: Collection[PolicyChoice]  # that the model supports
-    layer_policies: Sequence[Policy]  # in use
+    policies: Collection[Policy]  # that the model supports
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the output [B, C, T, h, w]."""
 
-    def use_checkpointing(self, policy: PolicyChoice) -> None:
+    def use_checkpointing(self, policy: Policy) -> None:
         """Recompute a part of each block in backward instead of keeping its activations."""
-
-    def after_backward(self) -> None:
-        """Call this in each training step after backward."""
-
-    def after_step(self) -> None:
-        """Call this after each training step."""
 
     def compile_blocks(self) -> None:
         """Compile every block by torch.compile."""
@@ -68,7 +61,7 @@ class Side(Protocol):
 class Ours:
     """cogfast's DiffusionTransformer."""
 
-    policies: Collection[PolicyChoice] = (*LADDER, "auto")
+    policies: Collection[Policy] = ("none", "attention_kept", "pointwise", "full")
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -94,40 +87,15 @@ class Ours:
     def forward(self, batch: Batch) -> Tensor:
         return self.network(batch.latents, batch.timesteps, batch.text)
 
-    def use_checkpointing(self, policy: PolicyChoice) -> None:
-        alone = ProcessGroups(0, 1, 0, self.variant.device, control=None, is_owner=False)
-        self.checkpointing = ActivationCheckpointing(self.network, policy, alone, self._setup())
-
-    def _setup(self) -> Setup:
-        """Return the setup of a step without ZeRO: every gradient stays where autograd put it."""
-        variant, number = self.variant, self.variant.dtype.itemsize
-        return Setup(
-            model=ModelSize.of(self.network),
-            rules=ZeroRules(
-                stage=1, data_size=1, weight_bytes=number, sum_bytes=0, is_fused=False, bucket=0
-            ),
-            layer=LayerShape.of(self.network, variant.batch_size * variant.num_tokens, number),
-            choice="auto",
-            encoders=Encoders(shape=(0, 0, 0, 0)),
-            eval_rows=0,
-            batch_bytes=0,
-        )
-
-    def after_backward(self) -> None:
-        self.checkpointing.after_backward()
-
-    def after_step(self) -> None:
-        self.checkpointing.after_step()
-
-    @property
-    def layer_policies(self) -> Sequence[Policy]:
-        return self.checkpointing.policies
+    def use_checkpointing(self, policy: Policy) -> None:
+        self.policy: Policy = policy
+        apply_policies(self.network, [policy] * len(self.network.blocks))
 
     def compile_blocks(self) -> None:
-        # as cogfast.train.preflight.compilers does, which needs the packages that read a configuration
         for block in self.network.blocks:
             block.compile(fullgraph=True)
-        apply_policies(self.network, self.layer_policies, is_compiled=True)
+        policies = [self.policy] * len(self.network.blocks)
+        apply_policies(self.network, policies, is_compiled=True)
 
     def block_call(self, given: BlockInput) -> Callable[[], None]:
         block, hidden = self.network.blocks[0], given.hidden.clone().requires_grad_()
@@ -151,7 +119,7 @@ class Ours:
 class Theirs:
     """diffusers' model with the initial weights of `Ours(variant)`; its rotary table is made once."""
 
-    policies: Collection[PolicyChoice] = ("none", "full")
+    policies: Collection[Policy] = ("none", "full")
 
     def __init__(self, variant: Variant, dtype: torch.dtype | None = None) -> None:
         """Build the model, in `dtype` if given; its weights are always rounded to the variant's dtype.
@@ -231,18 +199,11 @@ class Theirs:
         )
         return output[0].transpose(1, 2)
 
-    def use_checkpointing(self, policy: PolicyChoice) -> None:
-        self.layer_policies = [policy] * len(self.network.transformer_blocks)
+    def use_checkpointing(self, policy: Policy) -> None:
         if policy == "full":
             self.network.enable_gradient_checkpointing()
         else:
             self.network.disable_gradient_checkpointing()
-
-    def after_backward(self) -> None:
-        pass
-
-    def after_step(self) -> None:
-        pass
 
     def compile_blocks(self) -> None:
         for block in self.network.transformer_blocks:
@@ -270,6 +231,70 @@ class Theirs:
 
 
 SIDES: dict[str, Callable[[Variant], Side]] = {"ours": Ours, "diffusers": Theirs}
+
+
+class Masters:
+    """Float32 copies of the trained parameters, or the parameters themselves if they are float32."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.are_copies = self.parameters[0].dtype != torch.float32
+        self.tensors = self.parameters
+        if self.are_copies:
+            self.tensors = [nn.Parameter(p.detach().float()) for p in self.parameters]
+
+    def drop_gradients(self) -> None:
+        for p in (*self.tensors, *self.parameters):
+            p.grad = None
+
+
+class OurUpdate:
+    """The update of cogfast: FusedEmaAdam."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.masters = Masters(parameters)
+        # No warm-up of the decay, since the EMA of the peer has none.
+        self.adam = FusedEmaAdam(
+            self.masters.tensors, **ADAM, ema_decay=EMA_DECAY, use_num_updates=False
+        )
+        if self.masters.are_copies:
+            for master, p in zip(self.masters.tensors, self.masters.parameters, strict=True):
+                master.grad_dtype = p.dtype
+                self.adam.low_precision_copies[master] = p.detach()
+
+    def step(self) -> None:
+        gradients = [p.grad for p in self.masters.parameters]
+        norm = sum_of_squares(gradients).sqrt().float()
+        self.adam.gradient_scale = (CLIP / (norm + _NORM_EPS)).clamp(max=1.0)
+        for master, gradient in zip(self.masters.tensors, gradients, strict=True):
+            master.grad = gradient
+        self.adam.step()
+        self.masters.drop_gradients()
+
+
+class PeerUpdate:
+    """The update of the peer: torch's fused AdamW and a foreach EMA."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.masters = Masters(parameters)
+        self.adam = torch.optim.AdamW(self.masters.tensors, **ADAM, fused=True)
+        self.shadows: list[Tensor] = [p.detach().clone() for p in self.masters.tensors]
+
+    def step(self) -> None:
+        masters = self.masters
+        if masters.are_copies:
+            for master, p in zip(masters.tensors, masters.parameters, strict=True):
+                master.grad, p.grad = p.grad.float(), None  # one by one: not all fit in both dtypes
+        nn.utils.clip_grad_norm_(masters.tensors, CLIP, foreach=True)
+        self.adam.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(self.shadows, masters.tensors, 1 - EMA_DECAY)
+            if masters.are_copies:
+                torch._foreach_copy_(masters.parameters, masters.tensors)
+        masters.drop_gradients()
+
+
+UPDATES = {"ours": OurUpdate, "diffusers": PeerUpdate}
 
 
 @torch.no_grad()

@@ -18,8 +18,7 @@ from bench.steps.agreement import compare_sides
 from bench.steps.step_cases import Case, Plan, best_rows, measure_case
 from bench.steps.step_models import MODELS, Variant, draw_batch, draw_block_input
 from bench.steps.step_on_device import cases_2b, cases_5b, cases_15_5b, cases_15_5b_i2v
-from bench.steps.step_optimizers import UPDATES, OurUpdate, PeerUpdate
-from bench.steps.step_sides import SIDES, Ours, Theirs, as_diffusers
+from bench.steps.step_sides import SIDES, UPDATES, Ours, OurUpdate, PeerUpdate, Theirs, as_diffusers
 from cogfast.model import initialization
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.formats.diffusers import from_diffusers
@@ -224,13 +223,6 @@ def test_a_policy_of_one_side_can_be_its_best() -> None:
     assert best["ours_policy"] == "checkpointing pointwise, eager" and best["ratio"] == 1 / 3
 
 
-def test_auto_chooses_before_it_is_measured() -> None:
-    row, problems = measure_case(Case("2b-smallest", checkpointing="auto"), PLAN)
-    assert problems == [] and row["ours_median_ms"] > 0
-    # It starts with `full`, and everything fits into memory.
-    assert row["ours_checkpointing"] == "none in all 2 layers"
-
-
 def test_figures_follow_from_times_and_sizes(monkeypatch) -> None:
     times = iter([4.0, 3.0, 2.0, 5.0, 6.0, 4.0])  # which side goes first alternates
     monkeypatch.setattr(step_cases, "_time", lambda call, device: next(times))
@@ -257,7 +249,7 @@ def test_each_round_has_the_memory_to_itself(monkeypatch) -> None:
         monkeypatch.setitem(SIDES, side, note)
     plan = replace(PLAN, num_pairs=2, seconds=0.0)
     case = Case("2b-smallest")
-    times, seen = step_cases._time_rounds(case, plan, plan.variant(case))
+    times, seen = step_cases.time_sides(case, plan, plan.variant(case), step_cases._ROUNDS)
     assert built == ["ours", "diffusers", "diffusers", "ours"]
     assert {side: len(samples) for side, samples in times.items()} == {"ours": 4, "diffusers": 4}
     forward, backward = seen["diffusers"]["attention_kernels"]

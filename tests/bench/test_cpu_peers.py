@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.steps import cpu_peers
-from bench.steps.floor import Floor
+from bench.steps.cpu_peers import Floor
 from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_sides import Ours
 from tests.support.kernels.cpu_kernels import threads

@@ -354,7 +354,7 @@ def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
     if piece != "1.5-5b":  # it has one, for lack of time
         blocks |= {("block", "sft", "full"), ("block", "lora", "none")}
     mode = "sft" if piece == "2b" else "lora"
-    ours_alone = {("step", mode, policy) for policy in ("attention_kept", "pointwise", "auto")}
+    ours_alone = {("step", mode, policy) for policy in ("attention_kept", "pointwise")}
     assert kinds == steps | blocks | ours_alone
     for row in report["rows"]:
         if (row["what"], row["mode"], row["checkpointing"]) in ours_alone:
