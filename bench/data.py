@@ -13,7 +13,6 @@ On a GPU, `bench.gpu_run data` compares DALI with the first two sides.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bench.clips.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
 from bench.results_table import shown_side
 from cogfast.data.batches import BatchLoader
@@ -235,44 +233,7 @@ def measure_clips(
                 }
             )
         keep(Outcome(rows=rows, shown=_SHOWN))
-    return Outcome(_ratios(rows), rows, _SHOWN, bars=next(iter(plots(rows).values())))
-
-
-def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return the ratios between sides for each clip, and their geometric mean over all clips."""
-    of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
-    named = {
-        "ours_over_decord_per_cpu_s": (("ours", 0), ("decord", 0), "clips_per_cpu_s"),
-        "ours_over_PyAV_per_cpu_s": (("ours", 0), ("PyAV", 0), "clips_per_cpu_s"),
-        "ours_by_decord_over_decord_per_cpu_s": (
-            ("ours by decord", 0),
-            ("decord", 0),
-            "clips_per_cpu_s",
-        ),
-        "ours_by_decord_over_decord_per_s": (("ours by decord", 0), ("decord", 0), "clips_per_s"),
-        "ours_2_readers_over_1": (("ours", 2), ("ours", 1), "clips_per_s"),
-        "DataLoader_2_readers_over_1": (("DataLoader", 2), ("DataLoader", 1), "clips_per_s"),
-        **{
-            f"DALI_over_{side.replace(' ', '_')}_{n}_readers": (
-                ("DALI", n),
-                (side, n),
-                "clips_per_s",
-            )
-            for side in ("ours", "ours by decord")
-            for n in _GPU_READERS
-        },
-    }
-    # Geometric means: a ratio of 2 and one of 1/2 cancel out.
-    ratios = {}
-    for name, (above, below, key) in named.items():
-        by_clip = {
-            clip: row[key] / of[(clip, *below)][key]
-            for (clip, *side), row in of.items()
-            if tuple(side) == above and (clip, *below) in of
-        }
-        if by_clip:
-            ratios[name] = {**by_clip, "all": statistics.geometric_mean(by_clip.values())}
-    return ratios
+    return Outcome(rows=rows, shown=_SHOWN, bars=next(iter(plots(rows).values())))
 
 
 def plots(rows: Sequence[Row]) -> dict[str, Bars]:
@@ -297,15 +258,6 @@ def plots(rows: Sequence[Row]) -> dict[str, Bars]:
     return found
 
 
-@contextmanager
-def _clips_folder(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
-
-
 def measure_data(settings: Settings) -> Outcome:
     """Compare DALI with the CPU readers on H.264; the clips of ./bench_clips are used if it exists."""
     # One thread per process on all sides.
@@ -317,8 +269,8 @@ def measure_data(settings: Settings) -> Outcome:
         sides, seconds = [side for side in CPU_SIDES if side.readers < 2], 0.05
     else:
         check_backend("dali")
-    with _clips_folder(carried if carried.is_dir() else None) as folder:
-        paths = generated_clips(folder, sizes)
+    with tempfile.TemporaryDirectory() as made:
+        paths = generated_clips(carried if carried.is_dir() else Path(made), sizes)
         return measure_clips(paths, sides, seconds, rounds=1, keep=settings.keep)
 
 
@@ -338,27 +290,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    with _clips_folder(arguments.clips) as folder:
-        paths = generated_clips(folder, TINY_SIZES if arguments.tiny else SIZES)
+    with tempfile.TemporaryDirectory() as made:
+        sizes = TINY_SIZES if arguments.tiny else SIZES
+        paths = generated_clips(arguments.clips or Path(made), sizes)
         if not arguments.tiny:
             paths = {**real_clips(), **paths}
         outcome = measure_clips(paths, CPU_SIDES, arguments.seconds, arguments.rounds)
     print(table(outcome))
-    report = {
-        "piece": "data",
-        "is_tiny": arguments.tiny,
-        **describe_machine(torch.device("cpu")),
-        "load_average": {
-            "before": load,
-            "after": os.getloadavg()[0],
-        },  # the bench itself adds 1 to 2
-        "numbers": outcome.numbers,
-        "rows": outcome.rows,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "data.json").write_text(json.dumps(report, indent=1) + "\n")
+    out = arguments.out
+    load_average = {"before": load, "after": os.getloadavg()[0]}  # the bench itself adds 1 to 2
+    answer = {"is_tiny": arguments.tiny, "load_average": load_average, "rows": outcome.rows}
+    write_report(out / "data.json", "data", torch.device("cpu"), **answer)
     for name, bars in plots(outcome.rows).items():
-        print(draw(bars, arguments.out / f"{name}.png"))
+        print(draw(bars, out / f"{name}.png"))
     return 0
 
 

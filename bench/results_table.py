@@ -3,9 +3,9 @@
     python -m bench.results_table [FOLDER ...] [--into docs/benchmarks.md] [--readme README.md]
 
 A folder holds the JSON files of bench.gpu_run, bench.data, bench.step or bench.steps.cpu_peers --out from one machine; the
-default is every folder under bench/results. --into writes all tables and redraws their plots,
---readme writes one compact table. Both replace the text between two comments of the file. What has
-not been measured is listed as such. Without either option the tables are printed.
+default is every folder under bench/results. --into writes all tables, --readme writes one compact
+table. Both replace the text between two comments of the file. What has not been measured on a GPU is
+listed as such. Without either option the tables are printed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench.harness.compact_rows import COMPACT_ROWS, PEERS, Row, number
-from bench.harness.outcome import WRONG
+from bench.harness.outcome import WRONG, Row
 
 Report = Mapping[str, object]
-Cells = Sequence[str]
+Show = Callable[[Row], str]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -53,8 +53,12 @@ _GPU_PIECES = {
     "data": "H.264 decoded by DALI against the CPU readers",
     "data_runs": "`cogfast cache`, and how long 2B training waits for H.264 decoded by DALI",
 }
-_CPU_PIECE = "a tiny model's training step against diffusers (`make bench`)"
-_FIRSTPEERS = ("eager", "compile")  # words in the names of the peers that are shown first
+# Ratios of bench.steps.cpu_peers, and as they are shown.
+_PEERS = {
+    "speed-up over diffusers": "over diffusers",
+    "over compiled diffusers": "over compiled diffusers",
+}
+_COMPILED = "vs torch.compile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,14 @@ class Results:
 
     def of(self, *pieces: str) -> list[Report]:
         return [report for report in self.reports.values() if report["piece"] in pieces]
+
+    def rows(self, *pieces: str) -> list[Row]:
+        """Return the rows of some pieces, with the number of threads of their report."""
+        return [
+            {"threads": report.get("threads"), **row}
+            for report in self.of(*pieces)
+            for row in report["rows"]
+        ]
 
     @property
     def is_gpu(self) -> bool:
@@ -103,61 +115,32 @@ def write_section(results: Sequence[Results], page: Path | None = None) -> str:
         "update with AdamW and keep an EMA of the weights. TFLOP/s and MFU count three forward passes",
         "(LoRA: two for the frozen linears) and no recomputation.",
     ]
-    gpus = [each for each in results if each.is_gpu]
-    for each in _gpus_first(results):
+    # False sorts before True, and the order of machines of a kind stays.
+    for each in sorted(results, key=lambda each: not each.is_gpu):
         lines += ["", *_of_machine(each, page.parent if page else ROOT)]
-    measured = {report["piece"] for r in gpus for report in r.reports.values() if report["rows"]}
+    gpus = [report for each in results if each.is_gpu for report in each.reports.values()]
+    measured = {report["piece"] for report in gpus if report["rows"]}
     missing = [what for piece, what in _GPU_PIECES.items() if piece not in measured]
     if missing:
-        rows = [(what, NOT_MEASURED) for what in missing]
-        lines += ["", "### Not measured on a GPU yet", "", *_table(("what", "result"), rows)]
-    # No results of a CPU at all.
-    if len(gpus) == len(results):
-        rows = [(_CPU_PIECE, NOT_MEASURED)]
-        lines += ["", "### Not measured on a CPU yet", "", *_table(("what", "result"), rows)]
+        cells = [(what, NOT_MEASURED) for what in missing]
+        lines += ["", "### Not measured on a GPU yet", "", *_lines(("what", "result"), cells)]
     return "\n".join(lines)
-
-
-def write_compact(results: Sequence[Results]) -> str:
-    """Return one table of at most eight rows: what is measured, the result, where and when."""
-    rows = []
-    for row in COMPACT_ROWS:
-        # The first machine with a result gives the row.
-        cells = (row.what, NOT_MEASURED, "a GPU" if row.is_gpu else "a CPU", _EMPTY)
-        for each in results:
-            reports = each.of(*row.pieces) if each.is_gpu == row.is_gpu else []
-            text = row.summarize([line for report in reports for line in report["rows"]])
-            if text is not None:
-                cells = (row.what, text, each.machine, _dates(reports))
-                break
-        rows.append(cells)
-    return "\n".join(_table(("what", "result", "where", "date"), rows))
-
-
-def _gpus_first(results: Sequence[Results]) -> list[Results]:
-    # False sorts before True, and the order of machines of a kind stays.
-    return sorted(results, key=lambda each: not each.is_gpu)
-
-
-def _dates(reports: Iterable[Report]) -> str:
-    return " and ".join(sorted({str(report["started_utc"])[:10] for report in reports}))
 
 
 def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     first = next(iter(results.reports.values()))
-    # A package that was not installed has null.
+    # A package that was not installed has null. Only those that the timed code runs on are shown.
     versions = {name: version for name, version in first["versions"].items() if version}
-    # Only the packages that the timed code runs on.
     kept = [f"{n} {versions[n]}" for n in ("torch", "triton", "diffusers", "peft") if n in versions]
     lines = [f"### {results.machine}", "", f"{', '.join(kept)}; {_dates(results.reports.values())}"]
-    steps = results.of(*_STEP_PIECES)
-    lines += [*_same_policy(steps), *_best_policy(steps), *_rates(steps)]
-    renders = {"op_times": _ops, "quantized": _quantized, "attention": _attention}
-    renders |= {"data": _data, "data_runs": _data_runs}
-    renders |= {"cpu_peers": _cpu_peers, "sampling_peers": _sampling}
-    for piece, render in renders.items():
-        for report in results.of(piece):
-            lines += render(report["rows"])
+    lines += _steps(results)
+    lines += _ops(results.rows("op_times"))
+    lines += _quantized(results.rows("quantized"))
+    lines += _attention(results.rows("attention"))
+    lines += _data(results.rows("data"))
+    lines += _data_runs(results.rows("data_runs"))
+    lines += _cpu_peers(results.rows("cpu_peers"))
+    lines += _sampling(results.rows("sampling_peers"))
     for report in results.of("finetune_step"):
         lines += _finetune_steps(report)
     for path in sorted(results.folder.glob("*.png")):
@@ -166,242 +149,118 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     return lines
 
 
-def _question(text: str, head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """A table under the question that it answers; nothing where there are no rows."""
-    return ["", f"**{text}**", "", *_table(head, rows)] if rows else []
+def _dates(reports: Iterable[Report]) -> str:
+    return " and ".join(sorted({str(report["started_utc"])[:10] for report in reports}))
 
 
-def _same_policy(reports: Sequence[Report]) -> list[str]:
-    rows = []
-    for report in reports:
-        for row in report["rows"]:
-            name = _case(row, report)
-            if "error" in row:
-                rows.append((name, str(row["error"]), *[_EMPTY] * 3))
-                continue
-            # A side that does not fit into memory has no times.
-            spread = _EMPTY
-            if "ours_p10_ms" in row:
-                spread = f"{number(row['ours_p10_ms'])} to {number(row['ours_p90_ms'])}"
-            rows.append((name, _speed_up(row), *_each(row, "median_ms", _ms), spread))
-    head = ("case", "speed-up", "cogfast, ms", "diffusers, ms", "cogfast, p10 to p90")
-    return _question("How long does a step take with the same checkpointing?", head, rows)
+def _question(text: str, columns: Mapping[str, Show], rows: Iterable[Row]) -> list[str]:
+    """Return a table under the question that it answers; nothing where there are no rows.
+
+    columns: {head: how to show a row}. Columns that are empty in every row are left out.
+    """
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    return ["", f"**{text}**", "", *_lines([*columns], cells)] if cells else []
 
 
-def _best_policy(reports: Sequence[Report]) -> list[str]:
-    rows = [
-        (
-            f"{_model(row)}, against {row['against']}",
-            _speed_up(row),
-            _policy(row, "ours"),
-            _policy(row, "diffusers"),
-            _both(row, "mfu", _percent),
-            _both(row, "peak_memory_gib", number),
-        )
-        for report in reports
-        for row in report["numbers"].get("best", ())
-        if row["ours_policy"] != row["diffusers_policy"]  # else the table above has this row
-    ]
-    head = ("case", "speed-up", *_SIDES.values(), "MFU", "peak GiB")
-    return _question("How long does a step take with the best policy of each side?", head, rows)
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    # MFU and peak memory are empty on a CPU, for example.
+    kept = [i for i in range(len(head)) if any(row[i] != _EMPTY for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cells[i] for i in kept) + " |" for cells in lines]
 
 
-def _policy(row: Row, side: str) -> str:
-    return f"{row[f'{side}_policy']}: {_ms(row[f'{side}_median_ms'])} ms"
+# --- how values are shown ---
 
 
-def _rates(reports: Sequence[Report]) -> list[str]:
-    rows = [
-        (
-            _case(row, report),
-            _both(row, "model_tflop_per_s", number),
-            _both(row, "mfu", _percent),
-            _both(row, "peak_memory_gib", number),
-            _both(row, "attention_kernels", _first),
-        )
-        for report in reports
-        for row in report["rows"]
-        if "ours_median_ms" in row or "diffusers_median_ms" in row
-    ]
-    head = ("case, cogfast / diffusers", "TFLOP/s", "MFU", "peak GiB", "attention kernel")
-    return _question("How well does a step use the machine?", head, rows)
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _cpu_peers(rows: Sequence[Row]) -> list[str]:
-    body = []
-    for row in rows:
-        case = f"{row['model']}, {row['dtype']}, {_threads(row['threads'])}"
-        ratios = [f"{row[key]:.2f}x" for key in PEERS]
-        of = lambda side, row=row: _ms(row[f"{side} median_ms"])
-        theirs = f"{of('diffusers')} / {of('diffusers compiled')}"
-        body.append((case, *ratios, of("ours"), theirs, of("floor")))
-    times = ("cogfast, ms", "diffusers / compiled, ms", "matmuls and attention alone, ms")
-    head = ("case", *PEERS.values(), *times)
-    return _question("How long does a training step take on a CPU?", head, body)
+def _ratio(value: float) -> str:
+    return f"{value:.2f}x"
 
 
-def _sampling(rows: Sequence[Row]) -> list[str]:
-    """Rows of bench.steps.sampling_peers; those without a speed-up were not timed."""
-    body = []
-    for row in rows:
-        if "speed-up" in row:
-            case = (
-                f"{row['model']}, {row['steps']} steps, {row['dtype']}, {_threads(row['threads'])}"
-            )
-            ours, theirs = (_ms(row[f"{side} median_ms"]) for side in _SIDES)
-            spread = f"{_ms(row['ours p10_ms'])} to {_ms(row['ours p90_ms'])}"
-            body.append((case, f"{row['speed-up']:.2f}x", ours, theirs, spread))
-    head = ("case", "speed-up", "cogfast, ms", "diffusers' pipeline, ms", "cogfast, p10 to p90")
-    return _question("How long does sampling take, both from the same noise?", head, body)
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
 
 
-def _ops(rows: Sequence[Row]) -> list[str]:
-    timed = [row for row in rows if "percent_of_copy" in row]
-    body = []
-    for row in timed:
-        name = f"{row['op']} {row['way']}, {row['model']}"
-        name += " (its results are wrong)" if row.get("status") == WRONG else ""
-        goal = row.get("goal_percent")
-        cells = (number(row["median_ms"]), number(row["gb_per_s"]))
-        cells += (f"{row['percent_of_copy']:.0f}%", _EMPTY if goal is None else f"{goal:.0f}%")
-        body.append((name, *cells))
-    head = ("operation", "ms", "GB/s", "of the copy rate", "goal")
-    lines = _question("How close to the copy rate are the fused operations?", head, body)
-    # One table for each operation: each has peers of its own.
-    for op in dict.fromkeys(row["op"] for row in timed):
-        of_op = [row for row in timed if row["op"] == op]
-        peers = list(dict.fromkeys(key for row in of_op for key in row if key.startswith("vs ")))
-        # Eager PyTorch and torch.compile first.
-        peers.sort(key=lambda name: not any(word in name for word in _FIRSTPEERS))
-        speed_ups = lambda row: [f"{row[p]:.2f}x" if p in row else _EMPTY for p in peers]  # noqa: B023
-        body = [(f"{row['way']}, {row['model']}", *speed_ups(row)) for row in of_op]
-        if peers:
-            lines += _question(f"{op}: speed-up over", ("", *(p[3:] for p in peers)), body)
-    return lines
+def _kernel(names: str | Sequence[str]) -> str:
+    # A pipe would end the cell of the table.
+    name = (names if isinstance(names, str) else names[0]).replace("|", " ")
+    return f"`{name}`" if len(name) <= 60 else f"`{name[:57]}...`"
 
 
-def _attention(rows: Sequence[Row]) -> list[str]:
-    head = ("[B, S, H, D]", "backend", "TFLOP/s forward", "TFLOP/s backward", "kernel")
-    body = [
-        (
-            str(row["shape_bshd"]),
-            str(row["backend"]),
-            number(row["forward_tflop_per_s"]),
-            number(row["backward_tflop_per_s"]),
-            _first([row["forward_kernel"]]),
-        )
-        for row in rows
-        if "forward_tflop_per_s" in row
-    ]
-    return _question("How fast is attention by each backend?", head, body)
+def _of(key: str, show: Callable[..., str] = _number) -> Show:
+    """Return how to show a key of a row: nothing where the row lacks it."""
+    return lambda row: _EMPTY if row.get(key) in (None, []) else show(row[key])
 
 
-def _quantized(rows: Sequence[Row]) -> list[str]:
-    """A line for each product: the time in bf16, and with weights of 8 bits the speed-up over it."""
-    of = {(row["width"], row["linear"], row["product"], row["kind"]): row for row in rows}
-    body = []
-    for width, linear, product in dict.fromkeys(key[:3] for key in of):
-        bf16, int8, fp8 = (
-            of.get((width, linear, product, kind)) for kind in ("bf16", "int8", "fp8")
-        )
-        ratios = [_EMPTY if row is None else f"{row['vs bf16']:.2f}x" for row in (int8, fp8)]
-        time = _EMPTY if bf16 is None else number(bf16["median_ms"])
-        body.append((f"{linear} {product}, width {width}", time, *ratios))
-    head = ("product", "bf16, ms", "int8 weight", "fp8")
-    return _question("How fast are products with weights of 8 bits?", head, body)
+def _spread(prefix: str) -> Show:
+    low, high = f"{prefix}p10_ms", f"{prefix}p90_ms"
+    return lambda row: f"{_number(row[low])} to {_number(row[high])}" if low in row else _EMPTY
 
 
-def _data(rows: Sequence[Row]) -> list[str]:
-    """A table for each number of readers, and what a second reader adds."""
-    of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
-    clips = list(dict.fromkeys(row["clip"] for row in rows))
-    counts = sorted({row["readers"] for row in rows})
-    lines = []
-    for count in counts:
-        if count == 1 and 2 in counts:
-            continue  # the table of two readers shows what the second adds
-        sides = list(dict.fromkeys(row["side"] for row in rows if row["readers"] == count))
-        extra = {}
-        if count == 0:
-            extra["cogfast / decord, per CPU second"] = lambda clip: _quotient(
-                of.get((clip, "ours", 0)), of.get((clip, "decord", 0)), "clips_per_cpu_s"
-            )
-        if count == 2:
-            extra["cogfast, 2 readers / 1"] = lambda clip: _quotient(
-                of.get((clip, "ours", 2)), of.get((clip, "ours", 1)), "clips_per_s"
-            )
-            extra["a reader of cogfast, MiB"] = lambda clip: _memory(of.get((clip, "ours", 1)))
-        body = []
-        for clip in clips:
-            rates = [number(of[clip, side, count]["clips_per_s"]) for side in sides]
-            body.append([str(clip), *rates, *(show(clip) for show in extra.values())])
-        head = ["clips of 17 frames, 240x360", *map(shown_side, sides), *extra]
-        who = f"do {count} readers" if count > 1 else f"does one {'reader' if count else 'process'}"
-        lines += _question(f"How many clips per second {who} read?", head, body)
-    return lines
+def _both(key: str, show: Callable[..., str] = _number) -> Show:
+    """Return how to show a key of both sides, once if they are shown alike."""
+
+    def both(row: Row) -> str:
+        ours, theirs = (_of(f"{side}_{key}", show)(row) for side in _SIDES)
+        return ours if ours == theirs else f"{ours} / {theirs}"
+
+    return both
 
 
-def shown_side(side: str) -> str:
-    """The name of a side of bench.data in tables and plots: its JSON says "ours" for cogfast."""
-    return side.replace("ours", "cogfast")
+def _threads(row: Row) -> str:
+    number = row.get("threads")
+    return "" if number is None else ", one thread" if number == 1 else f", {number} threads"
 
 
-def _quotient(above: Row | None, below: Row | None, key: str) -> str:
-    return _EMPTY if above is None or below is None else f"{above[key] / below[key]:.2f}"
+# --- the tables of a machine ---
 
 
-def _memory(row: Row | None) -> str:
-    return _EMPTY if row is None else number(row["resident_mib"])
-
-
-def _data_runs(rows: Sequence[Row]) -> list[str]:
-    def cells(row: Row, keys: Iterable[str]) -> Cells:
-        return [str(row["run"]), *(_SHOWN_OF_RUN[k](row[k]) if k in row else _EMPTY for k in keys)]
-
-    keys = ("clips", "clips_per_s", "step_median_ms", "data_wait_percent", "seconds")
-    head = ("run", "clips", "clips per second", "ms per step", "wait for data", "seconds in all")
-    body = [cells(row, keys) for row in rows if "data_wait_percent" in row]
-    lines = _question("How long does training wait for data?", head, body)
-    keys = ("clips", "clips_per_s", "seconds", "mib")
-    head = ("command", "clips", "clips per second", "seconds in all", "MiB")
-    body = [cells(row, keys) for row in rows if "data_wait_percent" not in row]
-    return lines + _question("How long do `cogfast cache` and a start take?", head, body)
-
-
-def _finetune_steps(report: Report) -> list[str]:
-    """A step of `cogfast finetune` against the loop of CogVideo's trainer, with the same arguments."""
-    sides, body = ("ours", "theirs"), []
-    for row in report["rows"]:
-        trained = "all weights" if row["mode"] == "sft" else "LoRA"
-        flag = str(row["gradient_checkpointing"]).lower()
-        name = f"{row['model']}, {trained}, {row['dtype']}, --gradient_checkpointing {flag}, {_threads(report['threads'])}"
-        if "not_timed" in row:
-            body.append((name, str(row["not_timed"]), *[_EMPTY] * 4))
-            continue
-        medians = [_ms(row[f"{side}_median_ms"]) for side in sides]
-        spreads = [f"{_ms(row[f'{s}_p10_ms'])} to {_ms(row[f'{s}_p90_ms'])}" for s in sides]
-        body.append((name, f"{row['ratio']:.2f}", *medians, *spreads))
-    columns = [
-        f"{side}, {what}" for what in ("ms", "p10 to p90") for side in ("cogfast", "CogVideo")
-    ]
-    question = (
-        "How long does a step of `cogfast finetune` take against CogVideo's diffusers trainer?"
+def _steps(results: Results) -> list[str]:
+    rows = results.rows(*_STEP_PIECES)
+    best = [row for each in results.of(*_STEP_PIECES) for row in each["numbers"].get("best", ())]
+    case = lambda row: (
+        f"{_model(row)}, {row['engine']}, checkpointing {row['checkpointing']}{_threads(row)}"
     )
-    lines = _question(question, ("case", "time of cogfast / CogVideo", *columns), body)
-    load, cores = report["load_average"], report["cpu_cores"]
-    note = "Ratios are medians over pairs that follow each other. CogVideo's trainer keeps no EMA. Load"
-    average = f"{load['before']:.1f} before and {load['after']:.1f} after, on {cores} cores"
-    return [*lines, "", f"{note} average: {average}."]
-
-
-def _case(row: Row, report: Report) -> str:
-    threads = f", {_threads(report['threads'])}" if "threads" in report else ""
-    engine = f"{row['engine']}, checkpointing {row['checkpointing']}"
-    return f"{_model(row)}, {engine}{threads}"
-
-
-def _threads(number: int) -> str:
-    return "one thread" if number == 1 else f"{number} threads"
+    policy = lambda side: (
+        lambda row: f"{row[f'{side}_policy']}: {_number(row[f'{side}_median_ms'])} ms"
+    )
+    lines = _question(
+        "How long does a step take with the same checkpointing?",
+        {
+            "case": case,
+            "speed-up": _speed_up,
+            "cogfast, ms": _of("ours_median_ms"),
+            "diffusers, ms": _of("diffusers_median_ms"),
+            "cogfast, p10 to p90": _spread("ours_"),
+        },
+        rows,
+    )
+    lines += _question(
+        "How long does a step take with the best policy of each side?",
+        {
+            "case": lambda row: f"{_model(row)}, against {row['against']}",
+            "speed-up": _speed_up,
+            **{name: policy(side) for side, name in _SIDES.items()},
+            "MFU": _both("mfu", _percent),
+            "peak GiB": _both("peak_memory_gib"),
+        },
+        # Rows of the same policy are in the table above.
+        (row for row in best if row["ours_policy"] != row["diffusers_policy"]),
+    )
+    return lines + _question(
+        "How well does a step use the machine?",
+        {
+            "case, cogfast / diffusers": case,
+            "TFLOP/s": _both("model_tflop_per_s"),
+            "MFU": _both("mfu", _percent),
+            "peak GiB": _both("peak_memory_gib"),
+            "attention kernel": _both("attention_kernels", _kernel),
+        },
+        (row for row in rows if any(f"{side}_median_ms" in row for side in _SIDES)),
+    )
 
 
 def _model(row: Row) -> str:
@@ -414,7 +273,7 @@ def _model(row: Row) -> str:
 
 
 def _speed_up(row: Row) -> str:
-    """The speed-up over diffusers, or why there is none."""
+    """Return the speed-up over diffusers, or why there is none."""
     if "ratio" in row:
         mark = " (the sides disagree)" if "disagrees" in row else ""
         return f"{1 / row['ratio']:.2f}x{mark}"
@@ -422,49 +281,262 @@ def _speed_up(row: Row) -> str:
         for key, text in _NOT_TIMED.items():
             if f"{side}_{key}" in row:
                 return f"{name}: {text}"
-    return NOT_MEASURED
+    return str(row.get("error", NOT_MEASURED))
 
 
-def _each(row: Row, key: str, show: Callable[[object], str]) -> list[str]:
-    values = [row.get(f"{side}_{key}") for side in _SIDES]
-    return [_EMPTY if value is None or value == [] else show(value) for value in values]
+def _ops(rows: Sequence[Row]) -> list[str]:
+    timed = [row for row in rows if "percent_of_copy" in row]
+    is_wrong = lambda row: " (its results are wrong)" if row.get("status") == WRONG else ""
+    whole = lambda percent: f"{percent:.0f}%"
+    lines = _question(
+        "How close to the copy rate are the fused operations?",
+        {
+            "operation": lambda row: f"{row['op']} {row['way']}, {row['model']}{is_wrong(row)}",
+            "ms": _of("median_ms"),
+            "GB/s": _of("gb_per_s"),
+            "of the copy rate": _of("percent_of_copy", whole),
+            "goal": _of("goal_percent", whole),
+        },
+        timed,
+    )
+    # One table for each operation: each has peers of its own.
+    for op in dict.fromkeys(row["op"] for row in timed):
+        of_op = [row for row in timed if row["op"] == op]
+        peers = list(dict.fromkeys(key for row in of_op for key in row if key.startswith("vs ")))
+        # Eager PyTorch and torch.compile first.
+        peers.sort(key=lambda name: not ("eager" in name or "compile" in name))
+        columns = {"": lambda row: f"{row['way']}, {row['model']}"}
+        columns |= {peer.removeprefix("vs "): _of(peer, _ratio) for peer in peers}
+        lines += _question(f"{op}: speed-up over", columns, of_op if peers else [])
+    return lines
 
 
-def _both(row: Row, key: str, show: Callable[[object], str]) -> str:
-    shown = _each(row, key, show)
-    return shown[0] if shown[0] == shown[1] else " / ".join(shown)
+def _attention(rows: Sequence[Row]) -> list[str]:
+    columns = {
+        "[B, S, H, D]": _of("shape_bshd", str),
+        "backend": _of("backend", str),
+        "TFLOP/s forward": _of("forward_tflop_per_s"),
+        "TFLOP/s backward": _of("backward_tflop_per_s"),
+        "kernel": _of("forward_kernel", _kernel),
+    }
+    timed = (row for row in rows if "forward_tflop_per_s" in row)
+    return _question("How fast is attention by each backend?", columns, timed)
 
 
-def _ms(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else number(value)
+def _quantized(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each product: the time in bf16, and the speed-up of weights of 8 bits over it."""
+    merged: dict[tuple, dict[str, object]] = {}
+    for row in rows:
+        key = (row["width"], row["linear"], row["product"])
+        figure = row["median_ms"] if row["kind"] == "bf16" else row["vs bf16"]
+        merged.setdefault(key, dict(row))[str(row["kind"])] = figure
+    columns = {
+        "product": lambda row: f"{row['linear']} {row['product']}, width {row['width']}",
+        "bf16, ms": _of("bf16"),
+        "int8 weight": _of("int8", _ratio),
+        "fp8": _of("fp8", _ratio),
+    }
+    return _question("How fast are products with weights of 8 bits?", columns, merged.values())
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
+def _data(rows: Sequence[Row]) -> list[str]:
+    """Return a table for each number of readers, with what a second reader adds."""
+    of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
+    clips = [{"clip": clip} for clip in dict.fromkeys(row["clip"] for row in rows)]
+    counts = sorted({row["readers"] for row in rows})
+    figure = lambda row, side, count, key: of[row["clip"], side, count][key]
+
+    def over(row: Row, above: tuple[str, int], below: tuple[str, int], key: str) -> str:
+        both = all((row["clip"], *side) in of for side in (above, below))
+        return f"{figure(row, *above, key) / figure(row, *below, key):.2f}" if both else _EMPTY
+
+    lines = []
+    for count in counts:
+        if count == 1 and 2 in counts:
+            continue  # the table of two readers shows what the second adds
+        columns: dict[str, Show] = {"clips of 17 frames, 240x360": _of("clip", str)}
+        for side in dict.fromkeys(row["side"] for row in rows if row["readers"] == count):
+            columns[shown_side(side)] = lambda row, side=side, count=count: _number(
+                figure(row, side, count, "clips_per_s")
+            )
+        if count == 0:
+            columns["cogfast / decord, per CPU second"] = partial(
+                over, above=("ours", 0), below=("decord", 0), key="clips_per_cpu_s"
+            )
+        if count == 2:
+            columns["cogfast, 2 readers / 1"] = partial(
+                over, above=("ours", 2), below=("ours", 1), key="clips_per_s"
+            )
+            columns["a reader of cogfast, MiB"] = lambda row: _number(
+                figure(row, "ours", 1, "resident_mib")
+            )
+        who = f"do {count} readers" if count > 1 else f"does one {'reader' if count else 'process'}"
+        lines += _question(f"How many clips per second {who} read?", columns, clips)
+    return lines
 
 
-def _first(names: Sequence[str]) -> str:
-    # A pipe would end the cell of the table.
-    name = names[0].replace("|", " ")
-    return f"`{name}`" if len(name) <= 60 else f"`{name[:57]}...`"
+def shown_side(side: str) -> str:
+    """Return the name of a side of bench.data in tables and plots: its JSON says "ours" for cogfast."""
+    return side.replace("ours", "cogfast")
 
 
-_SHOWN_OF_RUN: dict[str, Callable[[object], str]] = {
-    "clips": str,
-    "clips_per_s": number,
-    "step_median_ms": _ms,
-    "data_wait_percent": lambda value: f"{value:.2f}%",
-    "seconds": number,
-    "mib": number,
-}
+def _data_runs(rows: Sequence[Row]) -> list[str]:
+    counts = {"clips": _of("clips", str), "clips per second": _of("clips_per_s")}
+    training = {
+        "ms per step": _of("step_median_ms"),
+        "wait for data": _of("data_wait_percent", lambda value: f"{value:.2f}%"),
+    }
+    seconds, run = {"seconds in all": _of("seconds")}, _of("run", str)
+    lines = _question(
+        "How long does training wait for data?",
+        {"run": run, **counts, **training, **seconds},
+        (row for row in rows if "data_wait_percent" in row),
+    )
+    return lines + _question(
+        "How long does `cogfast cache` take, its start included?",
+        {"command": run, **counts, **seconds, "MiB": _of("mib")},
+        (row for row in rows if "data_wait_percent" not in row),
+    )
 
 
-def _table(head: Cells, rows: Sequence[Cells]) -> list[str]:
-    """Lines of Markdown, without the columns that are empty in every row."""
-    # MFU and peak memory are empty on a CPU, for example.
-    kept = [i for i in range(len(head)) if any(row[i] != _EMPTY for row in rows)]
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cells[i] for i in kept) + " |" for cells in lines]
+def _cpu_peers(rows: Sequence[Row]) -> list[str]:
+    columns = {
+        "case": lambda row: f"{row['model']}, {row['dtype']}{_threads(row)}",
+        **{shown: _of(key, _ratio) for key, shown in _PEERS.items()},
+        "cogfast, ms": _of("ours median_ms"),
+        "diffusers / compiled, ms": lambda row: " / ".join(
+            _number(row[f"{side} median_ms"]) for side in ("diffusers", "diffusers compiled")
+        ),
+        "matmuls and attention alone, ms": _of("floor median_ms"),
+    }
+    return _question("How long does a training step take on a CPU?", columns, rows)
+
+
+def _sampling(rows: Sequence[Row]) -> list[str]:
+    columns = {
+        "case": lambda row: f"{row['model']}, {row['steps']} steps, {row['dtype']}{_threads(row)}",
+        "speed-up": _of("speed-up", _ratio),
+        "cogfast, ms": _of("ours median_ms"),
+        "diffusers' pipeline, ms": _of("diffusers median_ms"),
+        "cogfast, p10 to p90": _spread("ours "),
+    }
+    question = "How long does sampling take, both from the same noise?"
+    return _question(question, columns, (row for row in rows if "speed-up" in row))
+
+
+def _finetune_steps(report: Report) -> list[str]:
+    """A step of `cogfast finetune` against the loop of CogVideo's trainer, with the same arguments."""
+
+    def case(row: Row) -> str:
+        trained = "all weights" if row["mode"] == "sft" else "LoRA"
+        flag = str(row["gradient_checkpointing"]).lower()
+        case = f"{row['model']}, {trained}, {row['dtype']}, --gradient_checkpointing {flag}"
+        return case + _threads(report)
+
+    ratio = lambda row: str(row.get("not_timed") or f"{row['ratio']:.2f}")
+    columns = {
+        "case": case,
+        "time of cogfast / CogVideo": ratio,
+        "cogfast, ms": _of("ours_median_ms"),
+        "CogVideo, ms": _of("theirs_median_ms"),
+        "cogfast, p10 to p90": _spread("ours_"),
+        "CogVideo, p10 to p90": _spread("theirs_"),
+    }
+    question = (
+        "How long does a step of `cogfast finetune` take against CogVideo's diffusers trainer?"
+    )
+    load, cores = report["load_average"], report["cpu_cores"]
+    note = "Ratios are medians over pairs that follow each other. CogVideo's trainer keeps no EMA. Load"
+    average = f"{load['before']:.1f} before and {load['after']:.1f} after, on {cores} cores"
+    lines = _question(question, columns, report["rows"])
+    return [*lines, "", f"{note} average: {average}."]
+
+
+# --- the table of the README ---
+
+
+def write_compact(results: Sequence[Results]) -> str:
+    """Return one table: what is measured, the result, where and when."""
+    rows = []
+    for what, is_gpu, piece, summarize in COMPACT_ROWS:
+        # The first machine with a result gives the row.
+        cells = (what, NOT_MEASURED, "a GPU" if is_gpu else "a CPU", _EMPTY)
+        for each in results:
+            text = summarize(each.rows(piece)) if each.is_gpu == is_gpu else None
+            if text is not None:
+                cells = (what, text, each.machine, _dates(each.of(piece)))
+                break
+        rows.append(cells)
+    return "\n".join(_lines(("what", "result", "where", "date"), rows))
+
+
+def _range(values: Iterable[float]) -> str | None:
+    """Return the smallest and the largest value, as `1.01x to 1.02x`; None of no values."""
+    shown = list(dict.fromkeys(_ratio(value) for value in sorted(values)))
+    return f"{shown[0]} to {shown[-1]}" if len(shown) > 1 else next(iter(shown), None)
+
+
+def _peer_speed_up(rows: Sequence[Row]) -> str | None:
+    found = []
+    for dtype in sorted({row["dtype"] for row in rows}):
+        eager, compiled = (_range(r[k] for r in rows if r["dtype"] == dtype) for k in _PEERS)
+        found.append(f"{dtype}: {eager} ({compiled})")
+    return "; ".join(found) or None
+
+
+def _step_speed_up(rows: Sequence[Row]) -> str | None:
+    timed = [row for row in rows if row["what"] == "step" and "ratio" in row]
+    return _marked(_range(1 / row["ratio"] for row in timed), timed)
+
+
+def _op_speed_up(rows: Sequence[Row]) -> str | None:
+    timed = [row for row in rows if _COMPILED in row]
+    return _marked(_range(row[_COMPILED] for row in timed), timed)
+
+
+def _marked(text: str | None, rows: Sequence[Row]) -> str | None:
+    """Mark a result whose rows include one with a wrong answer."""
+    is_wrong = any("disagrees" in row or row.get("status") == WRONG for row in rows)
+    return f"{text} (not all agree)" if is_wrong else text
+
+
+def _reading_speed_up(
+    rows: Sequence[Row], above: tuple[str, int], below: tuple[str, int], key: str
+) -> str | None:
+    of = {(row["clip"], row["side"], row["readers"]): row[key] for row in rows}
+    clips = [clip for clip, *side in of if tuple(side) == above and (clip, *below) in of]
+    return _range(of[clip, *above] / of[clip, *below] for clip in clips)
+
+
+def _data_wait(rows: Sequence[Row]) -> str | None:
+    waits = [
+        f"{row['data_wait_percent']:.1f}% ({row['run'].removeprefix('training from ')})"
+        for row in rows
+        if "data_wait_percent" in row and "," not in row["run"]
+    ]
+    return ", ".join(waits) or None
+
+
+def _attention_rate(rows: Sequence[Row]) -> str | None:
+    rates = [row["forward_tflop_per_s"] for row in rows if "forward_tflop_per_s" in row]
+    return f"{_number(max(rates))} TFLOP/s forward" if rates else None
+
+
+_BY_DALI = partial(_reading_speed_up, above=("DALI", 8), below=("ours", 8), key="clips_per_s")
+_PER_CPU_SECOND = partial(
+    _reading_speed_up, above=("ours", 0), below=("decord", 0), key="clips_per_cpu_s"
+)
+# Each row: what it shows, whether a GPU is needed, the piece, and its summary (None without an answer)
+COMPACT_ROWS: tuple[tuple[str, bool, str, Callable[[Sequence[Row]], str | None]], ...] = (
+    ("2B training step, speed-up over diffusers", True, "2b", _step_speed_up),
+    ("5B training step, speed-up over diffusers", True, "5b", _step_speed_up),
+    ("fused operations, speed-up over torch.compile", True, "op_times", _op_speed_up),
+    ("attention at 17,776 tokens, best backend", True, "attention", _attention_rate),
+    ("clips decoded by DALI, speed-up over 8 CPU readers", True, "data", _BY_DALI),
+    ("training step, speed-up over diffusers (compiled)", False, "cpu_peers", _peer_speed_up),
+    ("clips read per CPU second, speed-up over decord", False, "data", _PER_CPU_SECOND),
+    ("share of a step that waits for data", False, "data_runs", _data_wait),
+)
 
 
 def replace_section(text: str, section: str) -> str:
@@ -477,19 +549,8 @@ def replace_section(text: str, section: str) -> str:
     return f"{before}{START}\n\n{section}\n\n{END}{after}"
 
 
-def draw_plots(results: Sequence[Results]) -> None:
-    """Draw the plots of bench.data from its JSON files; other pieces draw theirs when they run."""
-    from bench.data import plots
-    from bench.harness.outcome import draw
-
-    for each in results:
-        for report in each.of("data"):
-            for name, bars in plots(report["rows"]).items():
-                draw(bars, each.folder / f"{name}.png")
-
-
 def all_folders() -> list[Path]:
-    return sorted(p for p in RESULTS.glob("*") if p.is_dir()) if RESULTS.is_dir() else []
+    return sorted(path for path in RESULTS.glob("*") if path.is_dir())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -504,16 +565,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folders = [path.resolve() for path in arguments.folders] or all_folders()
         results = [read_results(folder) for folder in folders]
-        if into is not None:
-            text = into.read_text(encoding="utf-8")
-            replace_section(text, "")  # a file without the comments is refused before any drawing
-            draw_plots(results)
-            section = write_section(results, into.resolve())
-            into.write_text(replace_section(text, section), encoding="utf-8")
-        if readme is not None:
-            changed = replace_section(readme.read_text(encoding="utf-8"), write_compact(results))
-            readme.write_text(changed, encoding="utf-8")
-        if into is readme is None:
+        sections = {into: lambda: write_section(results, into.resolve())} if into else {}
+        sections |= {readme: lambda: write_compact(results)} if readme else {}
+        for path, write in sections.items():
+            changed = replace_section(path.read_text(encoding="utf-8"), write())
+            path.write_text(changed, encoding="utf-8")
+        if not sections:
             print(write_section(results))
     except ValueError as error:
         parser.error(str(error))

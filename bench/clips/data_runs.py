@@ -4,8 +4,7 @@
 
 On a CPU, this uses the clips and the model of the quickstart. The piece data_runs of bench.gpu_run
 trains CogVideoX-2B with random weights on H.264 of 480 rows, read by DALI, by the CPU and from the
-cache. Both also time the start on a manifest of 10,000 videos: listing them and reading their headers,
-the first and the second time.
+cache.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.clips.video_clips import TINY_SIZES, copies, generated_clips
-from bench.harness.machine import describe_machine
+from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, Settings, table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 300
-_NUM_LISTED = 10_000
 _SHOWN = ("run", "clips", "clips_per_s", "step_median_ms", "data_wait_percent", "seconds", "mib")
 _TINY_OVERRIDES = (
     "model.network_config.params.num_frames=9",
@@ -66,7 +64,6 @@ class Case:
     num_clips: int
     num_steps: int
     log_interval: int
-    seconds: float = _TIMEOUT_SECONDS
 
 
 def measure_data_runs(settings: Settings) -> Outcome:
@@ -101,7 +98,7 @@ def measure_data_runs(settings: Settings) -> Outcome:
             num_steps=3 if tiny else 30,
             log_interval=1 if tiny else 5,
         )
-        return _measure(case, folder, clip, 50 if tiny else _NUM_LISTED, settings)
+        return _measure(case, folder, settings)
 
 
 def _write_2b(folder: Path, is_tiny: bool) -> Path:
@@ -137,7 +134,7 @@ def measure_quickstart(num_steps: int = 300) -> Outcome:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         data = folder / "data"
-        _run([sys.executable, "scripts/quickstart.py", "prepare", str(data)], folder / "log")
+        _run([sys.executable, "scripts/quickstart.py", "prepare", str(data)])
         case = Case(
             files=("configs/quickstart.yaml",),
             overrides=(
@@ -156,13 +153,10 @@ def measure_quickstart(num_steps: int = 300) -> Outcome:
             num_steps=num_steps,
             log_interval=20,
         )
-        clip = sorted((data / "videos").iterdir())[0]
-        return _measure(
-            case, folder, clip, _NUM_LISTED, Settings(torch.device("cpu"), is_tiny=False)
-        )
+        return _measure(case, folder, Settings(torch.device("cpu"), is_tiny=False))
 
 
-def _measure(case: Case, folder: Path, clip: Path, num_listed: int, settings: Settings) -> Outcome:
+def _measure(case: Case, folder: Path, settings: Settings) -> Outcome:
     """Run everything that fits the time: a run is skipped if the longest one so far would not fit."""
     cache = folder / "latents"
     overrides = {**case.sides, "training from the cache": (f"args.latent_cache={cache}",)}
@@ -185,58 +179,38 @@ def _measure(case: Case, folder: Path, clip: Path, num_listed: int, settings: Se
         except (RuntimeError, subprocess.TimeoutExpired) as error:  # DALI may lack its decoder
             problems.append(f"{name}: {error}")
         settings.keep(Outcome({"skipped": skipped}, rows, _SHOWN, problems))
-    # Hard links to one clip: no disk holds 10,000 copies, and headers are read per path.
-    rows += _start_on_manifest(clip, folder / "listed", num_listed)
     return Outcome({"skipped": skipped}, rows, _SHOWN, problems)
 
 
-def _run(command: Sequence[str], log: Path, **environment: str) -> str:
-    """Run a command and return its output; RuntimeError with the end of the output if it fails."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+def _run(command: Sequence[str]) -> None:
+    """Run a command; RuntimeError with the end of its output if it fails."""
     done = subprocess.run(
         list(command),
         cwd=_ROOT,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            **environment,
-        },
+        env={"OMP_NUM_THREADS": "1", **os.environ},
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_SECONDS,
     )
-    log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise RuntimeError(f"{' '.join(command[:5])}: exit status {done.returncode}\n{end}")
-    return done.stdout
 
 
 def _cogfast(case: Case, command: str, folder: Path, overrides: Sequence[str]) -> None:
     base = [sys.executable, "-m", "cogfast", command, "--base", *case.files]
-    _run([*base, *case.overrides, f"args.save={folder}", *overrides], folder / "log")
+    _run([*base, *case.overrides, f"args.save={folder}", *overrides])
 
 
 def _cache(case: Case, folder: Path, cache: Path) -> Row:
     started = time.perf_counter()
     _cogfast(case, "cache", folder / "caching", [f"args.latent_cache={cache}"])
     seconds = time.perf_counter() - started
-    lines = [json.loads(line) for line in (cache / "index.jsonl").read_text().splitlines()[1:]]
-    shards = [
-        ((cache / line["file"]).stat().st_mtime, len(line["keys"]))
-        for line in lines
-        if line["file"].startswith("video")
-    ]
-    shards.sort()
-    assert sum(number for _, number in shards) == case.num_clips, "clips are left out of the cache"
-    # From the first to the last shard, so that the start of the command does not count.
-    between = sum(number for _, number in shards[1:])
-    rate = between / (shards[-1][0] - shards[0][0])
-    num_bytes = sum(path.stat().st_size for path in cache.glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in cache.rglob("*.safetensors"))
     return {
         "run": "cogfast cache",
         "clips": case.num_clips,
-        "clips_per_s": rate,
+        "clips_per_s": case.num_clips / seconds,
         "seconds": seconds,
         "mib": num_bytes / 2**20,
     }
@@ -263,85 +237,21 @@ def _train(case: Case, folder: Path, name: str, overrides: Sequence[str]) -> Row
     }
 
 
-def _start_on_manifest(clip: Path, folder: Path, number: int) -> list[Row]:
-    """Start twice, each in a subprocess; the second start finds the stored headers of the first."""
-    (folder / "videos").mkdir(parents=True)
-    first = shutil.copy(clip, folder)
-    with open(folder / "clips.jsonl", "w") as file:
-        for i in range(number):
-            os.link(first, folder / "videos" / f"{i:05d}.mp4")
-            caption = f"caption number {i} of some ordinary length, as captions of videos have"
-            file.write(json.dumps({"path": f"videos/{i:05d}.mp4", "caption": caption}) + "\n")
-    command = [
-        sys.executable,
-        "-m",
-        "bench.clips.data_runs",
-        "--manifest",
-        str(folder / "clips.jsonl"),
-    ]
-    found = []
-    for which in ("first", "second"):
-        text = _run(command, folder / "log", XDG_CACHE_HOME=str(folder / "index"))
-        row = {"run": f"{which} start on a manifest", "clips": number}
-        found.append({**row, **json.loads(text.splitlines()[-1])})
-    return found
-
-
-def start_on_manifest(manifest: Path) -> Row:
-    """Time listing the samples, reading their headers and making the first epoch; also in MiB."""
-    import av  # noqa: F401  imported before the memory of libraries would count
-
-    from cogfast.data.buckets import survey
-    from cogfast.data.datasets import VideoManifest
-
-    before, started = _resident_mib(), time.perf_counter()
-    dataset = VideoManifest([str(manifest)], video_size=(64, 64), fps=8, max_num_frames=9)
-    listed = time.perf_counter()
-    found = survey(dataset)
-    surveyed = time.perf_counter()
-    dataset.order(seed=0, global_batch=8).index(0, 0)
-    assert not found.reasons, found.reasons
-    return {
-        "seconds": time.perf_counter() - started,
-        "list_s": listed - started,
-        "headers_s": surveyed - listed,
-        "mib": _resident_mib() - before,
-    }
-
-
-def _resident_mib() -> float:
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition("VmRSS:")[2].split()[0]) / 1024
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="folder of data_runs.json")
-    parser.add_argument("--manifest", type=Path, help="for the subprocess: start on this manifest")
-    arguments = parser.parse_args(argv)
-    if arguments.manifest is not None:
-        print(json.dumps(start_on_manifest(arguments.manifest)))
-        return 0
-    if arguments.out is None:
-        parser.error("--out DIR is missing")
+    parser.add_argument("--out", type=Path, required=True, help="folder of data_runs.json")
+    out = parser.parse_args(argv).out
     load = os.getloadavg()[0]
     outcome = measure_quickstart()
     print(table(outcome))
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
-    report = {
-        "piece": "data_runs",
-        "is_tiny": False,
-        **describe_machine(torch.device("cpu")),
-        "load_average": {"before": load, "after": os.getloadavg()[0]},
-        "numbers": outcome.numbers,
-        "rows": outcome.rows,
-        "problems": outcome.problems,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "data_runs.json").write_text(json.dumps(report, indent=1) + "\n")
+    load_average = {"before": load, "after": os.getloadavg()[0]}
+    answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
+    cpu = torch.device("cpu")
+    write_report(out / "data_runs.json", "data_runs", cpu, load_average=load_average, **answer)
     return 1 if outcome.problems else 0
 
 

@@ -124,10 +124,8 @@ def check_run(run: Run, reference: tuple, given: Tensors) -> list[str]:
 def check_op(op: Op, shape: TokenShape, device: torch.device) -> list[str]:
     """Check the op of cogfast in bf16 at this shape, and in three dtypes at a small one."""
     wrong = []
-    for case_shape, dtype in [
-        (shape, torch.bfloat16),
-        *((small(shape), dtype) for dtype in _SMALL_DTYPES),
-    ]:
+    cases = [(shape, torch.bfloat16)] + [(small(shape), dtype) for dtype in _SMALL_DTYPES]
+    for case_shape, dtype in cases:
         torch.manual_seed(0)  # the largest error depends on the draws
         inputs = draw_inputs(op, case_shape, dtype, device)
         with torch.no_grad():

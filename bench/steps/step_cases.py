@@ -31,7 +31,7 @@ What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]
 Engine = Literal["eager", "compiled"]
 
-# So that a drift of the clocks affects both sides.
+# This order makes a drift of the clocks affect both sides.
 _ROUNDS = (("ours",), ("diffusers",), ("diffusers",), ("ours",))
 _MIN_SAMPLES = 3
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
