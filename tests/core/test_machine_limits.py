@@ -13,7 +13,7 @@ import torch
 from cogfast.__main__ import _COMMANDS, main
 from cogfast.core.machine_limits import describe_lack
 from cogfast.data.workers.read_ahead import Reads, read_ahead
-from tests.support.hostile import faults, run_case
+from tests.cli.hostile.forked_case import faults, run_case
 
 SHARED_MEMORY = (
     "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback: ...\nRuntimeError: unable "
@@ -96,6 +96,10 @@ def test_a_reading_process_that_cannot_send_ends() -> None:
     """Python's threads would print why and drop the tensors, and the trainer would wait for ever."""
     # The paths of sockets are short, and pytest's folders may be too long for them.
     with tempfile.TemporaryDirectory() as root:
-        outcome = run_case(read_all, Path(root), max_wait=20)
+        inner = (
+            Path(root) / "r"
+        )  # what others write beside it in the folder of temporary files is no fault
+        inner.mkdir()
+        outcome = run_case(read_all, inner, max_wait=20)
     assert outcome.status == 0 and not faults(outcome), outcome.output
     assert "cogfast: a reading process ends: too many open files" in outcome.output

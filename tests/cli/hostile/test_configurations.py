@@ -1,13 +1,13 @@
-"""Mutated and hostile configurations: each ends in success or in lines of cogfast's own, quickly, in
-little memory, without a command run or a file written elsewhere."""
+"""Mutated configurations and command lines: each ends in success or in one line of cogfast's, quickly,
+in little memory, without a command run or a file written elsewhere."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,16 @@ import yaml
 from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
-from tests.support.hostile import faults, run_case
+from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
+from tests.finetune.test_args import SHELL
 from tests.support.tiny_run import ROOT, write_clips, write_config
+from tests.support.video_files import constant_rate, write_clip
+from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 pytestmark = pytest.mark.forks
 
 SATS = ("cogvideox_2b", "cogvideox_5b_i2v_lora", "cogvideox1.5_5b_i2v")
 OURS = ("quickstart.yaml", "cogvideox_5b.yaml")
-NUM_QUICK, NUM_SOAKED = 30, 1000
 VERBS = ("dry", "dry", "train", "train", "cache", "sample")
 # A valid configuration may ask for weeks of work: what a case really runs is bounded.
 MOST_WORK = {
@@ -35,77 +37,25 @@ MOST_WORK = {
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
-VALUES: list[object] = [
-    None,
-    True,
-    "",
-    " ",
-    "text",
-    0,
-    -1,
-    1,
-    2,
-    7,
-    2**31,
-    2**63,
-    10**9,
-    10**18,
-    10**400,
-    -(10**9),
-    0.5,
-    -0.5,
-    1e308,
-    1e-308,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-    "9" * 5000,
-    [],
-    {},
-    [[]],
-    [1, 2],
-    [None],
-    ["x"] * 1000,
-    {"a": {"b": {"c": [{}]}}},
-    "x" * 10_000,
-    {"target": "torch.nn.Identity"},
-    {"target": None},
-    {"target": "x", "params": 3},
-    "${args.seed}",
-    "${oc.env:HOME}",
-    "${nothing}",
-    "${args.lr}${args.lr}",
-    "${",
-    "???",
-    "\0",
-    "../../../etc/passwd",
-    "/dev/zero",
-    "/proc/self/mem",
-    "~",
-    "\ud7ff\u202e",
-    "2026-13-45",
-    "${oc.decode:'${args.seed}'}",
-    "1_000",
-    "0x1F",
-    "1e999",
-    "!!python/object:os.system",
-]
-HOSTILE_TARGETS = [
-    "torch.os.system",
-    "torch.jit.load",
-    "torch.hub.load",
-    "os.system",
+INF = float("inf")
+VALUES: list[object] = [None, True, "", " ", "text", 0, -1, 1, 2, 7, 2**31, 2**63, 10**9, 10**18]
+VALUES += [10**400, -(10**9), 0.5, -0.5, 1e308, 1e-308, float("nan"), INF, -INF, "9" * 5000]
+VALUES += [[], {}, [[]], [1, 2], [None], ["x"] * 1000, {"a": {"b": {"c": [{}]}}}, "x" * 10_000]
+VALUES += [{"target": "torch.nn.Identity"}, {"target": None}, {"target": "x", "params": 3}]
+VALUES += ["${args.seed}", "${oc.env:HOME}", "${nothing}", "${args.lr}${args.lr}", "${", "???"]
+VALUES += ["\0", "../../../etc/passwd", "/dev/zero", "/proc/self/mem", "~", "\ud7ff\u202e"]
+VALUES += ["2026-13-45", "${oc.decode:'${args.seed}'}", "1_000", "0x1F", "1e999"]
+VALUES += ["!!python/object:os.system"]
+HOSTILE_TARGETS = ["torch.os.system", "torch.jit.load", "torch.hub.load", "os.system"]
+HOSTILE_TARGETS += [
     "builtins.exec",
     "cogfast.train.trainer.Trainer",
     "torch.__loader__.load_module",
-    "subprocess.Popen",
-    "sgm.modules.diffusionmodules.denoiser_scaling.EpsScaling",
-    "x" * 5000,
-    ".",
-    "a..b",
-    "cogfast.diffusion.sampler.VideoDDIMSampler",
-    "cogfast.data.datasets.VideoManifest",
 ]
+HOSTILE_TARGETS += ["subprocess.Popen", "sgm.modules.diffusionmodules.denoiser_scaling.EpsScaling"]
+HOSTILE_TARGETS += ["x" * 5000, ".", "a..b", "cogfast.diffusion.sampler.VideoDDIMSampler"]
+HOSTILE_TARGETS += ["cogfast.data.datasets.VideoManifest"]
+KINDS = ["number", "number", "value", "value", "delete", "rename", "move", "target", "list", "deep"]
 TEXTS = [  # whole files
     "",
     "5",
@@ -136,13 +86,8 @@ TEXTS = [  # whole files
 def nodes_of(node: object, path: tuple = ()) -> list[tuple]:
     """Paths of all values below `node`."""
     found = [path] if path else []
-    pairs = (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else ()
-    )
+    pairs = node.items() if isinstance(node, dict) else ()
+    pairs = enumerate(node) if isinstance(node, list) else pairs
     return found + [inner for key, value in pairs for inner in nodes_of(value, (*path, key))]
 
 
@@ -157,19 +102,7 @@ def mutate(config: dict, rng: random.Random) -> str:
         return "nothing"
     path = rng.choice(paths)
     parent, key = at(config, path[:-1]), path[-1]
-    kinds = (
-        "number",
-        "number",
-        "value",
-        "value",
-        "delete",
-        "rename",
-        "move",
-        "target",
-        "list",
-        "deep",
-    )
-    kind = rng.choice(kinds)
+    kind = rng.choice(KINDS)
     numbers = [p for p in nodes_of(config) if type(at(config, p)) in (int, float)]
     if kind == "number" and numbers:  # of the right type, so that it gets further
         path = rng.choice(numbers)
@@ -210,23 +143,26 @@ def bound_work(config: dict) -> None:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny run's configuration and its clips."""
+    """A folder with a tiny run's configuration and its clips; commands/ has those of command lines."""
     folder = tmp_path_factory.mktemp("hostile")
     write_clips(folder / "data", num_clips=2, num_frames=9)
     write_config(folder / "tiny.yaml", folder / "data", train_iters=1, check_videos=True)
-    import cogfast.train.caching.command
-    import cogfast.train.sampling.command
-    import cogfast.train.trainer  # noqa: F401  (the forked cases then have it)
-
+    commands = folder / "commands"
+    for i in (1, 2):
+        write_clip(commands / f"{i}.mp4", constant_rate(17, 8), size=(32, 48))
+    (commands / "prompts.txt").write_text("one\ntwo\n")
+    (commands / "videos.txt").write_text("1.mp4\n2.mp4\n")
+    rows = [json.dumps({"file_name": f"{i}.mp4", "prompt": "a"}) + "\n" for i in (1, 2)]
+    (commands / "metadata.jsonl").write_text("".join(rows))
+    preload()
     return folder
 
 
-def case(
+def mutated(
     seed: int, start: Path, folder: Path, verbs: Sequence[str] = VERBS
 ) -> tuple[str, list[str]]:
     """Write a mutated config; return its description and the command's arguments."""
     rng = random.Random(f"config {seed}")
-    folder.mkdir()
     file, others = folder / "case.yaml", []
     verb = rng.choice(verbs)
     what = rng.choice(("file", "override", "text", "bytes")) if seed % 4 == 0 else "file"
@@ -269,50 +205,94 @@ def case(
     if verb == "sample":
         arguments += ["args.force_inference=true", "args.mode=inference"]
         return done, ["sample", *base, "--prompt", "x", "--out", str(folder / "out"), *arguments]
-    return done, [
-        "train" if verb == "dry" else verb,
-        *base,
-        *arguments,
-        *["--dry-run"] * (verb == "dry"),
-    ]
+    if verb == "dry":
+        return done, ["train", *base, *arguments, "--dry-run"]
+    return done, [verb, *base, *arguments]
 
 
-def examine(seeds: range, start: Path, folder: Path, verbs: Sequence[str] = VERBS) -> list[str]:
-    """The faults of the cases of `seeds`, each with its arguments."""
-    found = []
+def examine(
+    seeds: range, folder: Path, case: Callable[[int, Path], tuple[str, list[str]]]
+) -> list[Outcome]:
+    """Run the cases of `seeds`, each with its arguments; none may have a fault."""
+    outcomes, found = [], []
     for seed in seeds:
-        done, arguments = case(seed, start, folder / str(seed), verbs)
-        outcome = run_case(lambda arguments=arguments: main(arguments), folder / str(seed))
-        shown = [argument for argument in arguments if not argument.startswith(str(folder))]
-        found += [f"seed {seed} ({done}) {shown}: {fault}" for fault in faults(outcome)]
-        wrong = [line for line in outcome.output.splitlines() if line.startswith("cogfast: ")]
-        if outcome.status in (1, 2) and not wrong:
-            found.append(f"seed {seed} ({done}): no line of cogfast's")
-        found += [f"seed {seed}: {len(line)} characters" for line in wrong if len(line) > 400]
-    return found
+        root = folder / str(seed) / "root"
+        root.mkdir(parents=True)
+        done, arguments = case(seed, root)
+        outcomes.append(run_case(functools.partial(main, arguments), root))
+        shown = [word[:80] for word in arguments if not word.startswith(str(folder))]
+        found += [f"seed {seed} ({done}) {shown}: {fault}" for fault in faults(outcomes[-1])]
+    assert not found, "\n".join(found)
+    return outcomes
 
 
 def test_mutated_configurations(start: Path, tmp_path: Path) -> None:
-    """Mutated configurations with --dry-run; the soak test also trains, encodes and samples."""
-    found = examine(range(NUM_QUICK), start, tmp_path, ("dry",))
-    assert not found, "\n".join(found)
-
-
-@pytest.fixture(scope="module")
-def slow_imports() -> None:
-    """A forked case that trains or encodes has what takes seconds to import."""
-    for name in (
-        "deepspeed",
-        "networkx",
-        "torch._inductor.compile_fx",
-        "torch.utils.tensorboard",
-        "transformers.models.t5.modeling_t5",
-    ):
-        importlib.import_module(name)
+    """With --dry-run; the soak test also trains, encodes and samples."""
+    examine(range(30), tmp_path, lambda seed, root: mutated(seed, start, root, ("dry",)))
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("slow_imports")
 def test_a_thousand_mutated_configurations(start: Path, tmp_path: Path) -> None:
-    found = examine(range(NUM_QUICK, NUM_QUICK + NUM_SOAKED), start, tmp_path)
-    assert not found, "\n".join(found)
+    examine(range(30, 1030), tmp_path, lambda seed, root: mutated(seed, start, root))
+
+
+# --- command lines of `cogfast finetune` ---
+
+SMALL = "deepspeed.zero_optimization.reduce_bucket_size=100000"
+WORDS = ["1", "0", "-1", "2", "1e400", "nan", "0.5", "true", "maybe", "", "a=b", "=", "\0", "None"]
+WORDS += ["ü" * 300, "9" * 5000, "x" * 5000, "${model}", "${oc.env:HOME}", "[1", "{", "\n", "~"]
+WORDS += ["9x32x48", "17x32x48", "9x48x32", "1x16x16", "49x480x720", "65535x65535x65535", "9x32"]
+WORDS += ["prompts.txt", "videos.txt", "metadata.jsonl", "1.mp4", "1.png", ".", "/dev/zero"]
+WORDS += ["to_q", "to_x", "lora", "sft", "t2v", "i2v", "bf16", "fp16", "adam", "came", "cosine"]
+WORDS += ["cogvideox-i2v", "latest", "auto", "none", "zero.json", "config.yaml", "/proc/self/mem"]
+OWN = ["fps", "frame-selection", "resize", "latent-cache", "trust-cache", "export-interval"]
+OWN += ["deepspeed-config", "yaml", "dry-run", "plan", "seeed", "keep-last"]
+MORE = ["args.lr=1", "args.run_folder=null", "args=1", "data=null", "model.scale_factor=0", "=2"]
+MORE += ["args.latent_cache=null", "data.params.fps=-1", "args.resume=auto", "-x", "--", "a.b=${c}"]
+MORE += ["deepspeed.zero_optimization.stage=3", "args.eval_interval=1", "args.lr=" + "[" * 3000]
+
+
+def command_line(seed: int, model: Path, start: Path, root: Path) -> tuple[str, list[str]]:
+    """Options of a run that works, with some changed, and one or two more."""
+    rng = random.Random(f"command line {seed}")
+    data = Path(shutil.copytree(start / "commands", root / "data"))  # a run writes its cache there
+    options = {
+        "model_path": model,
+        "model_name": "cogvideox-t2v",
+        "model_type": "t2v",
+        "training_type": "lora",
+        "output_dir": data.parent / "out",
+        "data_root": data,
+        "caption_column": "prompts.txt",
+        "video_column": "videos.txt",
+        "train_resolution": "9x32x48",
+        "rank": "4",
+        "num_workers": "0",
+        "train_steps": "1",
+    }
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
+        options[rng.choice([*SHELL, *OWN])] = rng.choice(WORDS)
+    if rng.random() < 0.2:
+        del options[rng.choice(list(options))]
+    # A long run is no fault: what a case trains is bounded.
+    bounds = {"train_steps": "1", "gradient_accumulation_steps": "1", "batch_size": "1"}
+    options |= {name: most for name, most in bounds.items() if options.get(name, "").isdigit()}
+    found = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if rng.random() < 0.2:
+        del found[rng.randrange(len(found))]
+    words = rng.choices(MORE, k=rng.choice((0, 0, 1, 2)))
+    words = ["finetune", *found, SMALL, "args.log_interval=1", *words]
+    return "", words + ["--dry-run"] * (rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 212), marks=pytest.mark.soak)])
+def test_random_command_lines(
+    seeds: range,
+    start: Path,
+    pipelines: Pipelines,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = pipelines.path("5b")
+    outcomes = examine(seeds, tmp_path, lambda seed, root: command_line(seed, model, start, root))
+    succeeded = sum(outcome.status == 0 for outcome in outcomes)
+    assert 0 < succeeded < len(seeds)

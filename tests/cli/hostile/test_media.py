@@ -1,7 +1,7 @@
-"""Runs with damaged and odd media, captions, manifests and shards beside good clips.
+"""Damaged and odd media, captions, manifests and shards beside good clips.
 
 `cogfast train` (two steps) and `cogfast cache` must read the good clips and record the bad ones with
-a reason, or end with a one-line error. tests/support/hostile.py lists what they must never do.
+a reason, or end with a one-line error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 
 from cogfast.__main__ import main
 from cogfast.data.datasets import VideoFolder
-from tests.data.video.media_kinds import BAD, EITHER, LEVELS, READ, encode
-from tests.support.hostile import Outcome, faults, preload, run_case
+from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
+from tests.cli.hostile.media_kinds import BAD, EITHER, LEVELS, READ, encode
 from tests.support.tiny_run import write_clips, write_config
 
 pytestmark = pytest.mark.forks
@@ -73,13 +73,17 @@ def _config(root: Path, good: Path, source: str | Path, target: str, number: int
     return path
 
 
-def _train(root: Path, config: Path) -> Outcome:
-    return run_case(lambda: main(["train", "--base", str(config)]), root, max_wait=120.0)
-
-
-def _encode_cache(root: Path, config: Path) -> Outcome:
-    argument = f"args.latent_cache={root / 'cache'}"
-    return run_case(lambda: main(["cache", "--base", str(config), argument]), root, max_wait=120.0)
+def _both(root: Path, config: Path) -> list[Outcome]:
+    """Train, and encode to a cache if training succeeds."""
+    base, cache = ["--base", str(config)], f"args.latent_cache={root / 'cache'}"
+    outcomes = [run_case(lambda: main(["train", *base]), root, max_wait=120.0)]
+    if outcomes[0].status == 0:
+        outcomes.append(run_case(lambda: main(["cache", *base, cache]), root, max_wait=120.0))
+    for outcome in outcomes:
+        assert not faults(outcome), (faults(outcome), outcome.output)
+        shown = outcome.output.replace("\n", "").replace("\t", "").replace("\r", "")
+        assert shown.isprintable(), outcome.output
+    return outcomes
 
 
 def _recorded(file: Path) -> dict[str, str]:
@@ -97,24 +101,17 @@ def _examine_clips(root: Path, good: Path, kinds: dict[str, Callable[[Path], Non
     for kind, make in kinds.items():
         make(data / f"videos/{kind}.mp4")
         (data / f"labels/{kind}.txt").write_text(f"the caption of {kind}\n")
-    config = _config(root, good, data, FOLDER, number=NUM_GOOD + len(kinds))
-    for call, place in (
-        (_train, "runs/*/bad_samples.jsonl"),
-        (_encode_cache, "cache/bad_s*.jsonl"),
-    ):
-        outcome = call(root, config)
-        assert outcome.status == 0 and not faults(outcome), (faults(outcome), outcome.output)
+    outcomes = _both(root, _config(root, good, data, FOLDER, number=NUM_GOOD + len(kinds)))
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes[-1].output
+    assert outcomes[0].output.count("  loss ") == 2, outcomes[0].output
+    for place in ("runs/*/bad_samples.jsonl", "cache/bad_s*.jsonl"):
         found = _recorded(next(iter(root.glob(place)), root / "none"))
         assert found.keys() >= kinds.keys() & BAD.keys(), found
-        assert not found.keys() & READ.keys(), found
-        assert not found.keys() & {str(i) for i in range(NUM_GOOD)}, found
-        if call is _train:
-            assert outcome.output.count("  loss ") == 2, outcome.output
+        assert not found.keys() & {*READ, *(str(i) for i in range(NUM_GOOD))}, found
     for index, path in enumerate(VideoFolder(data, **CLIP).paths):
         if Path(path).stem in READ:
             clip = VideoFolder(data, **CLIP)[index]["video"].float().mean(dim=(1, 2, 3))
-            off = np.abs(clip.numpy() - LEVELS).max()
-            assert off < 6, (path, clip)
+            assert np.abs(clip.numpy() - LEVELS).max() < 6, (path, clip)
 
 
 def test_odd_clips_beside_good_ones(tmp_path: Path, good: Path) -> None:
@@ -127,7 +124,7 @@ def test_an_odd_clip_alone_beside_good_ones(tmp_path: Path, good: Path, kind: st
     _examine_clips(tmp_path / "case", good, {kind: MANY[kind]})
 
 
-# Captions of a fourth clip: None if it must be read, else part of the one-line error.
+# {kind of a fourth clip's caption: (its file, part of the one-line error; None: the run must continue)}
 CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
     "none": (None, "1/4 videos without a label file"),
     "empty": (b"", "1/4 label files without a caption in the first line"),
@@ -144,37 +141,6 @@ CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
     "escapes": (b"\x1b[31mred\x1b]0;title\x07 \x9b2J".replace(b"\x9b", b"\xc2\x9b"), None),
     "a megabyte": (b"word " * 200_000, None),
 }
-QUICK_CAPTIONS = ["10 MB", "escapes"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [k if k in QUICK_CAPTIONS else pytest.param(k, marks=pytest.mark.soak) for k in CAPTIONS],
-)
-def test_captions(tmp_path: Path, good: Path, kind: str) -> None:
-    text, message = CAPTIONS[kind]
-    root = tmp_path / "case"
-    data = _folder(root, good)
-    encode(data / "videos/odd.mp4")
-    if text is not None:
-        (data / "labels/odd.txt").write_bytes(text)
-    _check(root, _config(root, good, data, FOLDER, number=4), message)
-
-
-def _check(root: Path, config: Path, message: str | None) -> None:
-    """Train and cache; if `message` is not None, expect a one-line error that contains it."""
-    outcome = _train(root, config)
-    assert not faults(outcome), (faults(outcome), outcome.output)
-    shown = outcome.output.replace("\n", "").replace("\t", "").replace("\r", "")
-    assert shown.isprintable(), outcome.output
-    if message is not None:
-        assert outcome.status == 2 and message in outcome.last_line, outcome.output
-        return
-    assert outcome.status == 0, outcome.output
-    outcome = _encode_cache(root, config)
-    assert outcome.status == 0 and not faults(outcome), (faults(outcome), outcome.output)
-
-
 GOOD_ROWS = "path,caption\nvideos/0.mp4,a\nvideos/1.mp4,b\n"
 LINES = '{"path": "videos/0.mp4", "caption": "a"}\n{"path": "videos/1.mp4", "caption": "b"}\n'
 # {kind: (file extension, content of a manifest, part of the error; None: the run must continue)}
@@ -211,19 +177,6 @@ MANIFESTS: dict[str, tuple[str, str, str | None]] = {
     "a name of escapes": ("jsonl", LINES + '{"path": "\\u001b[31m\\n", "caption": "c"}', None),
     "a name of 5,000": ("jsonl", LINES + json.dumps({"path": "x" * 5000, "caption": "c"}), None),
 }
-QUICK_MANIFESTS = ["a name of escapes", "nested deeply"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [k if k in QUICK_MANIFESTS else pytest.param(k, marks=pytest.mark.soak) for k in MANIFESTS],
-)
-def test_manifests(tmp_path: Path, good: Path, kind: str) -> None:
-    ending, text, message = MANIFESTS[kind]
-    root = tmp_path / "case"
-    file = _folder(root, good) / f"clips.{ending}"
-    file.write_text(text)
-    _check(root, _config(root, good, file, MANIFEST, number=2), message)
 
 
 def _tar(path: Path, members: list[tuple[str | tarfile.TarInfo, bytes]]) -> None:
@@ -292,19 +245,38 @@ TARS: dict[str, str | None] = {
     "a zip": "not a tar file (",
     "noise in its headers": None,
 }
-QUICK_TARS = ["names of escapes", "a sparse member"]
+
+QUICK = (
+    "10 MB",
+    "escapes",
+    "a name of escapes",
+    "nested deeply",
+    "names of escapes",
+    "a sparse member",
+)
+SOURCES = (*CAPTIONS, *MANIFESTS, *TARS)
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k in QUICK_TARS else pytest.param(k, marks=pytest.mark.soak) for k in TARS]
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.soak) for k in SOURCES]
 )
-def test_shards(tmp_path: Path, good: Path, kind: str) -> None:
-    root = tmp_path / "case"
-    root.mkdir()
-    _shard(kind, root / "s.tar", (good / "videos/0.mp4").read_bytes())
-    config = _config(root, good, root / "s.tar", SHARDS, number=4)
-    _check(root, config, TARS[kind])
-
-
-def test_at_least_sixty_kinds_are_tested() -> None:
-    assert len(MANY) + len(CAPTIONS) + len(MANIFESTS) + len(TARS) >= 60
+def test_sources(tmp_path: Path, good: Path, kind: str) -> None:
+    root, target, number = tmp_path / "case", FOLDER, 4
+    source = data = _folder(root, good)
+    if kind in CAPTIONS:
+        text, message = CAPTIONS[kind]
+        encode(data / "videos/odd.mp4")
+        if text is not None:
+            (data / "labels/odd.txt").write_bytes(text)
+    elif kind in MANIFESTS:
+        ending, text, message = MANIFESTS[kind]
+        source, target, number = data / f"clips.{ending}", MANIFEST, 2
+        source.write_text(text)
+    else:
+        source, target, message = root / "s.tar", SHARDS, TARS[kind]
+        _shard(kind, source, (good / "videos/0.mp4").read_bytes())
+    outcomes = _both(root, _config(root, good, source, target, number))
+    if message is None:
+        assert outcomes[-1].status == 0, outcomes[-1].output
+    else:
+        assert outcomes[-1].status == 2 and message in outcomes[-1].last_line, outcomes[-1].output

@@ -1,14 +1,13 @@
-"""Damaged and hostile run folders: each is used correctly or refused in one line."""
+"""Damaged files of a run: the error names the last good checkpoint; logs are set aside."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 )
 from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.train.run.metrics import _history_until
-from tests.support.hostile import Outcome, faults, preload, run_case
+from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 
 pytestmark = pytest.mark.forks
@@ -148,30 +147,24 @@ def test_a_checkpoint_without_checksums_is_resumed(base: Path, good: Path, tmp_p
     assert outcome.status == 0 and len(losses(run)) == 5, outcome.output
 
 
-METRICS = {
-    "bytes that are no text": b"\xff\xfe\x00 1\n",
-    "another list": b"[1, 2]\n",
-    "no step": b'{"loss": 1.0}\n',
-    "text for a number": b'{"step": 1, "loss": "x"}\n',
-    "deep nesting": b"[" * 100_000 + b"\n",
-    "a number beyond floats": b'{"step": 1e999}\n',
-}
+# Bytes that are no text, another list, no step, text for a number, deep nesting, beyond floats
+METRICS = (b"\xff\xfe\x00 1\n", b"[1, 2]\n", b'{"loss": 1.0}\n', b'{"step": 1, "loss": "x"}\n')
+METRICS += (b"[" * 100_000 + b"\n", b'{"step": 1e999}\n')
 
 
-@pytest.mark.parametrize("what", METRICS)
-def test_damaged_metrics_are_set_aside(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_metrics_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Readable lines are kept, and the damaged file is renamed."""
     file = tmp_path / "metrics.jsonl"
-    lines = b'{"step": 1, "loss": 2.0}\n' + METRICS[what] + b'{"step": 2, "loss": null}\n'
-    file.write_bytes(lines + b'{"step": 3, "loss": 2.0}\n{"step": 4')
-    assert _history_until(2, file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
-    assert len(file.read_text().splitlines()) == 2
-    assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes().startswith(lines)
-    assert caplog.text.count("is damaged (line 2: ") == 1
-    caplog.clear()
-    assert len(_history_until(2, file)) == 2 and caplog.text == ""
+    for number, line in enumerate(METRICS, start=1):
+        caplog.clear()
+        lines = b'{"step": 1, "loss": 2.0}\n' + line + b'{"step": 2, "loss": null}\n'
+        file.write_bytes(lines + b'{"step": 3, "loss": 2.0}\n{"step": 4')
+        assert _history_until(2, file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+        assert len(file.read_text().splitlines()) == 2
+        assert (tmp_path / f"metrics.damaged-{number}.jsonl").read_bytes().startswith(lines)
+        assert caplog.text.count("is damaged (line 2: ") == 1
+        caplog.clear()
+        assert len(_history_until(2, file)) == 2 and caplog.text == ""
 
 
 def test_a_pipe_or_folder_in_place_of_a_log_is_set_aside(tmp_path: Path) -> None:
@@ -188,16 +181,17 @@ def test_a_pipe_or_folder_in_place_of_a_log_is_set_aside(tmp_path: Path) -> None
     }
 
 
-@pytest.mark.parametrize("line", [b"\xff\n", b"[]\n", b"7\n", b'{"path": "a"}\n', b"null\n"])
 def test_a_damaged_list_of_bad_samples_is_set_aside(
-    tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "bad_samples.jsonl"
-    file.write_bytes(b'{"path": "b", "reason": "x"}\n' + line)
-    assert BadSampleLog(file, 100).add("a", "broken")
-    assert json.loads(file.read_text()) == {"path": "a", "reason": "broken"}
-    assert (tmp_path / "bad_samples.damaged-1.jsonl").read_bytes().endswith(line)
-    assert "is damaged" in caplog.text
+    lines = (b"\xff\n", b"[]\n", b"7\n", b'{"path": "a"}\n', b"null\n")
+    for number, line in enumerate(lines, start=1):
+        file.write_bytes(b'{"path": "b", "reason": "x"}\n' + line)
+        assert BadSampleLog(file, 100).add("a", "broken")
+        assert json.loads(file.read_text()) == {"path": "a", "reason": "broken"}
+        assert (tmp_path / f"bad_samples.damaged-{number}.jsonl").read_bytes().endswith(line)
+        assert caplog.text.count("is damaged") == number
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../x", b"{}", b"-1", b"9" * 100])
@@ -251,152 +245,3 @@ def test_a_wrong_manifest_is_refused(good: Path, tmp_path: Path, what: str) -> N
     write_manifest(checkpoint, manifest)
     with pytest.raises(ValueError, match=f"{match}.*--resume {run}/checkpoints/00000002$"):
         read_manifest(checkpoint, RESUMABLE)
-
-
-def damage(run: Path, draw: random.Random) -> str:
-    """Damage something in a run's folder; returns what was done."""
-    files = sorted(path for path in run.rglob("*") if path.is_file())
-    needed = [p for p in files if p.suffix in (".json", ".safetensors", ".yaml", ".jsonl")]
-    path = draw.choice([*needed, run / "checkpoints" / "latest"])
-    content = path.read_bytes()
-    how = draw.choice(list(DAMAGES))
-    path.unlink()
-    changed = DAMAGES[how](content, draw)
-    if changed is not None:
-        path.write_bytes(changed)
-    elif how == "a folder":
-        path.mkdir()
-    elif how == "a pipe":
-        os.mkfifo(path)
-    elif how == "another file":
-        shutil.copy(draw.choice([other for other in files if other != path]), path)
-    return f"{path.relative_to(run)}: {how}"
-
-
-def _flipped(content: bytes, draw: random.Random) -> bytes:
-    damaged = bytearray(content)
-    damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    return bytes(damaged)
-
-
-def _huge_number(content: bytes, draw: random.Random) -> bytes:
-    places = [m.span() for m in re.finditer(rb"\d+", content)]
-    start, end = draw.choice(places) if places else (0, 0)
-    return content[:start] + draw.choice([b"9" * 30, b"-1", b"1e999", b"2e9"]) + content[end:]
-
-
-# {damage: function from a file's bytes to the damaged ones; None: the file is removed}
-DAMAGES = {
-    "a flipped bit": _flipped,
-    "a huge number": _huge_number,
-    "cut short": lambda content, draw: content[: draw.randrange(len(content))],
-    "missing": lambda content, draw: None,
-    "another file": lambda content, draw: None,
-    "a folder": lambda content, draw: None,
-    "a pipe": lambda content, draw: None,
-    "no text": lambda content, draw: draw.randbytes(50),
-    "other JSON": lambda content, draw: draw.choice([b"[]", b"null", b"{}", b'"x"', b"[[[[" * 999]),
-    "a path": lambda content, draw: draw.choice([b"../../x", b"/etc/passwd", b"00000099"]),
-    "hostile YAML": lambda content, draw: (
-        b"a: &a [x]\nmodel: !!python/object/apply:os.system [ls]\n"
-    ),
-}
-
-
-def examine(base: Path, good: Path, folder: Path, seed: int, number: int) -> None:
-    """Damaged run folders are used, or refused in one line: nothing else is done."""
-    found = []
-    for case in range(number):
-        draw = random.Random(f"{seed}/{case}")
-        root = folder / str(case) / "root"
-        root.mkdir(parents=True)
-        run = copy_of(good, root)
-        what = damage(run, draw)
-        arguments = draw.choice(
-            [
-                ["train", "--base", str(base), f"args.resume={run}", "args.train_iters=5"],
-                ["convert", str(run), str(root / "out"), "--to", "cogfast"],
-                ["sample", str(run), "--prompt", "a", "--out", str(root / "out")],
-            ]
-        )
-        arguments += ["model.sampler_config.params.num_steps=1"] if arguments[0] == "sample" else []
-        outcome = run_case(lambda arguments=arguments: main(arguments), root)
-        found += [f"case {case} ({arguments[0]}, {what}): {fault}" for fault in faults(outcome)]
-        shutil.rmtree(root.parent)
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.slow
-def test_damaged_run_folders(base: Path, good: Path, tmp_path: Path) -> None:
-    examine(base, good, tmp_path, seed=0, number=12)
-
-
-@pytest.mark.soak
-def test_300_damaged_run_folders(base: Path, good: Path, tmp_path: Path) -> None:
-    examine(base, good, tmp_path, seed=1, number=300)
-
-
-# --- a user without rights ---
-
-
-def drop_rights() -> None:
-    """Give up root's right to read and write files of every mode, as no user has it."""
-    library = ctypes.CDLL(None, use_errno=True)
-    version_3, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    assert library.capset(version_3, nothing) == 0, os.strerror(ctypes.get_errno())
-
-
-def commands(base: Path, run: Path, out: Path) -> dict[str, list[str]]:
-    few = "model.sampler_config.params.num_steps=1"
-    prompts = str(base.with_name("prompts.txt"))
-    found = {f"to {to}": ["convert", str(run), str(out), "--to", to] for to in ("sat", "cogfast")}
-    return found | {
-        "train": ["train", "--base", str(base), "args.train_iters=1", f"args.save={out}"],
-        "resume": ["train", "--base", str(base), f"args.resume={run}", "args.train_iters=5"],
-        "sample": ["sample", str(run), "--prompt-file", prompts, "--out", str(out), few],
-        "cache": ["cache", "--base", str(base), f"args.latent_cache={out}"],
-        "report": ["report", str(run)],
-    }
-
-
-def examine_rights(good: Path, folder: Path, cases: Iterable[tuple[Path, int, str]]) -> None:
-    """Give one file or folder at a time another mode, and run a command on it."""
-    found, source = [], good.parents[1]
-    for case, (entry, mode, name) in enumerate(cases):
-        root = folder / str(case) / "root"
-        shutil.copytree(source, root)
-        base = root / "base.yaml"
-        base.write_text(base.read_text().replace(str(source), str(root)))
-        (root / "prompts.txt").write_text("a")
-        argv = commands(base, root / good.relative_to(source), root / "out")[name]
-        (root / entry).chmod(mode)
-        outcome = run_case(lambda argv=argv: (drop_rights(), main(argv))[1], root)
-        found += [f"{name}, {entry} has mode {mode:o}: {fault}" for fault in faults(outcome)]
-        shutil.rmtree(root.parent)
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.slow
-def test_files_without_rights_end_a_command_in_one_line(good: Path, tmp_path: Path) -> None:
-    run = good.relative_to(good.parents[1])
-    cases = [
-        (Path(), 0o555, "to sat"),
-        (run / "checkpoints", 0, "report"),
-        (run / "checkpoints" / "00000004", 0, "sample"),
-        (Path("data/wavelet.safetensors"), 0, "train"),
-    ]
-    examine_rights(good, tmp_path, cases)
-
-
-@pytest.mark.soak
-def test_every_file_and_command_without_rights(good: Path, tmp_path: Path) -> None:
-    source = good.parents[1]
-    entries = [path.relative_to(source) for path in (source, *sorted(source.rglob("*")))]
-    cases = [
-        (entry, mode, name)
-        for entry in (*entries, Path("prompts.txt"))
-        if entry.parts[:1] != ("scratch",)
-        for mode in ((0, 0o555) if (source / entry).is_dir() else (0,))
-        for name in commands(source, source, source)
-    ]
-    examine_rights(good, tmp_path, cases)

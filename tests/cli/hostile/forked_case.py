@@ -1,12 +1,14 @@
-"""Runs hostile inputs in forked processes and reports what they did: exit status, output, memory, time,
-commands that they started and files that they wrote outside of their folder.
+"""Run a hostile input in a forked process and report what it did: exit status, output, memory, time,
+commands that it started and files that it wrote outside of its folder.
 
-An examination builds many damaged inputs, runs each by `run_case`, and expects `faults` to find
-nothing. The child sees what Python does by an audit hook (PEP 578), which cannot be removed.
+The child has no rights of root, and Python reports to an audit hook (PEP 578), which cannot be removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import os
 import resource
 import select
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,49 +31,32 @@ MAX_WAIT = 60.0
 _PROGRESS = 0.5  # seconds of processor time
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
-# Programs that a run may start, to record the commit and the machine that it ran on.
-# matplotlib, which draws loss.png, lists the fonts by fc-list, and DeepSpeed's ZeRO-3 the cores by
-# numactl.
-COMMANDS = frozenset(
-    {
-        "fc-list",
-        "numactl",
-        "git",
-        "nvidia-smi",
-        "lscpu",
-        "uname",
-        "ldconfig",
-        "gcc",
-        "cc",
-        "c++",
-        "g++",
-    }
-)
+# Programs that record the commit and the machine of a run. matplotlib lists the fonts by fc-list,
+# DeepSpeed's ZeRO-3 the cores by numactl.
+COMMANDS = {"fc-list", "numactl", "git", "nvidia-smi", "lscpu", "uname", "ldconfig"}
+COMMANDS |= {"gcc", "cc", "c++", "g++"}
 
-_SCRATCH_VARIABLES = (
-    "HOME",
-    "TMPDIR",
-    "XDG_CACHE_HOME",
-    "MPLCONFIGDIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-)
-_STARTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
-_WRITES = (
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.utime",
-    "shutil.rmtree",
-    "shutil.move",
-)
+_SCRATCH = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR")
+_STARTS = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"}
+_WRITES = {"remove", "rename", "rmdir", "mkdir", "link", "symlink", "truncate", "chmod", "chown"}
+_WRITES = {f"os.{name}" for name in _WRITES | {"utime"}} | {"shutil.rmtree", "shutil.move"}
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Commands import these when they need them; forked cases have them already.
+_OURS = [
+    "cli.options",
+    "config",
+    "finetune.models",
+    "schema.merged_config",
+    "train.caching.command",
+]
+_OURS += ["train.preflight.inferred", "train.sampling.command", "train.sampling.lora_overlay"]
+_THEIRS = ["deepspeed", "deepspeed.runtime.zero.muon.original_muon", "encodings.cp437", "networkx"]
+_THEIRS += ["matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.font_manager"]
+_THEIRS += ["omegaconf._impl", "omegaconf.vendor.antlr4.LL1Analyzer", "torch._dynamo"]
+_THEIRS += ["torch._inductor.compile_fx", "torch.utils.tensorboard", "transformers"]
+_THEIRS += ["transformers.convert_slow_tokenizer", "transformers.integrations.mistral"]
+_THEIRS += ["transformers.models.encoder_decoder", "transformers.models.t5.modeling_t5"]
+_THEIRS += ["transformers.models.t5.tokenization_t5"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +81,16 @@ class Outcome:
 
 @cache
 def preload() -> None:
-    """Import what a run imports lazily. Call it before `run_case` trains or samples."""
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import matplotlib.font_manager  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    from transformers import T5EncoderModel  # noqa: F401
-
-    import cogfast.train.caching.command
-    import cogfast.train.trainer  # noqa: F401
+    """Import what commands import lazily."""
+    for module in [*_THEIRS, *(f"cogfast.{name}" for name in _OURS)]:
+        importlib.import_module(module)
     from cogfast.model.text_encoder import ByteTextEncoder
 
     ByteTextEncoder(max_length=8, d_model=16, d_ff=32, num_layers=1)
 
 
 def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_WAIT) -> Outcome:
-    """Run `call` in a forked child that may write below `root` only; its result is the exit status.
-
-    Import what is slow before the first call: the child then has it already.
-    """
+    """Run `call` in a forked child that may write below `root` only; its result is the exit status."""
     assert not dist.is_initialized(), "a fork lacks the threads of its parent's process groups"
     root = root.resolve()
     beside = _entries(root.parent)
@@ -151,19 +125,17 @@ def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_W
 
 def faults(outcome: Outcome, max_bytes: int = MAX_BYTES) -> list[str]:
     """List what a user must never see; empty for a success and for an error of one line."""
-    found = []
+    found, line = [], outcome.last_line
     if "Traceback (most recent call last)" in outcome.output:
-        found.append(f"traceback: {outcome.last_line[:200]}")
+        found.append(f"traceback: {line[:200]}")
     elif outcome.is_hung:
         found.append("hangs")
     elif outcome.status not in (0, 1, 2):
-        found.append(f"exit status {outcome.status}: {outcome.last_line[:200]}")
-    elif outcome.status != 0:
-        line = outcome.last_line
-        if not line.startswith("cogfast"):
-            found.append(f"ends without a line of cogfast's: {line[:200]!r}")
-        elif len(line) > MAX_LINE:
-            found.append(f"a line of {len(line)} characters: {line[:120]}...")
+        found.append(f"exit status {outcome.status}: {line[:200]}")
+    elif outcome.status != 0 and not line.startswith("cogfast"):
+        found.append(f"ends without a line of cogfast's: {line[:200]!r}")
+    elif outcome.status != 0 and len(line) > MAX_LINE:
+        found.append(f"a line of {len(line)} characters: {line[:120]}...")
     if outcome.seconds > MAX_SECONDS:
         found.append(f"took {outcome.seconds:.1f} s of CPU time")
     if outcome.peak_bytes > max_bytes:
@@ -187,15 +159,15 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         sys.dont_write_bytecode = True
         scratch = root / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        for name in _SCRATCH_VARIABLES:
-            os.environ[name] = str(scratch)
+        os.environ.update(dict.fromkeys(_SCRATCH, str(scratch)))
         tempfile.tempdir = None
         os.chdir(root)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + int(2 * MAX_SECONDS),) * 2)  # endless loop
         _clear_peak()
-        os.write(report, f"m {_resident(os.getpid())}\n".encode())
+        os.write(report, f"m {_memory(os.getpid(), 'VmRSS:')}\n".encode())
+        _drop_rights()
         sys.addaudithook(_auditor(root, report))
         status = call() or 0
     except SystemExit as error:
@@ -208,6 +180,13 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         os._exit(status)
 
 
+def _drop_rights() -> None:
+    """Give up root's right to read and write files of every mode, as no user has it."""
+    library = ctypes.CDLL(None, use_errno=True)
+    version_3, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert library.capset(version_3, nothing) == 0, os.strerror(ctypes.get_errno())
+
+
 def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
     """The hook: it writes a line for each command and each write outside of `root`."""
     inside, process = str(root) + os.sep, os.getpid()
@@ -218,7 +197,7 @@ def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
         text = os.path.realpath(os.fsdecode(path))
         return not (text + os.sep).startswith(inside) and not text.startswith("/dev/")
 
-    def say(kind: str, what: object) -> None:
+    def report_event(kind: str, what: object) -> None:
         os.write(report, f"{kind} {str(what)[:300]!r}\n".encode(errors="replace"))
 
     def hook(event: str, arguments: tuple) -> None:
@@ -226,16 +205,16 @@ def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
             path, mode, flags = arguments
             is_write = (flags or 0) & _WRITE_FLAGS or set(str(mode or "")) & set("wax+")
             if is_write and is_outside(path):
-                say("w", os.fsdecode(path))
+                report_event("w", os.fsdecode(path))
         elif event in _STARTS:
             argv = arguments[1] if event == "subprocess.Popen" else arguments[0]
             name = argv[0] if isinstance(argv, list | tuple) else argv
             if os.path.basename(os.fsdecode(name)) not in COMMANDS and os.getpid() == process:
-                say("c", f"{event} {argv}")
+                report_event("c", f"{event} {argv}")
         elif event in _WRITES:
             for path in arguments[:2] if event in ("os.rename", "shutil.move") else arguments[:1]:
                 if is_outside(path):
-                    say("w", f"{event} {os.fsdecode(path)}")
+                    report_event("w", f"{event} {os.fsdecode(path)}")
 
     return hook
 
@@ -247,7 +226,7 @@ def _watch(
     received, peak, is_hung, deadline = b"", 0, False, time.monotonic() + max_wait
     spent = 0.0
     while True:
-        peak = max(peak, _peak(child))
+        peak = max(peak, _memory(child, "VmHWM:"))
         if select.select([report], [], [], 0.02)[0]:
             received += os.read(report, 65536)
         ended, status, usage = os.wait4(child, os.WNOHANG)
@@ -259,7 +238,6 @@ def _watch(
             is_hung = time.monotonic() > deadline
             os.kill(child, signal.SIGKILL)
             deadline = float("inf")
-            peak = max(peak, _peak(child))
     while select.select([report], [], [], 0)[0] and (rest := os.read(report, 65536)):
         received += rest
     events = received.decode(errors="replace").splitlines()
@@ -288,31 +266,16 @@ def _entries(folder: Path) -> set[str]:
     return {str(path) for path in folder.iterdir()}
 
 
-def _status(process: int) -> Iterator[str]:
-    try:
-        with open(f"/proc/{process}/status") as file:
-            yield from file
-    except (FileNotFoundError, ProcessLookupError):
-        return
-
-
-def _field(process: int, name: str) -> int:
+def _memory(process: int, field: str) -> int:
     """Bytes of a field of /proc/PID/status; 0 where the process has ended."""
-    return next((int(r.split()[1]) * 1024 for r in _status(process) if r.startswith(name)), 0)
-
-
-def _resident(process: int) -> int:
-    return _field(process, "VmRSS:")
-
-
-def _peak(process: int) -> int:
-    return _field(process, "VmHWM:")
+    try:
+        rows = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(row.split()[1]) * 1024 for row in rows if row.startswith(field)), 0)
 
 
 def _clear_peak() -> None:
     """Let the peak of resident memory start at what is resident now."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:  # some containers forbid it: the peak is then that of the fork
-        pass
+    with contextlib.suppress(OSError):  # some containers forbid it: the peak is that of the fork
+        Path("/proc/self/clear_refs").write_text("5")
