@@ -102,28 +102,18 @@ def train(argv: Sequence[str]) -> None:
     request = parse_train(argv)
     from cogfast.config import load_config
 
-    given = (request.base, request.overrides, request.allow_import, request.is_of_run)
     with _without_collection():
-        config = load_config(*given)
+        config = load_config(request.base, request.overrides, request.allow_import)
     start_logging()
     from cogfast.train.preflight.inferred import infer_layout, infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
     # A hub id becomes a folder first, since the weights in it may decide the precision.
-    may_download = not (request.dry_run or request.is_of_run)
-    config = fill_from_pipeline(infer_layout(config), may_download=may_download)
+    config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
     infer_precision(config)
     if request.dry_run:
         if is_first_rank():
             sys.stdout.write(config.describe())
-        return
-    if request.replay is not None:
-        from pathlib import Path
-
-        from cogfast.train.run.health.replay import replay
-
-        for line in replay(config, Path(request.replay)):
-            sys.stdout.write(f"{line}\n")
         return
     from cogfast.train.trainer import Trainer
 

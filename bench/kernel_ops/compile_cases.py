@@ -19,7 +19,6 @@ from cogfast.kernels.gpu import fp8_linear as fp8
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
-from cogfast.kernels.gpu import update_squares as squares
 from cogfast.kernels.gpu.launch import next_power_of_2, tl
 from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
@@ -446,36 +445,6 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
     return cases
 
 
-def update_squares_cases() -> list[CompileCase]:
-    """Moments in float32 and as codes."""
-    cases = []
-    for name, moment, code in (("fp32 m and v", "*fp32", None), ("8-bit m and v", "*u8", "*i16")):
-        largest = {} if code is None else dict.fromkeys(("largest_m_ptr", "largest_v_ptr"), code)
-        arguments = {"p_ptr": "*fp32", "m_ptr": moment, "v_ptr": moment, **largest}
-        cases.append(
-            CompileCase(
-                name=name,
-                kernel=squares.update_squares_kernel,
-                arguments=arguments
-                | {"factors_ptr": "*fp32", "table_ptr": "*i64", "sums_ptr": "*fp32"}
-                | {"eps": "fp32", "p_factor": "fp32"},
-                constants={
-                    **({} if largest else {"largest_m_ptr": None, "largest_v_ptr": None}),
-                    "CODED": MOMENT_BLOCK if largest else 0,
-                    "NUM_BLOCKS": squares.NUM_BLOCKS,
-                    "BLOCK": adam.BLOCK,
-                },
-                num_warps=adam.NUM_WARPS,
-                max_registers=48 if largest else 40,
-                max_shared_bytes=32,
-                # Codes are 4 bytes per thread; one block of a range's two ends is narrow.
-                narrow_loads=23 if largest else 17,
-                narrow_stores=2,
-            )
-        )
-    return cases
-
-
 # Cases by op; flash_attention has no kernel of its own.
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "adaptive_layernorm": adaptive_layernorm_cases,
@@ -484,5 +453,4 @@ CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "fused_ema_adam": fused_ema_adam_cases,
     "gelu": gelu_cases,
     "qk_norm_rope3d": qk_norm_rope3d_cases,
-    "update_squares": update_squares_cases,
 }

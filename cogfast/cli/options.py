@@ -56,8 +56,6 @@ class Request:
     prompt_file: str | None = None
     images: list[str] | None = None
     out: str | None = None
-    replay: str | None = None  # folder of a micro-batch
-    is_of_run: bool = False  # whether `base` is the file of a run
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
     settings: Mapping[str, tuple[object, str]] = field(default_factory=dict)
@@ -104,40 +102,8 @@ def parse_train(argv: Sequence[str]) -> Request:
         metavar="key=value",
         help="set a key of the configuration, such as args.train_iters=100",
     )
-    parser.add_argument(
-        "--replay",
-        metavar="FOLDER",
-        help="run a micro-batch in nonfinite/step-N of a run again, alone, and name what is not finite; "
-        "default of --base: the run's training_config.yaml",
-    )
     found = parse_words(parser, argv, visible=("seed", "resume", "accept_changes"))
-    if found.replay is None:
-        return dataclasses.replace(whole_request(found), dry_run=found.dry_run)
-    is_of_run = not found.base
-    if is_of_run:
-        found.base = [_config_of_replay(Path(found.replay))]
-    request = whole_request(found)
-    # It runs in one process, whatever the layout of its run was.
-    sizes = ["args.model_parallel_size=1", "args.context_parallel_size=1"]
-    alone = [*sizes, "args.sequence_parallel=false"]
-    return dataclasses.replace(
-        request,
-        overrides=[*request.overrides, *alone],
-        dry_run=found.dry_run,
-        replay=found.replay,
-        is_of_run=is_of_run,
-    )
-
-
-def _config_of_replay(folder: Path) -> str:
-    """Return the configuration of the run that a folder nonfinite/step-N belongs to."""
-    path = folder.absolute().parent.parent / _RUN_CONFIG
-    if not path.is_file():
-        raise ValueError(
-            f"--replay {folder}: it is not in a run, {path} is missing; give a folder nonfinite/step-N "
-            "of a run, or its configuration with --base"
-        )
-    return str(path)
+    return dataclasses.replace(whole_request(found), dry_run=found.dry_run)
 
 
 def whole_request(found: argparse.Namespace) -> Request:

@@ -210,9 +210,8 @@ class TrainArguments:
     ema_device: EmaDevice = "device"
     # consecutive steps that may be skipped because of non-finite gradients
     max_nonfinite_steps: Count = 20
-    # after a loss or gradient that is not finite: skip its step; stop: save and end the run; rollback:
-    # return to the last checkpoint and continue with the data after the log line that reports it
-    nonfinite: Literal["skip", "stop", "rollback"] = "skip"
+    # after a loss or gradient that is not finite: skip its step; stop: save and end the run
+    nonfinite: Literal["skip", "stop"] = "skip"
     # minutes without progress after which a rank is named with its step, phase and stack, and the run ends;
     # 0: never. Evaluations, saves and the first step have no limit
     hang_minutes: Annotated[float, Range(0, 10**5)] = 0.0

@@ -70,11 +70,10 @@ from cogfast.train.run.folder import (
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.run.health.hang import HangWatch
-from cogfast.train.run.health.learning import Learning, LearningHints
 from cogfast.train.run.health.nonfinite import NonfiniteCheck
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.health.speed import SpeedCheck
-from cogfast.train.run.metrics import Metrics
+from cogfast.train.run.metrics import BandLosses, Metrics
 from cogfast.train.run.page.page import write_facts
 from cogfast.train.run.profiling import Profiler
 from cogfast.train.run.stop_signals import keep_in_last_line
@@ -141,6 +140,7 @@ class Trainer:
         self.manifest: dict = {}
         self.step = self.first_step = 0  # optimizer steps done, now and before this process
         self.batches: ModelBatches | None = None  # while it trains
+        self.metrics: Metrics | None = None  # while it trains
         checkpoint = self.checkpoint
         if checkpoint is not None:
             adapters = self.groups.on_main(partial(adapters_to_resume, checkpoint))
@@ -231,8 +231,7 @@ class Trainer:
             has_buckets=bool(sizes),
             is_offloaded=args.offload_activations,
         )
-        hints = LearningHints(args, self.learning_rate, self.num_steps, self.num_trained)
-        self.learning = Learning(args, self.diffusion.loss, self.engine, self.groups, hints)
+        self.bands = BandLosses(args.eval_timestep_bands, self.diffusion.loss, self.groups.device)
         self.memory.checkpointing = self.checkpointing
         self.evaluator = Evaluator(
             self.engine,
@@ -262,11 +261,10 @@ class Trainer:
             self.groups,
             self.folder,
             self.engine,
-            self.writer,
             self.datasets.train,
             self.order,
-            self.attention_backend,
             self._loss_at,
+            self._save_now,
         )
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -308,6 +306,7 @@ class Trainer:
         with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop, hang:
             # The writer exits first: a pending save is complete before anything else is closed.
             with self._open_metrics() as metrics, batches, profiler, self.memory, self.writer:
+                self.metrics = metrics
                 # Training mode also selects the checkpointed versions of the blocks (use_calls).
                 engine.transformer.train()
                 if args.eval_at_start and self.step == 0:
@@ -325,23 +324,21 @@ class Trainer:
                         with profiler.range("optimizer"):
                             engine.step(lr)  # updates weights and EMA, once per accumulation
                         metrics.add_loss(loss)
-                        self.nonfinite.first_bad.add_loss(loss)
+                        self.nonfinite.after_backward(loss)
                     self.step += 1
                     checkpointing.after_step()
                     self.memory.after_step()
                     metrics.end_step(self.step, self.num_tokens)
                     self.gradient_check.after_step(self.step)
                     self.replica_check.after_step(self.step)
-                    self.nonfinite.after_step()
+                    self.nonfinite.after_step(self.step)
 
                     if self._is_due(args.log_interval) or self.step == self.num_steps:
                         with profiler.range("log"):
-                            skipped = metrics.log(self.step, lr, engine, self.nonfinite.first_bad)
-                        speed.after_log(metrics.last_line, self.num_tokens, checkpointing.policies)
-                        if self.nonfinite.after_log(
-                            self.step, *skipped, partial(self._save, metrics)
-                        ):
-                            metrics.restart_clock()
+                            line = metrics.log(self.step, lr, engine)
+                        speed.after_log(line, self.num_tokens, checkpointing.policies)
+                        self.nonfinite.after_log(line)
+                        metrics.restart_clock()
                     # True after it has written a profile, which is no training time.
                     if profiler.end_step(self.step):
                         metrics.restart_clock()
@@ -433,7 +430,7 @@ class Trainer:
             denoiser, loss_fn = self.diffusion.denoiser, self.diffusion.loss
             assert loss_fn is not None, "preflight asks for one"
             losses = loss_fn(self.engine, denoiser, latents, conditioning, rng)
-        self.learning.bands.add(rng, losses)
+        self.bands.add(rng, losses)
         return losses.mean()
 
     def _loss_at(self, step: int, batch: dict) -> Tensor:
@@ -444,7 +441,7 @@ class Trainer:
         finally:
             self.step = now
             # Zero since the log line: training did not compute this loss.
-            self.learning.bands.sums.zero_()
+            self.bands.sums.zero_()
 
     def _random(self, batch: dict) -> SlotRandom:
         first = next(v for v in batch.values() if isinstance(v, Tensor))
@@ -495,7 +492,7 @@ class Trainer:
             samples_per_step=self.global_batch,
             tensorboard_folder=tensorboard_folder(self.folder, self.args),
             wandb_project=self.args.wandb_project_name if self.args.wandb else None,
-            learning=self.learning,
+            bands=self.bands,
         )
 
     def _announce(self) -> None:
@@ -538,6 +535,13 @@ class Trainer:
         self.writer.save(self.step, state, self.exporter.write if is_exported else None)
         metrics.write_page()
         metrics.restart_clock()
+
+    def _save_now(self) -> bool:
+        """Save a checkpoint of this step, and return whether that succeeded."""
+        assert self.metrics is not None, "it trains"
+        self._save(self.metrics)
+        self.writer.wait()
+        return self.writer.saved_step == self.step
 
     def _video_sizes(self) -> list[list[int]]:
         """Return the training sizes: [pixel frames, latent rows, latent columns]."""

@@ -18,8 +18,6 @@ from cogfast.kernels.gpu.fused_ema_adam import (
     blocks_of,
     launch_ema_adam,
 )
-from cogfast.kernels.gpu.update_squares import launch_update_squares, table_of
-from cogfast.kernels.quantized.moment_codes import CodedMoment, num_blocks
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use_num_updates": True}
@@ -210,66 +208,6 @@ def test_elements_beyond_32_bits(tmp_path: Path) -> None:
         assert not actual[start - 5000 : start].any() and not actual[:5000].any()
 
 
-def update_squares(
-    p: Tensor, m: Tensor, v: Tensor, ranges: list[tuple[int, int]], has_codes: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return what the kernel sums, and the sums in float64; the moments are coded first if asked for."""
-    device = p.device
-    moments, largest = [m, v], [None, None]
-    if has_codes:
-        coded = [
-            CodedMoment(
-                torch.zeros_like(p, dtype=torch.uint8),
-                torch.zeros(num_blocks(p.numel()), dtype=torch.int16, device=device),
-                is_signed,
-            )
-            for is_signed in (True, False)
-        ]
-        for moment, values in zip(coded, moments, strict=True):
-            moment.encode(values)
-        moments, largest = [c.codes for c in coded], [c.largest for c in coded]
-        m, v = (c.decode() for c in coded)
-    factors, decay = torch.tensor([1.7, 2.9], device=device), 0.03
-    table = table_of(ranges, device)
-    found = launch_update_squares(p, moments, largest, factors, table, eps=1e-3, p_factor=decay)
-    p, m, v = (torch.cat([x[start:end] for start, end in ranges]).double() for x in (p, m, v))
-    first, root = factors.double().tolist()
-    change = m * first / (v.sqrt() * root + 1e-3) + decay * p
-    return found, torch.stack([change.square().sum(), p.square().sum()])
-
-
-# Inside one block, from one to the next, over several programs, and up to the end
-RANGES = [(0, 5), (1020, 1030), (0, BLOCK), (3, 130 * BLOCK + 7), (64 * BLOCK + 1, 150_001)]
-RANGE_LISTS = [*([one] for one in RANGES), [(1, 2), (2, 3000), (4000, 70_000), (70_016, 150_001)]]
-
-
-@pytest.mark.parametrize("has_codes", [False, True], ids=["fp32", "8bit"])
-@pytest.mark.parametrize("ranges", RANGE_LISTS, ids=str)
-def test_squares_of_an_update(ranges: list[tuple[int, int]], has_codes: bool) -> None:
-    p, m, v = torch.randn(3, 150_001, generator=torch.Generator().manual_seed(3)).unbind()
-    found, expected = update_squares(p, m, v.square(), ranges, has_codes)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-
-
-def test_no_elements_have_no_squares() -> None:
-    """Such as those of a rank that owns only padding."""
-    x = torch.ones(5)
-    table = table_of([], x.device)
-    found = launch_update_squares(x, [x, x], [None, None], x, table, eps=1.0, p_factor=1.0)
-    assert found.tolist() == [0, 0]
-
-
-def test_squares_beyond_32_bits(tmp_path: Path) -> None:
-    n = 2**31 + 1500
-    values = torch.rand(3, 3000, generator=torch.Generator().manual_seed(4))
-    p, m, v = (sparse(tmp_path / name, n, torch.float32) for name in "pmv")
-    for whole, window in zip((p, m, v), values, strict=True):
-        whole[-3000:] = window
-    found, expected = update_squares(p, m, v, [(n - 3000, n)])
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-
-
 def on_triton(params: list[Tensor]) -> FusedEmaAdam:
     optimizer = FusedEmaAdam(params, **HYPER)
     optimizer._update_on_cpu = optimizer._update_with_triton
@@ -370,12 +308,3 @@ def test_steps_do_not_wait_and_fit_a_cuda_graph() -> None:
     for p, w, state in zip(params, twins, states, strict=True):
         close(p.detach().cpu(), w)
         close(optimizer.state[p]["shadow"].cpu(), state[2])
-
-
-@gpu
-@pytest.mark.parametrize("has_codes", [False, True], ids=["fp32", "8bit"])
-@pytest.mark.parametrize("ranges", [[(0, 1_500_000)], RANGE_LISTS[-1]], ids=["whole", "several"])
-def test_squares_on_a_gpu(ranges: list[tuple[int, int]], has_codes: bool) -> None:
-    p, m, v = torch.randn(3, 1_500_000, device="cuda").unbind()
-    found, expected = update_squares(p, m, v.square(), ranges, has_codes)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

@@ -34,7 +34,6 @@ from cogfast.train.distributed.fused_step import (
     reason_for_stock_step,
 )
 from cogfast.train.distributed.process_groups import ModelParallelUnit
-from cogfast.train.run.health.inspection import OpWatch
 from cogfast.train.run.health.step_clock import CLOCK
 
 logger = logging.getLogger(__name__)
@@ -140,9 +139,7 @@ def _fit_stage_3_to_checkpointing() -> None:
     recomputation would add the bias a second time and give wrong gradients.
 
     Its hooks gather and release weights among the operations of a block. Checkpointing counts all
-    operations, and recomputation gathers others than the forward pass, which is an error. The
-    inspection of a step that is not finite must not see them either: gathered weights have padding
-    without values.
+    operations, and recomputation gathers others than the forward pass, which is an error.
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -152,7 +149,7 @@ def _fit_stage_3_to_checkpointing() -> None:
     )
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-    watching = (_CachedTorchDispatchMode, _CachingTorchDispatchMode, OpWatch)
+    watching = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -278,7 +275,6 @@ class ZeroEngine:
             mpu=mpu,
             dist_init_required=False,
         )
-        self._network: nn.Module = self.engine  # what a call runs
         self.zero: Any = self.engine.optimizer  # one of many classes, whose private names are used
         self.stage = config["zero_optimization"]["stage"]
         # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that
@@ -304,38 +300,7 @@ class ZeroEngine:
         self.allocate_state([])  # activations would cut the device's memory into pieces
 
     def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
-        return self._network(*inputs, **named)
-
-    @contextmanager
-    def bare(self) -> Iterator[None]:
-        """Call the transformer itself in the block: DeepSpeed prepares for no backward pass."""
-        self._network = self.transformer
-        self._forget_order()
-        try:
-            yield
-        finally:
-            self._network = self.engine
-            self._forget_order()
-
-    def _forget_order(self) -> None:
-        """Release what ZeRO-3 has gathered, and let it record the order of modules again.
-
-        A pass outside of training may leave modules out, whose weights would stay gathered.
-        """
-        if self.stage < 3:
-            return
-        coordinator = self.zero.parameter_offload.get_param_coordinator()
-        coordinator.release_backward_leftovers()
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
-        self.zero._partition_all_parameters()
-        self._gather_small()
-
-    def _gather_small(self) -> None:
-        """Gather the parameters below stage 3's persistence threshold, which every rank keeps whole."""
-        if self.zero.persistent_parameters:
-            first = self.zero.persistent_parameters[0]
-            first.all_gather(self.zero.persistent_parameters)
+        return self.engine(*inputs, **named)
 
     @property
     def grad_norm(self) -> Tensor:

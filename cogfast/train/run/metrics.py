@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import WriteError, set_aside, write_text, write_whole
+from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
+from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.model.config import TransformerConfig
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
-from cogfast.train.run.health.learning import Learning
 from cogfast.train.run.health.loss_curve import draw_losses
-from cogfast.train.run.health.nonfinite import FirstBad
 from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.page.metrics_table import read_metrics
@@ -60,6 +60,35 @@ _PAGE_SHARE = 0.01  # of a run's time that log lines spend on its page, at most
 _SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is logged with a hint
 
 
+class BandLosses:
+    """Sums training losses by band of timesteps, on the device. Bands are those of the held-out loss.
+
+    loss: the run's loss; one of a user's own class draws timesteps that are not known here.
+    """
+
+    def __init__(self, num_bands: int, loss: object, device: torch.device) -> None:
+        self.num_bands = num_bands
+        self.sampler = loss.sigma_sampler if isinstance(loss, VideoDiffusionLoss) else None
+        self.sums = torch.zeros(2, num_bands, device=device)  # of losses, and their number
+
+    def add(self, rng: SlotRandom, losses: Tensor) -> None:
+        """Add the losses [B] of a micro-batch whose draws are those of `rng`. No host sync."""
+        if self.sampler is None:
+            return
+        losses = losses.detach().float()
+        # A draw is a function of its key: these are the timesteps that the loss has drawn.
+        bands = self.sampler.sample(rng) * self.num_bands // self.sampler.num_idx
+        is_finite = losses.isfinite()
+        self.sums[0].index_add_(0, bands, losses.where(is_finite, 0.0))
+        self.sums[1].index_add_(0, bands, is_finite.float())
+
+    def named(self, sums: Sequence[float]) -> dict[str, float | None]:
+        """Return the means by key, None for a band without samples. sums: those of all ranks."""
+        totals, numbers = sums[: self.num_bands], sums[self.num_bands :]
+        pairs = enumerate(zip(totals, numbers, strict=True))
+        return {f"train_loss_band_{i}": s / n if n else None for i, (s, n) in pairs}
+
+
 class Metrics:
     """Collects a run's numbers on the device and reads them only at logging steps.
 
@@ -77,17 +106,16 @@ class Metrics:
         samples_per_step: int,
         tensorboard_folder: Path,
         wandb_project: str | None,
-        learning: Learning,
+        bands: BandLosses,
     ) -> None:
         self.folder, self.groups, self.config = folder, groups, config
-        self.learning = learning
+        self.bands = bands
         self.num_steps, self.samples_per_step = num_steps, samples_per_step
         self.loss_sum = torch.zeros(2, device=groups.device)  # sum and number of finite losses
-        self.num_unlogged_steps = 0  # since the last line
+        self.num_unlogged_steps = self.num_unlogged_losses = 0  # since the last line
         self.running_loss = math.nan  # until the first line
         self.has_logged = False  # the first line's data wait includes the start of the workers
         self.history: list[dict] = []
-        self.last_line: dict = {}  # of `log`, on every rank
         self.lines = LogFile(folder / "metrics.jsonl")
         self.is_drawn = True  # whether the last attempt to write loss.png succeeded
         self.page, self.next_page = RunPage(folder), -math.inf  # the first line writes a page
@@ -98,7 +126,6 @@ class Metrics:
             running = [line["loss_running"] for line in self.history if line.get("loss_running")]
             self.running_loss = running[-1] if running else math.nan
             self._open_writers(start_step, tensorboard_folder, wandb_project)
-            learning.hints.start(start_step)
 
     def _open_writers(
         self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
@@ -148,6 +175,7 @@ class Metrics:
         """
         loss = loss.detach().float()
         is_finite = loss.isfinite()
+        self.num_unlogged_losses += 1
         # There is no branch, which would need the loss on the host in every step.
         self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
@@ -160,33 +188,25 @@ class Metrics:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step)
 
-    def log(
-        self, step: int, lr: float, engine: ZeroEngine, first_bad: FirstBad | None = None
-    ) -> tuple[int, bool]:
-        """Write the line of `step`. Returns the number of steps skipped in a row until now, and
-        whether fp16's loss scale had to fall below its minimum. first_bad: gets its marks."""
+    def log(self, step: int, lr: float, engine: ZeroEngine) -> dict:
+        """Write the line of `step`, and return it on every rank."""
         groups, size = self.groups, self.groups.data_size
         # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
         # rank turns the sum into a gather.
         waits = self.loss_sum.new_zeros(size)
         waits[groups.data_rank].fill_(self.waited)  # an assignment would wait for a copy
-        marks = waits[:0] if first_bad is None else first_bad.marks()
-        parts = [self.loss_sum / size, self.learning.bands.sums.flatten(), marks / size, waits]
+        parts = [self.loss_sum / size, self.bands.sums.flatten(), waits]
         # All ranks of one model have the same losses: its first rank gives them.
         if not groups.is_first_of_model:
             parts = [torch.zeros_like(part) for part in parts]
-        parts.append(self.learning.update_ratio.squares().to(waits))
         sums = groups.sum(torch.cat(parts))
         # Equal on all ranks already, so they are not summed.
-        skips = (engine.num_skipped, engine.num_skipped_in_a_row, engine.is_loss_scale_spent)
-        parts.append(torch.stack([n.to(sums) for n in (engine.grad_norm, *skips)]))
+        numbers = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
+        parts.append(torch.stack([number.to(sums) for number in numbers]))
         packed = iter(torch.cat([sums, parts[-1]]).tolist())  # sync: one per interval
-        (total, number), bands, means, waits, (change, weights), others = (
+        (total, number), bands, waits, (norm, skipped, in_a_row) = (
             [*islice(packed, len(part))] for part in parts
         )
-        norm, skipped, in_a_row, is_spent = others
-        if first_bad is not None:
-            first_bad.read(means, step)
         seconds = time.perf_counter() - self.interval_start
         loss = total / number if number else math.nan
         if math.isfinite(loss):
@@ -206,7 +226,6 @@ class Metrics:
             "loss_running": self.running_loss,
             "lr": lr,
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
-            "update_ratio": math.sqrt(change / weights) if weights else None,
             "step_ms": 1000 * seconds / self.num_timed_steps,
             "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
             **dataclasses.asdict(CLOCK.take()),
@@ -216,21 +235,19 @@ class Metrics:
             "mfu": None if peak is None else flops / peak,
             "skipped": int(skipped),
             "skipped_in_a_row": int(in_a_row),
+            "nonfinite_losses": self.num_unlogged_losses * size - round(number * size),
             **memory_gib(self.groups.device),
-            **self.learning.bands.named(bands),
+            **self.bands.named(bands),
         }
-        self.last_line = line
         self.loss_sum.zero_()
-        self.learning.bands.sums.zero_()
-        self.num_unlogged_steps = 0
+        self.bands.sums.zero_()
+        self.num_unlogged_steps = self.num_unlogged_losses = 0
         self.write(step, line)
         self._log_line(step, line)
-        if groups.is_main:
-            self.learning.hints.after_line(step, self.history)
         if time.perf_counter() >= self.next_page:
             self.write_page()
         self.restart_clock()
-        return int(in_a_row), bool(is_spent)
+        return line
 
     def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write the held-out losses, if any, and restart the step timer."""

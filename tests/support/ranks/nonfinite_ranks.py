@@ -2,7 +2,7 @@
 '{NAME: [FAULT, WORD, ...], ...}'`. FOLDER/NAME gets the run, FOLDER/NAME.txt the error of rank 0.
 
 The last rank alone has the fault: an element of its part of a weight, trained or frozen under LoRA,
-or a gradient that overflows in block 2.
+or "error", which is one of its second pass.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class Overflows(torch.autograd.Function):
 
 
 def plant(trainer: Trainer, fault: str) -> None:
-    transformer = trainer.engine.transformer
-    if fault == "gradient":
-        block = transformer.blocks[2]
-        block.register_forward_hook(lambda _, __, out: Overflows.apply(out))
+    if fault == "error":
+        trainer.nonfinite.loss_at = no_memory
     elif fault != "none":
-        own_values(transformer.get_parameter(fault))[-1] = math.inf
+        own_values(trainer.engine.transformer.get_parameter(fault))[-1] = math.inf
+
+
+def no_memory(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError("no memory")
 
 
 def main() -> None:

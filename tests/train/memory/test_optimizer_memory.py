@@ -149,7 +149,6 @@ def test_8bit_runs_resume_bit_for_bit(tmp_path: Path, base: Path) -> None:
     assert {state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.uint8}
     # The snapshot holds codes, and the file float32 as in every other run.
     assert whole.writer._snapshot.partitions["exp_avg", 0].dtype == torch.uint8
-    assert all(0 < line["update_ratio"] < 1 for line in metrics_of(whole) if "loss" in line)
 
 
 def test_a_run_resumes_with_the_other_moments(

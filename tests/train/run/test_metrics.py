@@ -26,9 +26,8 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.plan.flops import forward_flops, train_flops
 from cogfast.train.run import metrics as metrics_module
-from cogfast.train.run.health.learning import BandLosses
 from cogfast.train.run.health.loss_curve import draw_losses
-from cogfast.train.run.metrics import Metrics, memory_gib
+from cogfast.train.run.metrics import BandLosses, Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
 from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_clips, write_config
@@ -54,7 +53,7 @@ KEYS = {
     "memory_rss_gib",
     "skipped",
     "skipped_in_a_row",
-    "update_ratio",
+    "nonfinite_losses",
     "train_loss_band_0",
     "train_loss_band_1",
     "train_loss_band_2",
@@ -106,7 +105,7 @@ def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
 def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
     """Rank 1 of two waits for each of its batches, rank 0 for none but in the mean of both."""
     caplog.set_level("INFO", logger="cogfast")
-    numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row", "is_loss_scale_spent")
+    numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row")
     engine = SimpleNamespace(**dict.fromkeys(numbers, torch.zeros(())))
     sent: list[Tensor] = []
 
@@ -116,11 +115,6 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             return sent[-2] + value if len(sent) % 2 == 0 else value
 
     model = tiny("5b").config
-    learning = SimpleNamespace(
-        bands=BandLosses(4, None, torch.device("cpu")),
-        update_ratio=SimpleNamespace(squares=lambda: torch.zeros(2)),
-        hints=SimpleNamespace(start=lambda step: None, after_line=lambda step, lines: None),
-    )
     both = [
         Metrics(
             tmp_path,
@@ -131,7 +125,7 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             samples_per_step=2,
             tensorboard_folder=tmp_path / "board",
             wandb_project=None,
-            learning=learning,
+            bands=BandLosses(4, None, torch.device("cpu")),
         )
         for rank in (1, 0)
     ]

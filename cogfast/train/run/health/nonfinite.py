@@ -1,93 +1,47 @@
-"""Names the first loss or gradient of a run that is not finite, then follows args.nonfinite.
+"""Names the first loss or gradient of a run that is not finite; then args.nonfinite decides.
 
-Each step leaves marks on the device, which the next log line reads. Order and random draws of the data
-depend on the step alone, so the bad step's micro-batches can be read and run once more.
+Each step leaves a mark on the device. Order and random draws of the data depend on the step alone: after
+a log line that reports a bad step, all ranks read its micro-batches again and run them forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from cogfast.core.files import WriteError
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
-from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted, printable
 from cogfast.train.assembly import assemble_batches
-from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.process_watch import is_of_another_rank
-from cogfast.train.distributed.replica_check import own_values
+from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
+from cogfast.train.distributed.process_watch import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
-from cogfast.train.run.checkpoint_loader import load_checkpoint
-from cogfast.train.run.checkpoint_writer import CheckpointWriter
-from cogfast.train.run.health.inspection import Finding, damaged_weights, inspect
-from cogfast.train.run.health.recorded_batch import RecordedBatch, model_facts, texts_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_REPORTS = 3  # in one process: every one takes time and disk
+_MOST_REPORTS = 3  # in one process: each takes time
 _MOST_RANKS = 8  # whose findings are logged
-_MOST_ROLLBACKS = 3  # to one checkpoint
-
-
-class FirstBad:
-    """The first bad step since the last log line, marked on the device without a host sync.
-
-    A step is bad if a loss of this rank is not finite, or if it was skipped. After `read`: losses:
-    {data rank: its first step with such a loss}; skipped: the first skipped step, or None.
-    """
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        self.rank, self.size = groups.data_rank, groups.data_size
-        self.num_steps = 0  # since the last log line
-        self._losses = torch.zeros((), device=groups.device)  # sum over the step's micro-batches
-        self._first = torch.full((2,), math.inf, device=groups.device)  # bad loss, skipped step
-        self.losses: dict[int, int] = {}
-        self.skipped: int | None = None
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss."""
-        self._losses += loss.detach()
-
-    def end_step(self, num_skipped_in_a_row: Tensor) -> None:
-        self.num_steps += 1
-        is_bad = torch.stack([~self._losses.isfinite(), num_skipped_in_a_row > 0])
-        # Division by 0 where the step is good: infinity, which is never the smallest.
-        self._first = torch.minimum(self._first, self.num_steps / is_bad.float())
-        self._losses.zero_()
-
-    def marks(self) -> Tensor:
-        """Return [data_size + 1] numbers, whose mean over the data-parallel ranks `read` takes."""
-        loss, skipped = self._first.where(self._first.isfinite(), 0.0)
-        marks = self._first.new_zeros(self.size + 1)
-        # All other ranks have 0 in this place.
-        marks[self.rank], marks[-1] = self.size * loss, skipped
-        self._first.fill_(math.inf)
-        return marks
-
-    def read(self, means: Sequence[float], step: int) -> None:
-        """Take the means of all ranks' marks, on the host, in the log line of `step`."""
-        before = step - self.num_steps
-        numbers = [round(mean) for mean in means]
-        self.losses = {rank: before + n for rank, n in enumerate(numbers[:-1]) if n}
-        self.skipped = before + numbers[-1] if numbers[-1] else None
-        self.num_steps = 0
 
 
 class NonfiniteCheck:
-    """Reports bad steps after log lines, and skips them, stops or rolls back.
+    """Reports bad steps after log lines. A step is bad if a loss is not finite, or if it was skipped.
 
-    loss_at: returns the loss of a micro-batch of a step, as compute_loss.
+    loss_at: returns the loss of a micro-batch of a step, as compute_loss. save: saves a checkpoint of
+    the current step and returns whether that succeeded.
     """
 
     def __init__(
@@ -96,222 +50,173 @@ class NonfiniteCheck:
         groups: ProcessGroups,
         folder: Path,
         engine: ZeroEngine,
-        writer: CheckpointWriter,
         dataset: SizedDataset,
         order: GlobalOrder,
-        attention_backend: str | None,
         loss_at: Callable[[int, Batch], Tensor],
+        save: Callable[[], bool],
     ) -> None:
-        self.args, self.groups, self.folder = args, groups, folder
-        self.engine, self.writer, self.loss_at = engine, writer, loss_at
-        self.dataset, self.order, self.attention_backend = dataset, order, attention_backend
-        self.first_bad = FirstBad(groups)
-        self.num_reports = 0
-        # The step of the last log line, if it was skipped: a bad step behind it is the same event.
-        self._streak_end: int | None = None
-        self._rolled_back: list[int] = []  # steps of the checkpoints
+        self.args, self.groups, self.folder, self.engine = args, groups, folder, engine
+        self.dataset, self.order, self.loss_at, self.save = dataset, order, loss_at, save
+        self._losses = torch.zeros((), device=groups.device)  # sum over the step's micro-batches
+        # This rank's first bad step since the last log line.
+        self._first = torch.full((), math.inf, device=groups.device)
+        self._num_skipped = self._num_reports = 0
+        self._was_bad = False  # whether the step of the last log line was skipped
 
-    def after_step(self) -> None:
-        """Mark a bad step on the device. Call it after every optimizer step."""
-        self.first_bad.end_step(self.engine.num_skipped_in_a_row)
+    def after_backward(self, loss: Tensor) -> None:
+        self._losses += loss.detach()
 
-    def after_log(
-        self, step: int, num_skipped: int, is_scale_spent: bool, save: Callable[[], None]
-    ) -> bool:
-        """Report and react to bad steps since the last log line. Call it after every log line.
+    def after_step(self, step: int) -> None:
+        """Mark a bad step on the device, without a wait for it."""
+        is_bad = ~self._losses.isfinite()
+        # In fp16, gradients overflow while the loss scale is searched.
+        if self.args.precision != "fp16":
+            is_bad |= self.engine.num_skipped_in_a_row > 0
+        # Division by 0 where the step is good: infinity, which is never the smallest.
+        self._first = torch.minimum(self._first, step / is_bad.float())
+        self._losses.zero_()
 
-        num_skipped: steps skipped in a row until now. is_scale_spent: fp16's loss scale had to fall
-        below its minimum. save: starts a checkpoint. Returns whether that took time.
+    def after_log(self, line: Mapping) -> None:
+        """React to bad steps that a line of metrics.jsonl, the same on all ranks, has counted.
 
         Raises:
             RuntimeError: args.nonfinite, args.max_nonfinite_steps or a spent loss scale ends the run.
         """
-        bad = self._first_bad_step(is_scale_spent)
-        continues = self._streak_end is not None and bad == self._streak_end + 1
-        self._streak_end = step if num_skipped else None
-        if bad is None:
-            return False
-        texts: list[str] = []
-        if not continues and self.num_reports < _MOST_REPORTS:
-            self.num_reports += 1
-            texts = self._report(bad, step, num_skipped)
+        step, num_skipped = line["step"], line["skipped_in_a_row"]
+        is_quiet = line["skipped"] == self._num_skipped and not line["nonfinite_losses"]
+        self._num_skipped = line["skipped"]
+        if is_quiet:
+            self._was_bad = False
+            return
+        first = min(self.groups.gather(self._first.item()))  # sync: after a bad step
+        self._first.fill_(math.inf)
+        is_scale_spent = bool(self.engine.is_loss_scale_spent)  # sync: after a bad step
+        if is_scale_spent:
+            first = min(first, step)
+        if math.isinf(first):
+            return
+        was_bad, self._was_bad = self._was_bad, num_skipped > 0
+        texts = [f"step {first:.0f}: a loss or gradient is not finite"]
+        # One event for steps that are bad in a row.
+        if not was_bad and self._num_reports < _MOST_REPORTS:
+            self._num_reports += 1
+            texts = self._report(int(first), step)
         if self.args.nonfinite == "stop":
-            self._stop(bad, step, texts, save)
+            end = f"the checkpoint of step {step} is saved"
+            if not self.save():
+                end = "its state is not saved: resume from an earlier checkpoint"
+            raise RuntimeError(f"args.nonfinite=stop: {texts[0]}; {end}")
         check_skipped(self.args, step, num_skipped, is_scale_spent)
-        if self.args.nonfinite == "rollback":
-            self._roll_back(bad, step)
-        return True
 
-    def _first_bad_step(self, is_scale_spent: bool) -> int | None:
-        found = list(self.first_bad.losses.values())
-        # Gradients that overflow are a part of fp16's search for a loss scale.
-        is_overflow = self.args.precision == "fp16" and not is_scale_spent
-        if self.first_bad.skipped is not None and not is_overflow:
-            found.append(self.first_bad.skipped)
-        return min(found, default=None)
-
-    def _report(self, bad: int, step: int, num_skipped: int) -> list[str]:
-        """Run the bad step's micro-batches once more on every rank; log and return what they show."""
-        folder = self.folder / "nonfinite" / f"step-{bad:08d}"
-        found: list[tuple[RecordedBatch, Finding]] = []
-        problem = None
+    def _report(self, bad: int, step: int) -> list[str]:
+        """Run the bad step's micro-batches forward on all ranks; log and return what they show."""
+        self.engine.transformer.eval()
         try:
-            found = self._run_again(bad, step)
-        # Whatever stops the inspection, the run itself can continue.
+            texts = self._run_again(bad)
+        except UnsharedError:
+            raise
+        # `on_all` raises on all ranks what one has met, and training continues on all.
         except Exception as error:
-            if is_of_another_rank(error):
+            if is_of_another_rank(error) and not isinstance(error, OtherRankError):
                 raise
-            problem = f"cannot be run again ({type(error).__name__}: {error})"
-        first = next(((f.order, r.report) for r, f in found if f.places), None)
-        numbers = [recorded.number for recorded, finding in found if finding.places]
-        seen = self.groups.gather((first or (problem and (math.inf, problem)), numbers))
-        written = any(self.groups.gather(self._write(found, seen, folder, bad)))
-        weights = "those of that step"
-        if num_skipped < step - bad + 1:
-            weights = f"those after step {step}, which later steps have changed"
-        # Ranks that share a model have the cause, or only numbers that follow from it: cause first.
-        named = [(*first, rank) for rank, (first, _) in enumerate(seen) if first is not None]
-        lines = [
-            f"step {bad}, rank {rank}: {text}"
-            for _, text, rank in sorted(named, key=lambda each: each[0])
-        ]
-        if not lines:
-            lines = [f"step {bad}: a loss or gradient was not finite, but every number is now"]
+            texts = [f"step {bad}: it cannot be run again ({type(error).__name__}: {error})"]
+        self.engine.transformer.train()
         if self.groups.is_main:
-            for line in lines[:_MOST_RANKS]:
-                logger.warning("%s (weights: %s)", line, weights)
-            if written:
-                logger.warning("to run it again alone: cogfast train --replay %s", folder)
-        return lines
+            for text in texts[:_MOST_RANKS]:
+                logger.warning("%s (run again with the weights after step %d)", text, step)
+        return texts
 
-    def _run_again(self, bad: int, step: int) -> list[tuple[RecordedBatch, Finding]]:
-        """Return this rank's micro-batches of a step, each with what its inspection found."""
-        engine, groups = self.engine, self.groups
-        engine.wait_for_weights()
-        damaged, found = self._damaged_weights(), []
+    def _run_again(self, bad: int) -> list[str]:
+        groups = self.groups
+        network_ranks = groups.control if self.engine.stage == 3 else groups.model_control
         # In this process: workers would read ahead far more than is needed.
         args = dataclasses.replace(
             self.args, num_workers=0, device_prefetch=0, max_bad_fraction=1.0
         )
-        with assemble_batches(self.dataset, args, groups, self.folder, bad - 1) as batches:
-            for number in range(args.gradient_accumulation_steps):
-                batch, error = None, None
-                try:
-                    batch = next(batches)
-                except Exception as caught:
-                    error = caught
-                # All ranks run the network together.
-                groups.agree(error)
-                assert batch is not None, "agree raises where there is none"
-                loss_of = partial(self.loss_at, bad, batch)
-                scale = float(engine.loss_scaler_state().get("cur_scale", 1.0))
-                with engine.bare():
-                    seen = inspect(engine.transformer, batch, loss_of, damaged, scale)
-                found.append(self._recorded(bad, step, number, batch, scale, *seen))
-        return found
+        given = (self.dataset, args, groups, self.folder, bad - 1)
+        with groups.on_all(lambda: assemble_batches(*given)) as batches:
+            for _ in range(args.gradient_accumulation_steps):
+                batch = groups.on_all(partial(next, batches), groups.model_control)
+                found = groups.on_all(partial(self._find, bad, batch), network_ranks)
+                ranks = [(*f, rank) for rank, f in enumerate(groups.gather(found)) if f is not None]
+                if ranks:
+                    # Ranks that share a model have the cause, or numbers that follow: cause first.
+                    return [
+                        f"step {bad}, rank {rank}: {text}"
+                        for _, text, rank in sorted(ranks, key=lambda each: each[0])
+                    ]
+        return [f"step {bad}: a loss or gradient is not finite, but all outputs of modules are"]
 
-    def _recorded(
-        self,
-        bad: int,
-        step: int,
-        number: int,
-        batch: Batch,
-        scale: float,
-        finding: Finding,
-        inputs: dict[str, Tensor],
-    ) -> tuple[RecordedBatch, Finding]:
+    @torch.no_grad()
+    def _find(self, bad: int, batch: Batch) -> tuple[int, str] | None:
+        """Return what is not finite in a micro-batch's forward pass, and how many tensors came before."""
         slots = list(batch["slots"])
-        samples = sample_names(batch, bad - 1, slots, self.dataset, self.order)
-        recorded = RecordedBatch(
-            step=bad,
-            rank=self.groups.rank,
-            number=number,
-            seed=self.args.seed,
-            slots=slots,
-            num_slots=self.order.global_batch,
-            weights_step=step,
-            loss_scale=scale,
-            attention_backend=self.attention_backend,
-            samples=samples,
-            model=model_facts(self.engine.transformer.config),
-            texts=texts_of({k: v for k, v in batch.items() if k != "bad"}),
-            report=finding.text(samples),
-            batch={key: value for key, value in batch.items() if isinstance(value, Tensor)},
-            inputs=inputs,
+        names = sample_names(batch, bad - 1, slots, self.dataset, self.order)
+        with _watched(self.engine.transformer, len(slots)) as first:
+            loss = self.loss_at(bad, batch)
+        if not first.place and not loss.isfinite():  # sync: after a bad step
+            first.place = "the loss, with a finite output of the network"
+        if not first.place:
+            return None
+        timesteps = first.timesteps or [None] * len(names)
+        samples = ", ".join(
+            names[i] if timesteps[i] is None else f"{names[i]} at timestep {timesteps[i]}"
+            for i in first.rows or range(len(names))
         )
-        return recorded, finding
+        return first.order, f"samples: {samples}; not finite: {first.place}"
 
-    def _write(
-        self,
-        found: list[tuple[RecordedBatch, Finding]],
-        seen: list[tuple[object, list[int]]],
-        folder: Path,
-        bad: int,
-    ) -> bool:
-        """Write the first bad micro-batch of this rank's model, or all of them if its loss alone had
-        been bad. seen: of each rank, in its second part the numbers of its bad micro-batches."""
-        groups = self.groups
-        if not groups.is_first_of_model:
-            return False  # the first rank of the group has the same micro-batch
-        model = seen[groups.rank : groups.rank + groups.model_size]
-        first = min((number for _, numbers in model for number in numbers), default=None)
-        chosen = [recorded for recorded, _ in found if recorded.number == first]
-        if first is None and self.first_bad.losses.get(groups.data_rank) == bad:
-            chosen = [recorded for recorded, _ in found]
-        try:
-            for recorded in chosen:
-                recorded.write(folder)
-        except (OSError, WriteError) as error:
-            logger.warning("%s: %s; training continues", folder, error)
-            return False
-        return bool(chosen)
 
-    def _damaged_weights(self) -> list[str]:
-        named = self.engine.transformer.named_parameters()
-        # Under ZeRO-3 every rank looks at its own part.
-        return damaged_weights((name, own_values(parameter)) for name, parameter in named)
+class _FirstPlace:
+    """The first tensor of a forward pass that is not finite, and the samples that have such numbers.
 
-    def _stop(self, bad: int, step: int, texts: list[str], save: Callable[[], None]) -> None:
-        """End the run. The steps that were skipped changed nothing, so its state is saved."""
-        is_damaged = any(self.groups.gather(bool(self._damaged_weights())))
-        if is_damaged:
-            end = "its weights are damaged and not saved: resume from an earlier checkpoint"
-        else:
-            save()
-            self.writer.wait()
-            end = f"the checkpoint of step {step} is saved"
-        what = texts[0] if texts else f"step {bad}: a loss or gradient is not finite"
-        raise RuntimeError(f"args.nonfinite=stop: {what}; {end}")
+    order: number of tensors before it. rows: empty if its rows are no samples.
+    """
 
-    def _roll_back(self, bad: int, step: int) -> None:
-        """Load the last checkpoint; training continues with the data after `step`."""
-        self.writer.wait()
-        saved = self.writer.saved_step
-        path = self.writer.path(saved)
-        is_there = self.groups.on_main(lambda: saved > 0 and (path / "manifest.json").is_file())
-        if not is_there:
-            logger.warning("args.nonfinite=rollback: no checkpoint yet; step %d is skipped", bad)
-            return
-        self._rolled_back.append(saved)
-        if self._rolled_back.count(saved) > _MOST_ROLLBACKS:
-            raise RuntimeError(
-                f"args.nonfinite=rollback: step {bad} is not finite after {_MOST_ROLLBACKS} returns to "
-                f"{path}; resume from an earlier checkpoint, with a lower learning rate, or in bf16"
-            )
-        is_verified = self.args.verify_checkpoints
-        manifest = self.groups.on_main(lambda: read_manifest(path, RESUMABLE, is_verified))
-        self.engine.wait_for_weights()
-        load_checkpoint(path, manifest, self.engine, self.groups, is_verified)
-        self.engine.num_skipped_in_a_row.zero_()
-        self._streak_end = None
-        logger.warning(
-            "args.nonfinite=rollback: the weights and the optimizer's state are those of step %d "
-            "(%s); steps %d to %d count as skipped",
-            saved,
-            path,
-            saved + 1,
-            step,
-        )
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.place, self.order = "", 0
+        self.rows: list[int] = []
+        self.timesteps: list[int] = []
+
+    def note_inputs(self, module: nn.Module, args: tuple, named: dict) -> None:
+        inputs = inspect.signature(module.forward).bind(*args, **named).arguments
+        if "timesteps" in inputs:
+            self.timesteps = inputs["timesteps"].tolist()  # sync: after a bad step
+        for name, value in inputs.items():
+            self.check(f"the network's input {name}", value)
+
+    def note_output(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self.check(f"the output of {name or 'the network'}", output)
+
+    def check(self, what: str, values: Any) -> None:
+        for value in tree_leaves(values):
+            if self.place or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            is_bad = ~value.isfinite()
+            number = int(is_bad.sum())  # sync: after a bad step
+            if not number:
+                self.order += 1
+                continue
+            self.place = f"{what} ({number} of {value.numel()} values)"
+            if value.ndim and len(value) == self.batch_size:
+                rows = is_bad.reshape(len(value), -1).any(1)
+                self.rows = rows.nonzero().flatten().tolist()  # sync: after a bad step
+
+
+@contextmanager
+def _watched(transformer: DiffusionTransformer, batch_size: int) -> Iterator[_FirstPlace]:
+    """Look at inputs of the network and outputs of its modules in the block."""
+    first = _FirstPlace(batch_size)
+    with ExitStack() as stack:
+        hook = transformer.register_forward_pre_hook(first.note_inputs, with_kwargs=True)
+        stack.callback(hook.remove)
+        for name, module in transformer.named_modules():
+            hook = module.register_forward_hook(partial(first.note_output, name))
+            stack.callback(hook.remove)
+        # Compiled blocks would not call the hooks. Without any, torch._dynamo need not be imported.
+        if any(block._compiled_call_impl is not None for block in transformer.blocks):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield first
 
 
 def check_skipped(args: TrainArguments, step: int, num_skipped: int, is_scale_spent: bool) -> None:
@@ -333,7 +238,7 @@ def check_skipped(args: TrainArguments, step: int, num_skipped: int, is_scale_sp
 
 
 def sample_names(
-    batch: Batch, step: int, slots: Sequence[int], dataset: SizedDataset, order: GlobalOrder
+    batch: Batch, step: int, slots: list[int], dataset: SizedDataset, order: GlobalOrder
 ) -> list[str]:
     """Return a name for each sample of a micro-batch: its file and its number in the data set."""
     numbers: list[int | None] = [order.index(step, slot) for slot in slots]

@@ -40,7 +40,6 @@ def lines(num_lines: int, every: int = 10, evaluated: int = 50) -> Iterator[dict
             "memory_allocated_gib": 61.2345,
             "memory_reserved_gib": 64.5,
             **{f"train_loss_band_{band}": loss * (1 + band / 4) for band in range(4)},
-            "update_ratio": 1e-3 / i,
         }
         if step % evaluated == 0:
             bands = {f"valid_loss_band_{band}": loss * (1 + band / 4) for band in range(4)}
